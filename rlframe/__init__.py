@@ -1,0 +1,34 @@
+"""rlframe: write an agent once; run it in one process, on one machine, or across machines."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> module. Resolved on first use (PEP 562), so that `import rlframe` stays quick.
+_PUBLIC = {
+    "Actor": "rlframe.actors",
+    "Agent": "rlframe.agents",
+    "AsyncEnv": "rlframe.envs",
+    "Evaluator": "rlframe.actors",
+    "Inferencer": "rlframe.inferencers",
+    "InferencerConfig": "rlframe.inferencers",
+    "Learner": "rlframe.learners",
+    "LearnerConfig": "rlframe.learners",
+    "ReplayBuffer": "rlframe.replay",
+    "SyncEnv": "rlframe.envs",
+}
+
+__all__ = [*sorted(_PUBLIC), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'rlframe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,40 @@
+"""Errors that a user can act on.
+
+The command line prints the message of a `RlframeError` alone, without a traceback, and exits with
+`exit_code`: 2 where the input was wrong, 1 where a run failed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RlframeError(Exception):
+    """A failure that its message explains: the thing, what was expected, what came, what to do."""
+
+    exit_code = 1
+
+
+class UsageError(RlframeError, ValueError):
+    """The caller asked for something that cannot be: a wrong name, option, shape or configuration."""
+
+    exit_code = 2
+
+
+class EnvError(RlframeError):
+    """An environment raised, or the process that ran it died. Names the environment's id."""
+
+
+class NonFiniteLossError(RlframeError):
+    """A loss or gradient was NaN or infinite. Names the learner step."""
+
+
+class CheckpointError(RlframeError):
+    """A checkpoint could not be read or written. What was saved before is untouched."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Returns `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

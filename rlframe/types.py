@@ -1,0 +1,186 @@
+"""The data that agents, actors, learners and replay buffers hand to each other.
+
+Batches of environments are `dm_env.TimeStep`s whose leaves carry a leading axis `[B]`:
+
+    step_type    [B] uint8    FIRST, MID or LAST
+    reward       [B] float32  of the action before (0 at FIRST)
+    discount     [B] float32  1, but 0 at a LAST that the environment terminated (1 where a limit cut it)
+    observation  a tree of    [B, ...]
+
+The step after LAST ignores the action and returns FIRST. See `docs/data.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, Union
+
+import dm_env
+import numpy as np
+from dm_env import specs
+
+from rlframe.errors import UsageError
+
+Tree = Any  # a pytree of arrays
+Params = Any  # a pytree of parameters
+AgentState = Any  # a pytree of [B, ...]: recurrent state, or ()
+Logs = dict[str, Any]  # name -> scalar
+
+TimeStep = dm_env.TimeStep
+
+# Plain uint8: comparing an array with the enum members of dm_env is an order of magnitude slower.
+FIRST = np.uint8(dm_env.StepType.FIRST)
+MID = np.uint8(dm_env.StepType.MID)
+LAST = np.uint8(dm_env.StepType.LAST)
+
+
+class AgentOutput(NamedTuple):
+    """What an agent answers for a batch of timesteps."""
+
+    action: Tree  # [B, ...], as the action spec says
+    extras: dict[str, Any] = {}  # noqa: RUF012  [B, ...] each: what the learner needs back (log-probabilities, values)
+    params_version: Any = None  # int, filled in by the Inferencer: the version that acted
+
+
+class Step(NamedTuple):
+    """One step of a batch of environments, complete: what was seen, what was done, what followed."""
+
+    timestep: TimeStep  # [B, ...]
+    agent_output: AgentOutput  # [B, ...]
+    agent_state: AgentState  # [B, ...], before the step
+    params_version: int
+    next_timestep: TimeStep  # [B, ...]
+
+
+class TransitionBatch(NamedTuple):
+    """`Transition(n_step)` items: at most n steps, fewer where the episode ends first."""
+
+    observation: Tree  # [B, ...]
+    action: Tree  # [B, ...]
+    reward: Any  # [B] float32: sum over k < m of gamma^k r_{t+k+1}, with m the steps taken (<= n)
+    discount: Any  # [B] float32: gamma^m times the environment's discounts; multiplies the bootstrap value
+    next_observation: Tree  # [B, ...], m steps later
+    extras: dict[str, Any]  # [B, ...] each, as the agent gave them at the first step
+
+
+class SequenceBatch(NamedTuple):
+    """`Sequence(length=T)` items: contiguous steps that may cross an episode's end.
+
+    `step_type[:, t] == LAST` marks a step whose action the environment ignored and whose
+    successor is the FIRST of the next episode: every loss masks it.
+    """
+
+    observation: Tree  # [B, T + 1, ...]
+    step_type: Any  # [B, T + 1] uint8
+    action: Tree  # [B, T, ...]
+    reward: Any  # [B, T] float32, of action t (received with timestep t + 1)
+    discount: Any  # [B, T] float32, of timestep t + 1
+    extras: dict[str, Any]  # [B, T, ...] each
+    agent_state: AgentState  # [B, ...], before step 0
+
+
+class Batch(NamedTuple):
+    """What `ReplayBuffer.sample()` returns."""
+
+    data: Union[TransitionBatch, SequenceBatch, Any]
+    keys: Any  # [B, 3] int64: (writer rank, writer incarnation, sequence number) of each item
+    probabilities: Any  # [B] float32: the chance with which each item was drawn (1 / size if uniform or queue)
+    params_version: Any  # [B] int64: the oldest version that acted in the item
+
+
+class StepSpec(NamedTuple):
+    """`dm_env.specs.Array` leaves, without the batch axis: what one environment's step holds."""
+
+    observation: Tree
+    action: Tree
+    extras: dict[str, Any]
+    agent_state: AgentState
+
+
+@dataclasses.dataclass(frozen=True)
+class Transition:
+    """Items of up to `n_step` steps that never cross an episode's end."""
+
+    n_step: int = 1
+    discount: float = 0.99  # gamma, used to sum the n rewards
+
+    def __post_init__(self) -> None:
+        _check(self.n_step >= 1, f"Transition.n_step must be at least 1, got {self.n_step}.")
+        _check(0.0 <= self.discount <= 1.0, f"Transition.discount must be in [0, 1], got {self.discount}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """Items of `length` contiguous steps; a new one starts every `period` steps of an environment."""
+
+    length: int
+    period: int = 0  # 0: the length, so that items do not overlap
+
+    def __post_init__(self) -> None:
+        _check(self.length >= 1, f"Sequence.length must be at least 1, got {self.length}.")
+        _check(self.period >= 0, f"Sequence.period must be at least 0, got {self.period}.")
+        if self.period == 0:
+            object.__setattr__(self, "period", self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplaySpec:
+    """What an agent learns from: every buffer is built from this and the agent's `StepSpec`."""
+
+    kind: Literal["uniform", "prioritised", "queue"]
+    item: Union[Transition, Sequence]
+    batch_size: Union[int, None]  # items; None: one of each environment (on-policy agents)
+    capacity: int  # environment steps kept, over all environments
+    min_size: int = 1  # items there must be before `sample` answers
+    samples_per_insert: Union[float, None] = None  # items sampled per item added; None: as fast as they come
+    priority_exponent: float = 0.6  # `prioritised` only; Schaul et al. 2016, alpha
+
+    def __post_init__(self) -> None:
+        kinds = ("uniform", "prioritised", "queue")
+        _check(self.kind in kinds, f"ReplaySpec.kind must be one of {kinds}, got {self.kind!r}.")
+        _check(self.batch_size is None or self.batch_size >= 1, f"ReplaySpec.batch_size must be at least 1, got {self.batch_size}.")
+        _check(self.capacity >= 1, f"ReplaySpec.capacity must be at least 1 step, got {self.capacity}.")
+        _check(self.min_size >= 1, f"ReplaySpec.min_size must be at least 1 item, got {self.min_size}.")
+
+
+ENVS_PER_RANK = 1_000_000
+
+
+def global_env_ids(rank: int, indices: np.ndarray) -> np.ndarray:
+    """[B] int64: the ids of the environments `indices` of the actor `rank`, unique over all actors."""
+    return rank * ENVS_PER_RANK + np.asarray(indices, np.int64)
+
+
+def split_env_ids(env_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of `global_env_ids`: (ranks [B], indices [B])."""
+    return np.divmod(env_ids, ENVS_PER_RANK)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
+__all__ = [
+    "ENVS_PER_RANK",
+    "FIRST",
+    "LAST",
+    "MID",
+    "AgentOutput",
+    "AgentState",
+    "Batch",
+    "Logs",
+    "Params",
+    "ReplaySpec",
+    "Sequence",
+    "SequenceBatch",
+    "Step",
+    "StepSpec",
+    "TimeStep",
+    "Transition",
+    "TransitionBatch",
+    "Tree",
+    "global_env_ids",
+    "specs",
+    "split_env_ids",
+]
