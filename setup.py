@@ -1,0 +1,76 @@
+"""Packaging of rlframe. `make setup` installs it with the exact versions in `constraints/`."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "rlframe/__init__.py").read_text())[1]
+README = ROOT / "README.md"
+
+REFERENCE = 'python_version < "3.11"'  # Launchpad and Reverb have wheels here that live beside JAX
+MODERN = 'python_version >= "3.11"'
+
+CORE = [
+    # EnvPool 0.8.4, the last one for Python 3.10, imports with jax < 0.6 only.
+    f"jax>=0.5.3,<0.6; {REFERENCE}",
+    f"jax>=0.5.3; {MODERN}",
+    f"envpool==0.8.4; {REFERENCE}",
+    f"envpool>=1.2; {MODERN}",
+    f"numpy<2; {REFERENCE}",
+    f"numpy; {MODERN}",
+    "chex",
+    "cloudpickle",
+    "dm-env",
+    "dm-haiku",
+    "dm-tree",
+    "matplotlib",
+    "optax",
+    "orbax-checkpoint",
+    "psutil",
+    "rich",
+    "setproctitle",
+    "tensorboardX",
+    "tyro",
+]
+
+EXTRAS = {
+    # Classic control with rendering, and what `rlframe evaluate --video` needs.
+    "gymnasium": ["gymnasium[classic-control]", "imageio", "imageio-ffmpeg"],
+    "dm_control": ["dm-control"],
+    # dm-launchpad 0.5.2 hangs on any numpy array that is sent to a node.
+    "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
+    "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
+    "ray": ["ray"],
+    "trajectories": ["fastapi", "orjson", "pydantic>=2", "uvicorn"],
+    "wandb": ["wandb"],
+    "trackio": ["trackio"],
+    # rlax is the tests' oracle for losses. The TensorFlow Probability that it imports must suit TensorFlow 2.8.
+    "test": [
+        "hypothesis",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "rlax",
+        f"tensorflow-probability==0.16.0; {REFERENCE}",
+    ],
+    "lint": ["import-linter", "mypy", "ruff"],
+}
+EXTRAS["all"] = sorted({requirement for requirements in EXTRAS.values() for requirement in requirements})
+EXTRAS["gpu"] = EXTRAS["cuda"] = ["jax[cuda12]"]  # not in `all`: it needs an NVIDIA driver to be of use
+
+setup(
+    name="rlframe",
+    version=VERSION,
+    description="Write an RL agent once; run it in one process, on one machine, or across machines.",
+    long_description=README.read_text() if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=["rlframe", "rlframe.*"]),
+    package_data={"rlframe": ["py.typed"]},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["rlframe = rlframe.cli:main"]},
+)
