@@ -138,7 +138,10 @@ class ReplaySpec:
     def __post_init__(self) -> None:
         kinds = ("uniform", "prioritised", "queue")
         _check(self.kind in kinds, f"ReplaySpec.kind must be one of {kinds}, got {self.kind!r}.")
-        _check(self.batch_size is None or self.batch_size >= 1, f"ReplaySpec.batch_size must be at least 1, got {self.batch_size}.")
+        _check(
+            self.batch_size is None or self.batch_size >= 1,
+            f"ReplaySpec.batch_size must be at least 1, got {self.batch_size}.",
+        )
         _check(self.capacity >= 1, f"ReplaySpec.capacity must be at least 1 step, got {self.capacity}.")
         _check(self.min_size >= 1, f"ReplaySpec.min_size must be at least 1 item, got {self.min_size}.")
 

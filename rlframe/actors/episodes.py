@@ -1,0 +1,72 @@
+"""Returns and lengths of the episodes that a batch of environments plays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlframe.types import FIRST, LAST, Logs, TimeStep
+
+
+class EpisodeStatistics:
+    """Sums rewards per environment, and counts steps and episodes.
+
+    Args:
+        num_envs: environments in the pool.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.env_steps = 0
+        self.episodes = 0
+        self._returns = np.zeros(num_envs, np.float64)
+        self._lengths = np.zeros(num_envs, np.int64)
+
+    def update(self, timestep: TimeStep, indices: np.ndarray | None = None) -> Logs | None:
+        """Counts the timesteps that followed one action each.
+
+        Args:
+            timestep: [B, ...]; a FIRST counts as no step.
+            indices: [B], the environments that they are of; None: all, in order.
+
+        Returns:
+            `episode_return`, `episode_length` (means) and `episodes` of those that ended; None if none did.
+        """
+        first = timestep.step_type == FIRST
+        began = np.count_nonzero(first)
+        self.env_steps += len(first) - began
+        rows: Any = slice(None) if indices is None else indices
+        self._returns[rows] += timestep.reward
+        self._lengths[rows] += 1
+        if began:
+            self._clear(np.flatnonzero(first) if indices is None else indices[first])
+        last = timestep.step_type == LAST
+        ended = np.count_nonzero(last)
+        if not ended:
+            return None
+        self.episodes += ended
+        which = np.flatnonzero(last) if indices is None else indices[last]
+        return {
+            "episode_return": float(self._returns[which].mean()),
+            "episode_length": float(self._lengths[which].mean()),
+            "episodes": ended,
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """Counters and running sums, as numpy and ints."""
+        return {
+            "env_steps": self.env_steps,
+            "episodes": self.episodes,
+            "returns": self._returns.copy(),
+            "lengths": self._lengths.copy(),
+        }
+
+    def set_state(self, state: dict[str, Any], resets: bool) -> None:
+        """Takes over what `get_state` gave; `resets`: the episodes under way are lost."""
+        self.env_steps, self.episodes = state["env_steps"], state["episodes"]
+        if not resets:
+            self._returns, self._lengths = state["returns"].copy(), state["lengths"].copy()
+
+    def _clear(self, which: np.ndarray) -> None:
+        self._returns[which] = 0.0
+        self._lengths[which] = 0

@@ -1,0 +1,97 @@
+"""The Evaluator: full episodes in environments of its own, and their returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlframe.actors.actor import build_pool, env_seed, zero_at_first
+from rlframe.errors import EnvError, UsageError
+from rlframe.types import LAST, Logs, global_env_ids
+
+# Ranks of actors are small; evaluation draws its environments' seeds from a rank that no actor has.
+EVALUATOR_RANK = 2**30
+
+
+class Evaluator:
+    """Plays `episodes` episodes and reports their returns.
+
+    Every environment plays the same number of episodes (give or take one), so that short episodes
+    are not favoured. Nothing reaches a replay buffer.
+
+    Args:
+        env_builder: as for `Actor`; a synchronous pool, of `episodes` environments for the shortest wait.
+        inferencer: usually `Inferencer(InferencerConfig(greedy=True), agent, learner)`.
+        episodes: how many to play.
+        seed: of the whole run; the environments' seeds are ones that no actor of it uses.
+        max_episode_length: steps after which an episode that does not end is an error.
+    """
+
+    def __init__(
+        self,
+        env_builder: Any,
+        inferencer: Any,
+        episodes: int = 20,
+        *,
+        seed: int = 0,
+        max_episode_length: int = 108_000,  # half an hour of Atari at 60 Hz
+    ) -> None:
+        if episodes < 1:
+            raise UsageError(f"Evaluator.episodes must be at least 1, got {episodes}.")
+        self._env = build_pool(env_builder, env_seed(seed, EVALUATOR_RANK))
+        if not self._env.is_sync:
+            raise UsageError("Evaluator needs a synchronous pool (SyncEnv); its env_builder gave an asynchronous one.")
+        self._inferencer = inferencer
+        self._episodes = episodes
+        self._max_episode_length = max_episode_length
+
+    def evaluate(self) -> Logs:
+        """Plays the episodes, all by the version of the parameters that is the newest when it starts.
+
+        Returns:
+            `return_mean`, `return_std`, `length_mean`, `episodes`, `params_version` and `returns`
+            ([episodes] float64).
+
+        Raises:
+            EnvError: an episode took more than `max_episode_length` steps.
+        """
+        self._inferencer.refresh()
+        num_envs = self._env.num_envs
+        env_ids = global_env_ids(EVALUATOR_RANK, np.arange(num_envs))
+        quota = np.full(num_envs, self._episodes // num_envs)
+        quota[: self._episodes % num_envs] += 1
+        returns, lengths, played = np.zeros(num_envs), np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
+        done: list[tuple[float, int]] = []
+        initial_state = state = self._inferencer.initial_state(num_envs)
+        timestep = self._env.reset()
+        while np.any(played < quota):
+            output, state = self._inferencer.inference(env_ids, timestep, state)
+            timestep = self._env.step(output.action)
+            state = zero_at_first(timestep, state, initial_state)
+            returns += timestep.reward
+            lengths += 1
+            for i in np.flatnonzero(timestep.step_type == LAST):
+                if played[i] < quota[i]:
+                    done.append((returns[i], lengths[i]))
+                played[i] += 1
+                # The next step ignores its action and resets: it counts for no episode.
+                returns[i], lengths[i] = 0.0, -1
+            if lengths.max() > self._max_episode_length:
+                raise EnvError(
+                    f"Evaluation: environment {int(lengths.argmax())} has run for {lengths.max()} steps without ending "
+                    "its episode. Give the environment a time limit, or raise max_episode_length."
+                )
+        values = np.array([value for value, _ in done])
+        return {
+            "return_mean": float(values.mean()),
+            "return_std": float(values.std()),
+            "length_mean": float(np.mean([length for _, length in done])),
+            "episodes": len(done),
+            "params_version": self._inferencer.params_version,
+            "returns": values,
+        }
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._env.close()

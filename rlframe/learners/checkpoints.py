@@ -1,0 +1,179 @@
+"""Checkpoints through Orbax: atomic, the last N kept, with clear errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlframe.errors import CheckpointError
+from rlframe.types import Tree
+
+# Versions are reserved this many at a time, so that one file is written per so many updates.
+_RESERVE = 1_000
+
+
+class Checkpointer:
+    """Saves trees of arrays under `directory/STEP`, each in full or not at all.
+
+    Args:
+        directory: created at the first save.
+        keep: how many of the latest checkpoints stay.
+    """
+
+    def __init__(self, directory: str | os.PathLike, keep: int = 3) -> None:
+        self._directory = pathlib.Path(directory).absolute()
+        self._keep = keep
+        self._open_manager: Any = None
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """Where the checkpoints lie."""
+        return self._directory
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, oldest first."""
+        if not self._directory.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self._directory.iterdir() if entry.name.isdigit())
+
+    def save(self, step: int, tree: Tree, extras: Any = None) -> None:
+        """Writes one checkpoint; the ones before it are untouched until it is complete.
+
+        Args:
+            step: names the checkpoint; one that exists under this name is replaced.
+            tree: a pytree of arrays, restored into the same structure.
+            extras: any picklable object (counters, the actor's state).
+
+        Raises:
+            CheckpointError: it could not be written (disk full, no permission).
+        """
+        import orbax.checkpoint as ocp
+
+        leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+        pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
+        with self._explain("write", step):
+            if step in self.steps():
+                self._manager().delete(step)
+            args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled})
+            self._manager().save(step, args=args, force=True)
+            self._manager().wait_until_finished()
+
+    def restore(self, template: Tree, step: int | None = None) -> tuple[Tree, Any]:
+        """Reads the checkpoint of `step` (the latest one by default).
+
+        Returns:
+            (tree of numpy arrays in the structure of `template`, the extras).
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another agent or network.
+        """
+        import orbax.checkpoint as ocp
+
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"There is no checkpoint in {self._directory}. Start the run without resuming.")
+        step = steps[-1] if step is None else step
+        with self._explain("read", step):
+            saved = self._manager().restore(step, args=ocp.args.StandardRestore())
+            leaves = [np.asarray(saved["leaves"][name]) for name in sorted(saved["leaves"])]
+            extras = pickle.loads(np.asarray(saved["extras"]).tobytes())
+        self._check(template, leaves, step)
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), extras
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        if self._open_manager is not None:
+            self._open_manager.close()
+            self._open_manager = None
+
+    def _manager(self) -> Any:
+        if self._open_manager is None:
+            import orbax.checkpoint as ocp
+
+            self._directory.mkdir(parents=True, exist_ok=True)
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
+            self._open_manager = ocp.CheckpointManager(self._directory, options=options)
+        return self._open_manager
+
+    def _check(self, template: Tree, leaves: list[np.ndarray], step: int) -> None:
+        expected = jax.tree.leaves_with_path(template)
+        if len(expected) != len(leaves):
+            raise CheckpointError(
+                f"Checkpoint {self._directory / str(step)} holds {len(leaves)} arrays where this agent has "
+                f"{len(expected)}. It was written by another agent or network: resume with the run's own config.json."
+            )
+        for (path, want), got in zip(expected, leaves, strict=True):
+            if np.shape(want) != got.shape:
+                raise CheckpointError(
+                    f"Checkpoint {self._directory / str(step)}: {jax.tree_util.keystr(path)} has shape {got.shape} "
+                    f"where this agent has {np.shape(want)}. Resume with the run's own config.json."
+                )
+
+    @contextlib.contextmanager
+    def _explain(self, what: str, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            others = [other for other in self.steps() if other != step]
+            kept = f" The last good checkpoint is {self._directory / str(others[-1])}." if others else ""
+            hint = " Remove the damaged folder to go on from that one." if what == "read" and others else ""
+            reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
+            message = f"Cannot {what} checkpoint {self._directory / str(step)}: {reason}.{kept}{hint}"
+            raise CheckpointError(message) from error
+
+
+class VersionCounter:
+    """A counter whose values are never given twice, also after a crash.
+
+    Values are reserved in a small file before they are used; a restart goes on past all that were
+    reserved, a clean stop gives the unused ones back.
+
+    Args:
+        directory: where `versions.json` is kept; None keeps nothing.
+    """
+
+    def __init__(self, directory: str | os.PathLike | None) -> None:
+        self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
+        self._reserved = 0
+        self.value = 0
+
+    def next(self) -> int:
+        """Counts one up and returns it."""
+        self.value += 1
+        if self._path is not None and self.value > self._reserved:
+            self._reserve(self.value + _RESERVE)
+        return self.value
+
+    def release(self) -> None:
+        """Gives back what was reserved beyond `value`: after a save that nothing follows."""
+        if self._path is not None and self._reserved != self.value:
+            self._reserve(self.value)
+
+    def resume(self, value: int) -> None:
+        """Goes on from a checkpoint's `value`, or past every value that may have been given since."""
+        self.value = value
+        if self._path is not None and self._path.exists():
+            try:
+                self._reserved = int(json.loads(self._path.read_text())["reserved"])
+            except (ValueError, KeyError, OSError) as error:
+                raise CheckpointError(f'Cannot read {self._path}: {error}. It must hold {{"reserved": N}}.') from error
+            self.value = max(value, self._reserved)
+
+    def _reserve(self, upto: int) -> None:
+        assert self._path is not None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps({"reserved": upto}))
+            os.replace(temporary, self._path)
+        except OSError as error:
+            raise CheckpointError(f"Cannot write {self._path}: {error}. Free some space, then resume.") from error
+        self._reserved = upto

@@ -1,0 +1,226 @@
+"""The Learner: parameters and learner state, one jitted update, versions, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.agents.base import LearnerState
+from rlframe.errors import NonFiniteLossError, UsageError
+from rlframe.learners.checkpoints import Checkpointer, VersionCounter
+from rlframe.types import Batch, Logs, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerConfig:
+    """How a Learner starts, stops and saves."""
+
+    seed: int = 0
+    max_learner_steps: int | None = None  # `run()` ends there; None: when `stop()` is called
+    checkpoint_dir: str | None = None  # None: nothing is saved
+    checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
+    checkpoints_kept: int = 3
+    log_every: int = 100  # learner steps between two rows of `run()`'s logger
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "checkpoints_kept", "log_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"LearnerConfig.{name} must be at least 1, got {getattr(self, name)}.")
+
+
+class Learner:
+    """Trains an agent's parameters from batches, and publishes them under rising versions.
+
+    What `get_params` gives is a copy, so the Learner's own arrays are donated to each update.
+
+    Args:
+        cfg: see `LearnerConfig`.
+        agent: the `Agent` that learns.
+        replay_buffer: where `run()` takes its batches and where priorities go.
+        logger: anything with `write(step, values)`, used by `run()`; None logs nothing.
+    """
+
+    def __init__(self, cfg: LearnerConfig, agent: Any, replay_buffer: Any, logger: Any = None) -> None:
+        self._cfg = cfg
+        self._agent = agent
+        self._replay_buffer = replay_buffer
+        self._logger = logger
+        self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
+        self._versions = VersionCounter(cfg.checkpoint_dir)
+        self._learner_steps = 0
+        self._unchecked: tuple[int, Any, Any] | None = None  # (learner step, loss, keys) of the update before
+        self._stop = threading.Event()
+        self._publish_lock = threading.Lock()
+
+        init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
+        self._params = agent.initial_params(init_rng)
+        self._learner_state = agent.initial_learner_state(self._params)
+        if isinstance(self._learner_state, LearnerState):
+            self._learner_state = self._learner_state._replace(rng=learner_rng)
+        # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
+        self._params, self._learner_state = _copy((self._params, self._learner_state))
+        self._copy_for_actors = jax.jit(lambda params, state: _copy(agent.actor_params(params, state)))
+        self._update = jax.jit(self._update_and_copy, donate_argnums=(0, 1))
+        self._published = (self._versions.next(), self._copy_for_actors(self._params, self._learner_state))
+        self._numpy: tuple[int, Tree] = (-1, None)
+
+    @property
+    def learner_steps(self) -> int:
+        """Updates done since the run began, the resumed ones included."""
+        return self._learner_steps
+
+    @property
+    def params_version(self) -> int:
+        """The version that `get_params` gives now."""
+        return self._published[0]
+
+    def step(self, batch: Batch | None) -> Logs | None:
+        """One update from `batch`; does nothing and returns None where there is none.
+
+        Returns:
+            The agent's logs (device scalars, fetched when they are read), and `staleness`: how many
+            versions old the batch's items are, on average.
+
+        Raises:
+            NonFiniteLossError: the loss of the update before this one was NaN or infinite.
+        """
+        if batch is None:
+            return None
+        self._check_loss()
+        keys, staleness = batch.keys, self.params_version - float(np.mean(batch.params_version))
+        params, learner_state, logs, published = self._run_update(batch._replace(keys=(), params_version=()))
+        self._params, self._learner_state = params, learner_state
+        self._learner_steps += 1
+        self._published = (self._versions.next(), published)
+        self._unchecked = (self._learner_steps, logs.get("loss"), keys)
+        if "priorities" in logs:
+            self._replay_buffer.update_priorities(keys, np.asarray(logs.pop("priorities")))
+        logs["staleness"] = staleness
+        return logs
+
+    def run(self) -> None:
+        """Learns until `max_learner_steps` or `stop()`, logging and saving on the way."""
+        dataset = self._replay_buffer.make_dataset()
+        try:
+            for batch in dataset:
+                logs = self.step(batch)
+                if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
+                    self._logger.write(
+                        self._learner_steps, {name: float(value) for name, value in (logs or {}).items()}
+                    )
+                if self._checkpointer is not None and self._learner_steps % self._cfg.checkpoint_every == 0:
+                    self.save()
+                if self._stop.is_set() or self._learner_steps == self._cfg.max_learner_steps:
+                    break
+        finally:
+            dataset.close()
+        if self._checkpointer is not None:
+            self.save(final=True)
+
+    def stop(self) -> None:
+        """Ends `run()` after the update under way. Any thread may call it."""
+        self._stop.set()
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """The newest parameters for acting, as a tree of numpy arrays that nobody may write to.
+
+        Returns:
+            (version, tree), or (version, None) where `known_version` is that version already.
+        """
+        version, published = self._published
+        if version == known_version:
+            return version, None
+        with self._publish_lock:
+            if self._numpy[0] != version:  # fetched once per version, however many ask
+                self._numpy = (version, jax.tree.map(np.asarray, published))
+            return self._numpy
+
+    def save(self, extras: Any = None, *, final: bool = False) -> None:
+        """Writes a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
+
+        Args:
+            extras: any picklable object to keep beside it; `restore` gives it back.
+            final: nothing is published after this, so a resumed run counts versions on from here.
+
+        Raises:
+            CheckpointError: it could not be written; the ones before are untouched.
+            NonFiniteLossError: the parameters hold NaN or infinity; nothing was written.
+        """
+        if self._checkpointer is None:
+            raise UsageError("Learner.save needs LearnerConfig.checkpoint_dir.")
+        self._check_loss()
+        tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
+        self._check_finite(tree[0])
+        counters = {"learner_steps": self._learner_steps, "version": self.params_version}
+        self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "extras": extras})
+        if final:
+            self._versions.release()
+
+    def restore(self, step: int | None = None) -> Any:
+        """Takes over a checkpoint (the latest by default) and returns the extras saved with it.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another agent or network.
+        """
+        if self._checkpointer is None:
+            raise UsageError("Learner.restore needs LearnerConfig.checkpoint_dir.")
+        tree, saved = self._checkpointer.restore((self._params, self._learner_state), step)
+        self._params, self._learner_state = _copy(tree)
+        self._learner_steps = saved["counters"]["learner_steps"]
+        self._versions.resume(saved["counters"]["version"])
+        self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
+        self._unchecked = None
+        return saved["extras"]
+
+    def close(self) -> None:
+        """Ends the threads that checkpointing opened."""
+        self.stop()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+    def _run_update(self, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
+        if self._agent.jit_learner_step:
+            return self._update(self._params, self._learner_state, batch)
+        params, learner_state, logs = self._agent.learner_step(self._params, self._learner_state, batch)
+        return params, learner_state, dict(logs), self._copy_for_actors(params, learner_state)
+
+    def _update_and_copy(self, params: Tree, learner_state: Tree, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
+        params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
+        return params, learner_state, dict(logs), _copy(self._agent.actor_params(params, learner_state))
+
+    def _check_loss(self) -> None:
+        # One update late: reading the newest loss here would make acting wait for learning.
+        if self._unchecked is None:
+            return
+        step, loss, keys = self._unchecked
+        self._unchecked = None
+        if loss is not None and not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"The loss of learner step {step} is {float(loss)}, on a batch of {len(keys)} items whose first is "
+                f"(rank, incarnation, number) {tuple(int(part) for part in keys[0])}.{self._last_good()} "
+                "Look for NaN in its rewards and observations, or lower the learning rate."
+            )
+
+    def _check_finite(self, params: Tree) -> None:
+        for path, leaf in jax.tree.leaves_with_path(params):
+            if not np.all(np.isfinite(leaf)):
+                name = jax.tree_util.keystr(path)
+                raise NonFiniteLossError(
+                    f"Parameter {name} is not finite after learner step {self._learner_steps}.{self._last_good()}"
+                )
+
+    def _last_good(self) -> str:
+        steps = self._checkpointer.steps() if self._checkpointer is not None else []
+        if self._checkpointer is None or not steps:
+            return " Nothing was saved before."
+        return f" The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."
+
+
+def _copy(tree: Tree) -> Tree:
+    return jax.tree.map(jnp.copy, tree)
