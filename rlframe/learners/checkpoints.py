@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import pickle
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +50,8 @@ class Checkpointer:
         """Writes one checkpoint; the ones before it are untouched until it is complete.
 
         Args:
-            step: names the checkpoint; one that exists under this name is replaced.
+            step: names the checkpoint; the next free number does where one of this name exists, since
+                nothing that was saved is ever overwritten.
             tree: a pytree of arrays, restored into the same structure.
             extras: any picklable object (counters, the actor's state).
 
@@ -59,9 +62,8 @@ class Checkpointer:
 
         leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
+        step = max([step, *(taken + 1 for taken in self.steps())])
         with self._explain("write", step):
-            if step in self.steps():
-                self._manager().delete(step)
             args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled})
             self._manager().save(step, args=args, force=True)
             self._manager().wait_until_finished()
@@ -98,6 +100,8 @@ class Checkpointer:
         if self._open_manager is None:
             import orbax.checkpoint as ocp
 
+            # Orbax warns of every restore without a template; the arrays are checked against one in `_check`.
+            logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
             self._directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
             self._open_manager = ocp.CheckpointManager(self._directory, options=options)
@@ -122,12 +126,26 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            others = [other for other in self.steps() if other != step]
-            kept = f" The last good checkpoint is {self._directory / str(others[-1])}." if others else ""
-            hint = " Remove the damaged folder to go on from that one." if what == "read" and others else ""
-            reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
-            message = f"Cannot {what} checkpoint {self._directory / str(step)}: {reason}.{kept}{hint}"
-            raise CheckpointError(message) from error
+            path = self._directory / str(step)
+            for unfinished in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            others = [self._directory / str(other) for other in self.steps() if other != step]
+            kept = f" The last good checkpoint is {others[-1]}." if others else ""
+            if what == "read":
+                hint = f" Remove {path} to go on from that one." if others else ""
+                raise CheckpointError(f"Checkpoint {path} is damaged: {_first_line(error)}.{kept}{hint}") from error
+            hint = f" {_free_megabytes(self._directory):.1f} MB are free there: make room, then resume."
+            raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:160].rstrip(".")
+
+
+def _free_megabytes(directory: pathlib.Path) -> float:
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free / 1e6
 
 
 class VersionCounter:
