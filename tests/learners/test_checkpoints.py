@@ -1,0 +1,90 @@
+"""Checkpoints: what is saved comes back, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rlframe.errors import CheckpointError
+from rlframe.learners.checkpoints import Checkpointer, VersionCounter
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    opened = Checkpointer(tmp_path / "checkpoints", keep=2)
+    yield opened
+    opened.close()
+
+
+def tree(value: float) -> dict:
+    return {"w": np.full((3, 2), value, np.float32), "count": [np.int32(7)], "rng": np.array([1, 2], np.uint32)}
+
+
+def test_restore_gives_back_the_tree_and_the_extras(checkpointer):
+    checkpointer.save(5, tree(1.5), extras={"env": b"\x00\x01", "steps": 3})
+    restored, extras = checkpointer.restore(tree(0.0))
+    np.testing.assert_array_equal(restored["w"], np.full((3, 2), 1.5, np.float32))
+    assert restored["count"][0] == 7 and restored["rng"].dtype == np.uint32
+    assert extras == {"env": b"\x00\x01", "steps": 3}
+
+
+def test_the_last_n_are_kept(checkpointer):
+    for step in (1, 2, 3):
+        checkpointer.save(step, tree(step))
+    assert checkpointer.steps() == [2, 3]
+
+
+def test_a_second_save_at_one_step_replaces_nothing(checkpointer):
+    checkpointer.save(4, tree(1.0), extras="first")
+    checkpointer.save(4, tree(2.0), extras="second")
+    assert checkpointer.steps() == [4, 5]
+    assert checkpointer.restore(tree(0.0))[1] == "second"
+    assert checkpointer.restore(tree(0.0), step=4)[1] == "first"
+
+
+def test_a_damaged_checkpoint_is_named_and_so_is_the_one_before(checkpointer):
+    checkpointer.save(1, tree(1.0))
+    checkpointer.save(2, tree(2.0))
+    for data in (checkpointer.directory / "2" / "default").rglob("*"):
+        if data.is_file():
+            data.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"2 is damaged.*last good checkpoint is .*1\. Remove .*2 "):
+        checkpointer.restore(tree(0.0))
+    assert checkpointer.restore(tree(0.0), step=1)[0]["w"][0, 0] == 1.0
+
+
+def test_a_checkpoint_of_another_network_is_refused_by_name(checkpointer):
+    checkpointer.save(1, tree(1.0))
+    with pytest.raises(CheckpointError, match=r"\['w'\] has shape \(3, 2\) where this agent has \(3, 4\)"):
+        checkpointer.restore({**tree(0.0), "w": np.zeros((3, 4))})
+
+
+def test_no_checkpoint_is_an_error_that_says_so(checkpointer):
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        checkpointer.restore(tree(0.0))
+
+
+def test_versions_go_on_past_all_that_may_have_been_given(tmp_path):
+    counter = VersionCounter(tmp_path)
+    given = [counter.next() for _ in range(1_500)]
+    after_crash = VersionCounter(tmp_path)
+    after_crash.resume(value=given[10])  # the checkpoint is older than the last version given
+    assert after_crash.next() > given[-1]
+
+
+def test_versions_go_on_without_a_gap_after_a_clean_stop(tmp_path):
+    counter = VersionCounter(tmp_path)
+    for _ in range(3):
+        counter.next()
+    counter.release()
+    resumed = VersionCounter(tmp_path)
+    resumed.resume(value=3)
+    assert resumed.next() == 4
+
+
+def test_a_damaged_versions_file_is_named(tmp_path):
+    (tmp_path / "versions.json").write_text(json.dumps({"other": 1}))
+    with pytest.raises(CheckpointError, match=r"versions\.json"):
+        VersionCounter(tmp_path).resume(value=3)
