@@ -2,10 +2,11 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.rlframe-setup
-# Everything that has a wheel for the interpreter. `all` is the list in setup.py.
-EXTRAS ?= gymnasium,dm_control,test,lint
 PYTEST_ARGS ?=
+
+# Two steps, so that the demo need not wait for TensorFlow, Launchpad, Reverb and Ray, which are half of it.
+CORE := $(VENV)/.rlframe-core
+ALL := $(VENV)/.rlframe-all
 
 # The first interpreter that starts and is Python 3.10 (a pyenv shim may be there and not start).
 PYTHON ?= $(shell for p in python3.10 python3 python; do \
@@ -17,50 +18,56 @@ PYTHON ?= $(shell for p in python3.10 python3 python; do \
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## build .venv, the reference environment (PYTHON= chooses the interpreter)
+setup: $(ALL) ## build .venv, the reference environment (PYTHON= chooses the interpreter)
 
-demo: $(STAMP) ## train PPO on CartPole-v1 and evaluate it
+demo: $(CORE) ## train PPO on CartPole-v1 and evaluate it
 	$(BIN)/rlframe train --agent ppo --env CartPole-v1 --seed 1
 
-test: $(STAMP) ## the tests (PYTEST_ARGS= adds options)
+test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-system: $(STAMP) ## the tests that run whole programs
+test-system: $(ALL) ## the tests that run whole programs
 	$(BIN)/python -m pytest -m system $(PYTEST_ARGS)
 
-results: $(STAMP) ## train again what docs/results.md shows (hours)
+results: $(ALL) ## train again what docs/results.md shows (hours)
 	$(BIN)/python -m benchmarks.results
 
-lint: $(STAMP) ## ruff, mypy, and the layers of the design
+lint: $(ALL) ## ruff, mypy, and the layers of the design
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(STAMP) ## let ruff lay the code out
+format: $(ALL) ## let ruff lay the code out
 	$(BIN)/ruff check --fix-only --select I .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## this project and its peers, side by side
+bench: $(ALL) ## this project and its peers, side by side
 	$(BIN)/rlframe bench
 
 clean: ## remove .venv and what tools cached
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
-# Python 3.10 takes the exact versions that are tested; a newer one takes the newest that its wheels allow.
-$(STAMP): setup.py constraints/py310.txt
+# Python 3.10 takes the exact versions that are tested; a newer one takes the newest that there are for it.
+install = if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))'; \
+	then $(BIN)/python -m pip install -q -c constraints/py310.txt -e '.[$(1)]'; \
+	else $(BIN)/python -m pip install -q -e '.[$(1)]'; fi
+
+$(CORE): setup.py constraints/py310.txt
 	@test -n "$(PYTHON)" || { printf '%s\n' \
 	  'rlframe: no Python 3.10 was found; the reference environment needs it.' \
-	  '  Install it:     pyenv install 3.10   or   uv python install 3.10   or   apt install python3.10-venv' \
-	  '  or name one:    make $(MAKECMDGOALS) PYTHON=/path/to/python3.10' \
-	  '  or go without Launchpad and Reverb, on 3.11 to 3.13 with a newer JAX: make $(MAKECMDGOALS) PYTHON=python3.12' >&2; \
-	  exit 1; }
+	  '  Install it:   pyenv install 3.10   or   uv python install 3.10   or   apt install python3.10-venv' \
+	  '  or name it:   make $(MAKECMDGOALS) PYTHON=/path/to/python3.10' \
+	  '  or go without Launchpad and Reverb, on Python 3.11 to 3.13 with a newer JAX:' \
+	  '                make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo 'rlframe: PYTHON=$(PYTHON) does not start, or is not Python 3.10 to 3.13.' >&2; exit 1; }
-	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
-	case "$$($(BIN)/python -c 'import sys; print(sys.version_info[1])')" in \
-	  10) $(BIN)/python -m pip install -q -c constraints/py310.txt -e '.[$(EXTRAS)]' ;; \
-	  *)  $(BIN)/python -m pip install -q -e '.[$(EXTRAS)]' ;; \
-	esac
-	@touch $(STAMP)
+	@echo "Setting up $(VENV): the core (about a minute, 1.5 GB)."
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(call install,gymnasium)
+	@touch $@
+
+$(ALL): $(CORE)
+	@echo "Setting up $(VENV): every extra, the tests and the linters (about two minutes, 2 GB more)."
+	@$(call install,all)
+	@touch $@
