@@ -1,0 +1,8 @@
+"""Environments as batches: `SyncEnv` steps all of them together, `AsyncEnv` whichever are ready."""
+
+from __future__ import annotations
+
+from rlframe.envs.names import default_type, list_envs
+from rlframe.envs.sync import SyncEnv, as_pool
+
+__all__ = ["SyncEnv", "as_pool", "default_type", "list_envs"]

@@ -1,0 +1,118 @@
+"""One environment, whatever API it speaks, behind one small protocol.
+
+`wrap` takes a gymnasium or a dm_env environment and gives a `SingleEnv`. Everything that the two
+worlds do differently (rewards of None, seeds, time limits) ends here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from dm_env import specs
+
+from rlframe.envs import spaces
+from rlframe.errors import UsageError
+
+
+class SingleEnv(Protocol):
+    """One environment. It never resets itself: its group does, on the step after LAST."""
+
+    observation_spec: Any  # a tree of dm_env.specs
+    action_spec: specs.Array
+    codec: spaces.ActionCodec
+
+    def reset(self, seed: int | None) -> Any:
+        """Starts an episode and returns the first observation; a seed is given at the first one only."""
+
+    def step(self, action: Any) -> tuple[Any, float, float, bool]:
+        """(observation, reward, discount, last); discount is 0 where the environment terminated, else 1."""
+
+    def close(self) -> None: ...
+
+
+def env_seed(seed: int, index: int) -> int:
+    """The seed of environment `index` of a pool with `seed`, in [0, 2^31).
+
+    Hashed, so that the environments of the pools with seeds 1 and 2 have none in common.
+    """
+    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0] >> 1)
+
+
+class GymnasiumEnv:
+    """Adapts `gymnasium.Env`: `terminated` is discount 0, `truncated` alone is discount 1."""
+
+    def __init__(self, env: Any):
+        self.env = env
+        self.observation_spec = spaces.observation_spec_of_space(env.observation_space)
+        self.action_spec, self.codec = spaces.action_spec_of_space(env.action_space)
+        self._step: Callable[[Any], Any] = env.step
+
+    def reset(self, seed: int | None) -> Any:
+        result = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise UsageError(
+                f"reset() of {self.env} must return (observation, info), got {type(result).__name__}. "
+                "This looks like the API of Gym before 0.26: use a Gymnasium environment."
+            )
+        return result[0]
+
+    def step(self, action: Any) -> tuple[Any, float, float, bool]:
+        observation, reward, terminated, truncated, _ = self._step(action)
+        if terminated:
+            return observation, reward, 0.0, True
+        return observation, reward, 1.0, bool(truncated)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class DmEnv:
+    """Adapts `dm_env.Environment`: the discount is the environment's own. It seeds itself when built."""
+
+    def __init__(self, env: Any):
+        self.env = env
+        self.observation_spec = spaces.observation_spec_of_specs(env.observation_spec())
+        self.action_spec, self.codec = spaces.action_spec_of_specs(env.action_spec())
+
+    def reset(self, seed: int | None) -> Any:
+        del seed  # dm_env has no such argument: builders take it.
+        return self.env.reset().observation
+
+    def step(self, action: Any) -> tuple[Any, float, float, bool]:
+        step_type, reward, discount, observation = self.env.step(action)
+        return (
+            observation,
+            0.0 if reward is None else reward,
+            1.0 if discount is None else discount,
+            int(step_type) == 2,
+        )
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def is_gymnasium(env: Any) -> bool:
+    return hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")
+
+
+def is_dm_env(env: Any) -> bool:
+    return callable(getattr(env, "observation_spec", None)) and callable(getattr(env, "action_spec", None))
+
+
+def wrap(env: Any) -> SingleEnv:
+    """A gymnasium or dm_env environment as a `SingleEnv`. Raises UsageError for anything else."""
+    if hasattr(env, "num_envs"):
+        raise UsageError(
+            f"{type(env).__name__} holds several environments: expected a builder that returns one. "
+            "Pass the pool itself where an env_builder is asked for, or the name of the task."
+        )
+    if is_gymnasium(env):
+        return GymnasiumEnv(env)
+    if is_dm_env(env):
+        return DmEnv(env)
+    raise UsageError(
+        f"A builder returned {type(env).__name__}: expected a gymnasium.Env (observation_space, action_space, "
+        "reset, step) or a dm_env.Environment (observation_spec(), action_spec(), reset, step)."
+    )

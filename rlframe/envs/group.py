@@ -1,0 +1,169 @@
+"""A few environments stepped one after another: the part that `loop`, `thread` and `process` pools share."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlframe.envs.adapters import SingleEnv
+from rlframe.envs.frames import Rows
+from rlframe.envs.spaces import Layout, canonical_dtype
+from rlframe.errors import EnvError, RlframeError, UsageError
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an environment as text, shown as the cause of the EnvError that it led to."""
+
+    def __str__(self) -> str:
+        return "\n" + "".join(str(arg) for arg in self.args)
+
+
+class EnvGroup:
+    """The environments `first_id .. first_id + len(envs)` of a pool.
+
+    Args:
+      envs: all with the same specs.
+      seeds: one for each, given to its first reset.
+      first_id: the index in the pool of the first one; errors name the environments by it.
+    """
+
+    def __init__(self, envs: list[SingleEnv], seeds: list[int], first_id: int):
+        self.envs = envs
+        self.first_id = first_id
+        self.observation_spec = envs[0].observation_spec
+        self.action_spec = envs[0].action_spec
+        self.layout = Layout(self.observation_spec)
+        self._decode = envs[0].codec.decode
+        self._seeds: list[int | None] = list(seeds)
+        self._last = [False] * len(envs)
+        self._steppers: list[Callable[[Any], Any]] = [env.step for env in envs]
+        self._shapes = [leaf.shape for leaf in self.layout.leaves]
+        # The dtypes that each leaf has come in so far and that were found to fit.
+        self._accepted: list[set[np.dtype]] = [set() for _ in self.layout.leaves]
+        self._check_same_specs()
+
+    def reset(self, rows: Rows) -> None:
+        """Starts a new episode in every environment."""
+        for i in range(len(self.envs)):
+            self.reset_one(i, rows, i)
+
+    def step(self, actions: np.ndarray, rows: Rows) -> None:
+        """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
+        i = 0
+        last, leaves = self._last, rows.leaves
+        step_types, rewards, discounts = [], [], []
+        only, shape, accepted = leaves[0], self._shapes[0], self._accepted[0]
+        is_leaf = self.layout.is_leaf
+        try:
+            for i, (step, action) in enumerate(zip(self._steppers, self._decode(actions))):
+                if last[i]:
+                    observation, reward, discount, is_last = self._reset_env(i), 0.0, 1.0, False
+                    step_types.append(0)
+                else:
+                    observation, reward, discount, is_last = step(action)
+                    step_types.append(2 if is_last else 1)
+                last[i] = is_last
+                rewards.append(reward)
+                discounts.append(discount)
+                if is_leaf and type(observation) is np.ndarray and observation.shape == shape and observation.dtype in accepted:
+                    only[i] = observation
+                else:
+                    self._write(i, observation, leaves, i)
+            rows.step_type[:] = step_types
+            rows.discount[:] = discounts
+            rows.reward[:] = rewards
+        except Exception as error:
+            raise self._explain(error, i, "step") from error
+
+    def step_one(self, i: int, action: np.ndarray, rows: Rows, row: int) -> None:
+        """Steps environment i (counted in this group) alone and writes row `row`."""
+        if self._last[i]:
+            self.reset_one(i, rows, row)
+            return
+        try:
+            observation, rows.reward[row], rows.discount[row], self._last[i] = self._steppers[i](
+                self._decode(action[None])[0]
+            )
+            rows.step_type[row] = 2 if self._last[i] else 1
+            self._write(i, observation, rows.leaves, row)
+        except Exception as error:
+            raise self._explain(error, i, "step") from error
+
+    def reset_one(self, i: int, rows: Rows, row: int) -> None:
+        """Resets environment i (counted in this group) and writes row `row`."""
+        try:
+            self._write(i, self._reset_env(i), rows.leaves, row)
+        except Exception as error:
+            raise self._explain(error, i, "reset") from error
+        rows.step_type[row], rows.reward[row], rows.discount[row] = 0, 0.0, 1.0
+        self._last[i] = False
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+    def _reset_env(self, i: int) -> Any:
+        seed, self._seeds[i] = self._seeds[i], None
+        return self.envs[i].reset(seed)
+
+    def _write(self, i: int, observation: Any, leaves: list[np.ndarray], row: int) -> None:
+        """Writes one observation, of which nothing is known yet, and checks it against the spec."""
+        for leaf, (value, spec) in enumerate(zip(self.layout.flatten(observation), self.layout.leaves)):
+            value = np.asarray(value)
+            if value.dtype not in self._accepted[leaf] or value.shape != spec.shape:
+                self._check_leaf(i, value, spec)
+                self._accepted[leaf].add(value.dtype)
+            leaves[leaf][row] = value
+
+    def _check_leaf(self, i: int, value: np.ndarray, spec: Any) -> None:
+        fits = np.can_cast(canonical_dtype(value.dtype), spec.dtype, "same_kind") if value.dtype != object else False
+        if value.shape != spec.shape or not fits:
+            raise UsageError(
+                f"Environment {self.first_id + i} gave {spec.name!r} as {value.dtype} of shape {value.shape}, but its "
+                f"space says {spec.dtype} of shape {spec.shape}. Correct the environment's observation space."
+            )
+
+    def _check_same_specs(self) -> None:
+        wanted = self.observation_spec, self.action_spec
+        for i, env in enumerate(self.envs):
+            came = env.observation_spec, env.action_spec
+            if came != wanted:
+                raise different_specs(self.first_id, wanted, self.first_id + i, came)
+
+    def _explain(self, error: Exception, i: int, call: str) -> RlframeError:
+        if isinstance(error, RlframeError):
+            return error
+        sentence = f"Environment {self.first_id + i} raised {type(error).__name__} in {call}(): {error}"
+        return env_error(sentence, "".join(traceback.format_exception(type(error), error, error.__traceback__)))
+
+
+def env_error(sentence: str, traceback_text: str) -> EnvError:
+    """An EnvError that carries the environment's traceback as its cause and as `traceback_text`."""
+    error = EnvError(sentence)
+    error.traceback_text = traceback_text  # type: ignore[attr-defined]
+    error.__cause__ = RemoteTraceback(traceback_text)
+    return error
+
+
+def different_specs(i: int, wanted: Any, j: int, came: Any) -> UsageError:
+    """The error for a builder whose environments are not alike."""
+    return UsageError(
+        f"The builder gave environments with different specs: environment {i} has {wanted}, environment {j} has "
+        f"{came}. All environments of a pool must have the same observation and action spec."
+    )
+
+
+def build_group(build: Callable[[int], SingleEnv], seed_of: Callable[[int], int], start: int, stop: int) -> EnvGroup:
+    """Builds the environments start .. stop; closes those that were built if one of them fails."""
+    envs: list[SingleEnv] = []
+    try:
+        for index in range(start, stop):
+            envs.append(build(index))
+        return EnvGroup(envs, [seed_of(index) for index in range(start, stop)], start)
+    except BaseException:
+        for env in envs:
+            env.close()
+        raise

@@ -1,0 +1,199 @@
+"""Names of environments: which library has `CartPole-v1`, and what makes one of them.
+
+A name is an EnvPool task where EnvPool has it, else a Gymnasium id. A prefix decides otherwise:
+`gymnasium:CartPole-v1`, `envpool:CartPole-v1`, `dm_control:cartpole-swingup`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlframe.envs.adapters import SingleEnv, env_seed, wrap
+from rlframe.errors import EnvError, RlframeError, UsageError, suggest
+
+PREFIXES = ("gymnasium", "envpool", "dm_control")
+
+
+@functools.lru_cache(maxsize=1)
+def envpool_tasks() -> frozenset[str]:
+    """The tasks that the installed EnvPool has; none where it is not installed."""
+    try:
+        # EnvPool imports the old gym, which prints that it is unmaintained.
+        with contextlib.redirect_stderr(io.StringIO()):
+            import envpool
+    except ImportError:
+        return frozenset()
+    return frozenset(envpool.list_all_envs())
+
+
+@functools.lru_cache(maxsize=1)
+def gymnasium_ids() -> frozenset[str]:
+    """The ids registered with Gymnasium; none where it is not installed."""
+    try:
+        import gymnasium
+    except ImportError:
+        return frozenset()
+    return frozenset(gymnasium.registry)
+
+
+@functools.lru_cache(maxsize=1)
+def dm_control_tasks() -> tuple[str, ...]:
+    """The tasks of the dm_control suite as `domain-task`; none where it is not installed."""
+    try:
+        from dm_control import suite
+    except ImportError:
+        return ()
+    return tuple(f"{domain}-{task}" for domain, task in suite.ALL_TASKS)
+
+
+def split(name: str) -> tuple[str | None, str]:
+    """`"gymnasium:CartPole-v1"` -> `("gymnasium", "CartPole-v1")`; a bare name has no prefix."""
+    prefix, colon, rest = name.partition(":")
+    return (prefix, rest) if colon and prefix in PREFIXES else (None, name)
+
+
+def backend(name: str) -> str:
+    """The library that a name means: `envpool`, `gymnasium` or `dm_control`. Raises UsageError where none has it."""
+    prefix, task = split(name)
+    if prefix is not None:
+        return prefix
+    if task in envpool_tasks():
+        return "envpool"
+    if task in gymnasium_ids() or ":" in task:
+        return "gymnasium"
+    raise unknown(task, [*envpool_tasks(), *gymnasium_ids()])
+
+
+def default_type(name_or_pybuilder: Any) -> str:
+    """How a pool of this name is best run: `envpool` where EnvPool has the task, else `loop`."""
+    if isinstance(name_or_pybuilder, str) and backend(name_or_pybuilder) == "envpool":
+        return "envpool"
+    return "loop"
+
+
+def list_envs() -> list[tuple[str, str]]:
+    """(name, backend) of everything that can be named here, sorted; a name in several libraries appears for each."""
+    rows = [(name, "envpool") for name in envpool_tasks()]
+    rows += [(name, "gymnasium") for name in gymnasium_ids()]
+    rows += [(name, "dm_control") for name in dm_control_tasks()]
+    return sorted(rows)
+
+
+def unknown(name: str, known: Any) -> UsageError:
+    """The error for a name that nothing has, with the nearest one that something has."""
+    return UsageError(
+        f"Unknown environment {name!r}.{suggest(name, known)} `rlframe envs` lists the names that can be used."
+    )
+
+
+def envpool_task(name: str) -> str:
+    """The EnvPool task that a name means under `type='envpool'`. Raises UsageError where EnvPool has none."""
+    prefix, task = split(name)
+    if task in envpool_tasks() and prefix in (None, "envpool"):
+        return task
+    if not envpool_tasks():
+        raise UsageError(f"{name!r} asks for EnvPool, which is not installed here: `pip install envpool`.")
+    if prefix == "envpool" or task not in gymnasium_ids():
+        raise unknown(task, envpool_tasks())
+    raise UsageError(f"EnvPool has no task {name!r}: use type 'loop', 'thread' or 'process' with it.")
+
+
+class Builder:
+    """Makes the environment `index` of a pool: from a name or from the user's callable. Picklable if that is.
+
+    Args:
+      name_or_pybuilder: a name, or a callable that returns one gymnasium or dm_env environment. It is called with
+        `env_kwargs`, and with `seed=` where its signature has such an argument.
+      seed: of the pool; each environment's own comes from (seed, index).
+    """
+
+    def __init__(self, name_or_pybuilder: Any, seed: int, env_kwargs: Mapping[str, Any] | None):
+        self.target = name_or_pybuilder
+        self.seed = seed
+        self.kwargs = dict(env_kwargs or {})
+        if isinstance(name_or_pybuilder, str):
+            check_name(name_or_pybuilder)
+        elif not callable(name_or_pybuilder):
+            raise UsageError(f"Expected the name of an environment or a callable, got {name_or_pybuilder!r}.")
+
+    def seed_of(self, index: int) -> int:
+        return env_seed(self.seed, index)
+
+    def __call__(self, index: int) -> SingleEnv:
+        """Raises UsageError for a bad name or option and EnvError, naming `index`, where building fails."""
+        try:
+            if isinstance(self.target, str):
+                return wrap(_make_named(self.target, self.seed_of(index), self.kwargs))
+            return wrap(self.target(**self.kwargs, **self._seed_argument(index)))
+        except RlframeError:
+            raise
+        except Exception as error:
+            raise EnvError(f"Building environment {index} failed: {type(error).__name__}: {error}") from error
+
+    def _seed_argument(self, index: int) -> dict[str, int]:
+        if takes_seed(self.target) and "seed" not in self.kwargs:
+            return {"seed": self.seed_of(index)}
+        return {}
+
+
+def takes_seed(builder: Callable[..., Any]) -> bool:
+    """Whether a callable has an argument named `seed`."""
+    try:
+        return "seed" in inspect.signature(builder).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError for a name that cannot be made as single environments (types loop, thread, process)."""
+    prefix, task = split(name)
+    if prefix == "envpool" or (prefix is None and task in envpool_tasks() and task not in gymnasium_ids()):
+        raise UsageError(f"{name!r} is an EnvPool task: use type 'envpool' for it.")
+    if prefix == "dm_control":
+        if not dm_control_tasks():
+            raise UsageError(f"{name!r} needs dm_control, which is not installed here: `pip install dm_control`.")
+        if task not in dm_control_tasks():
+            raise unknown(task, dm_control_tasks())
+    elif not gymnasium_ids():
+        raise UsageError(f"{name!r} needs Gymnasium, which is not installed here: `pip install gymnasium`.")
+    elif task.startswith("ALE/") and task not in gymnasium_ids():
+        raise UsageError(f"{name!r} needs ale-py, which is not installed here; EnvPool has Atari as e.g. 'Pong-v5'.")
+    elif task not in gymnasium_ids() and ":" not in task:
+        raise unknown(task, [*gymnasium_ids(), *envpool_tasks()])
+
+
+def _make_named(name: str, seed: int, kwargs: Mapping[str, Any]) -> Any:
+    prefix, task = split(name)
+    if prefix == "dm_control":
+        from dm_control import suite
+
+        domain, _, task_name = task.partition("-")
+        task_kwargs = {"random": seed, **kwargs.get("task_kwargs", {})}
+        return suite.load(domain, task_name, **{**kwargs, "task_kwargs": task_kwargs})
+    return _make_gymnasium(task, kwargs)
+
+
+def _make_gymnasium(task: str, kwargs: Mapping[str, Any]) -> Any:
+    import gymnasium
+
+    module, colon, env_id = task.rpartition(":")
+    try:
+        if colon:
+            importlib.import_module(module)
+        spec = copy.deepcopy(gymnasium.spec(env_id))
+        # The pool itself never steps before a reset, and this wrapper and the checker cost 10 to 30% of a CartPole step.
+        spec.order_enforce = False
+        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        raise UsageError(f"{task!r} needs a package that is not installed here: {error}") from error
+    except gymnasium.error.UnregisteredEnv as error:
+        raise UsageError(f"Unknown environment {task!r}: {error}{suggest(task, gymnasium_ids())}") from error
+    except TypeError as error:
+        raise UsageError(f"{task!r} does not take the options {dict(kwargs)}: {error}") from error

@@ -1,0 +1,145 @@
+"""SyncEnv: many environments as one batch, all stepped together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from dm_env import specs
+
+from rlframe.envs.adapters import env_seed, is_dm_env, is_gymnasium, wrap
+from rlframe.envs.envpool import EnvPoolPool
+from rlframe.envs.group import EnvGroup, build_group
+from rlframe.envs.loop import LoopPool
+from rlframe.envs.names import Builder, takes_seed
+from rlframe.errors import UsageError, suggest
+from rlframe.types import TimeStep
+
+SYNC_TYPES = ("loop", "thread", "process", "envpool")
+
+
+class SyncEnv:
+    """`size` environments in lock step. Obeys the data contract of `rlframe.types` (auto-reset, discounts, dtypes).
+
+    Args:
+      name_or_pybuilder: a name (see `rlframe.envs.names`) or a callable that returns one gymnasium or dm_env
+        environment; it is given `seed=` where its signature has that.
+      size: how many environments, at least 1.
+      type: "loop" (one after another), "thread", "process" (Python workers) or "envpool" (C++ threads; names only).
+      seed: environment i is seeded from (seed, i), so every Python type gives the same streams.
+      num_workers: threads or processes; the cores that this process may use, if None.
+      env_kwargs: options of the environment or of EnvPool.
+
+    Raises UsageError for unknown names, types and options, for environments that differ, and for actions of a wrong
+    shape or dtype; EnvError, naming the environment, where one raises or its process dies.
+
+    `observation_spec` and `action_spec` are `dm_env.specs` (trees of them) of ONE environment. Arrays that `reset` and
+    `step` return are the caller's own: they are never written again while anything refers to them.
+    """
+
+    is_sync = True
+
+    def __init__(self, name_or_pybuilder: Any, size: int, type: str = "loop", *, seed: int = 0,
+                 num_workers: int | None = None, env_kwargs: Mapping[str, Any] | None = None):
+        check_arguments(size, type, SYNC_TYPES, seed, num_workers)
+        self._attach(_make_pool(name_or_pybuilder, size, type, seed, num_workers, env_kwargs))
+
+    @classmethod
+    def from_env(cls, env: Any, *, seed: int = 0) -> SyncEnv:
+        """A batch of one, around an environment that is there already."""
+        pool = cls.__new__(cls)
+        pool._attach(LoopPool(EnvGroup([wrap(env)], [env_seed(seed, 0)], 0)))
+        return pool
+
+    def _attach(self, pool: Any) -> None:
+        self._pool = pool
+        self._closed = False
+        self._checked = False
+        self.num_envs: int = pool.num_envs
+        self.observation_spec = pool.observation_spec
+        self.action_spec: specs.Array = pool.action_spec
+
+    def reset(self) -> TimeStep:
+        """Starts a new episode everywhere: a FIRST timestep [B, ...]."""
+        self._check_open()
+        return self._pool.reset()
+
+    def step(self, actions: Any) -> TimeStep:
+        """Steps all environments with `actions` [B, ...]; those that were LAST ignore theirs and give FIRST."""
+        actions = np.asarray(actions)
+        if not self._checked:
+            self._check_open()
+            check_actions(actions, self.num_envs, self.action_spec)
+            self._checked = True
+        return self._pool.step(actions)
+
+    def close(self) -> None:
+        """Ends every thread and process of the pool. May be called twice."""
+        if not self._closed:
+            self._closed, self._checked = True, False
+            self._pool.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("This environment pool is closed: make a new one.")
+
+    def __enter__(self) -> SyncEnv:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def as_pool(env: Any, *, seed: int = 0) -> Any:
+    """A pool of whatever an `env_builder` is or returns.
+
+    Args:
+      env: a pool (returned as it is), one gymnasium or dm_env environment (becomes a SyncEnv of size 1), or a callable
+        that returns one of those; it is given `seed=` where its signature has that.
+    """
+    if hasattr(env, "is_sync"):
+        return env
+    if is_gymnasium(env) or is_dm_env(env):
+        return SyncEnv.from_env(env, seed=seed)
+    if callable(env):
+        return as_pool(env(seed=seed) if takes_seed(env) else env(), seed=seed)
+    raise UsageError(f"Expected a pool, an environment or a callable that returns one, got {type(env).__name__}.")
+
+
+def check_arguments(size: Any, type: str, types: tuple[str, ...], seed: Any, num_workers: Any) -> None:
+    """Raises UsageError for arguments that no pool can be made of."""
+    if not isinstance(size, (int, np.integer)) or size < 1:
+        raise UsageError(f"size must be a whole number of at least 1, got {size!r}.")
+    if type not in types:
+        raise UsageError(f"type must be one of {types}, got {type!r}.{suggest(str(type), types)}")
+    if not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise UsageError(f"seed must be a whole number of at least 0, got {seed!r}.")
+    if num_workers is not None and num_workers < 1:
+        raise UsageError(f"num_workers must be at least 1 (or None: the cores), got {num_workers!r}.")
+
+
+def check_actions(actions: np.ndarray, batch: int, spec: specs.Array) -> None:
+    """Raises UsageError unless `actions` is a batch of what `spec` says."""
+    wanted = (batch, *spec.shape)
+    if actions.shape != wanted or not np.can_cast(actions.dtype, spec.dtype, "same_kind"):
+        raise UsageError(
+            f"'action' must be {spec.dtype} of shape {wanted}, got {actions.dtype} of shape {actions.shape}."
+        )
+    if spec.dtype.kind in "iu" and isinstance(spec, specs.BoundedArray):
+        if (actions < spec.minimum).any() or (actions > spec.maximum).any():
+            raise UsageError(
+                f"'action' must be between {spec.minimum} and {spec.maximum}, got {actions.min()} to {actions.max()}."
+            )
+
+
+def _make_pool(name_or_pybuilder: Any, size: int, type: str, seed: int, num_workers: int | None,
+               env_kwargs: Mapping[str, Any] | None) -> Any:
+    if type == "envpool":
+        if not isinstance(name_or_pybuilder, str):
+            raise UsageError("type='envpool' takes the name of an EnvPool task, not a builder: use 'loop' or 'process'.")
+        return EnvPoolPool(name_or_pybuilder, size, seed, num_workers, env_kwargs)
+    builder = Builder(name_or_pybuilder, seed, env_kwargs)
+    if type == "loop":
+        return LoopPool(build_group(builder, builder.seed_of, 0, size))
+    raise UsageError(f"type={type!r} is not there yet.")
