@@ -1,0 +1,253 @@
+"""The Agent: pure functions and a config. It holds no parameters.
+
+A subclass says how to act and what to learn from; `loss` is enough where one gradient step per
+batch is. An algorithm that needs more overrides `learner_step` or the three parts that it calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import dm_env
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlframe.errors import UsageError
+from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree, specs
+
+NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
+PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `rlframe.agents.policies`
+
+
+class LearnerState(NamedTuple):
+    """What learning needs beside the parameters. The Learner sets `rng` from its seed."""
+
+    opt_state: Any
+    steps: Any  # [] int32: learner steps done
+    rng: Any  # a key of jax.random
+    extra: Any = ()  # a pytree: target parameters, statistics of observations
+
+
+class Agent:
+    """Base class of agents.
+
+    Every method is a pure function of its arguments, so a caller may jit it, repeat it or run it
+    elsewhere. An agent is its class and its constructor arguments: that is what is pickled.
+
+    Args:
+        cfg: an instance of `config_cls`.
+        observation_spec: a tree of `dm_env.specs.Array`, of one environment.
+        action_spec: the same.
+        net_factory: None for the agent's default. A `NetworkConfig` of `rlframe.agents.networks`,
+            or any `f(observation_spec, action_spec)` that gives an object with `init(rng, observation)`
+            and `apply(params, observation)`, where observations are `[B, ...]`. The agent's class
+            says what `apply` must return.
+        policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.policies`).
+            None for the agent's default. Agents without a distribution ignore it.
+    """
+
+    config_cls: type[Any] = type(None)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
+        agent = super().__new__(cls)
+        agent._constructed_with = (args, kwargs)
+        return agent
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Networks and optimisers are closures, which do not pickle; their factories do.
+        args, kwargs = self._constructed_with
+        return _construct, (type(self), args, kwargs)
+
+    def __init__(
+        self,
+        cfg: Any,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        if self.config_cls is not type(None) and not isinstance(cfg, self.config_cls):
+            raise UsageError(
+                f"{type(self).__name__} needs a {self.config_cls.__name__} as its config, got {type(cfg).__name__}."
+            )
+        self.cfg = cfg
+        self.observation_spec = observation_spec
+        self.action_spec = action_spec
+        self.net_factory = net_factory
+        self.policy_factory = policy_factory
+
+    # Acting
+
+    def initial_params(self, rng: jax.Array) -> Params:
+        """Fresh parameters: a pytree of float arrays."""
+        raise NotImplementedError
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        """The recurrent state at FIRST, a pytree of `[batch_size, ...]`. `()` where there is none."""
+        del batch_size
+        return ()
+
+    def actor_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        """Acts, exploring, on a batch of timesteps.
+
+        Args:
+            rng: a key of jax.random.
+            params: what `actor_params` gave.
+            timestep: `[B, ...]`, see `rlframe.types`.
+            state: what the call before returned for these environments, or `initial_state`.
+
+        Returns:
+            (output, state): actions `[B, ...]` as the action spec says, and the extras that the
+            learner needs back, `[B, ...]` each.
+        """
+        raise NotImplementedError
+
+    def eval_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        """Acts without exploring; as `actor_step` unless a subclass says otherwise."""
+        return self.actor_step(rng, params, timestep, state)
+
+    # Learning
+
+    @property
+    def jit_learner_step(self) -> bool:
+        """Whether the Learner jits `learner_step`. False: the agent jits its own pieces."""
+        return True
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        """What the agent learns from."""
+        raise NotImplementedError
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """The optimiser behind `self.optimizer`: Adam with `cfg.learning_rate`, unless overridden."""
+        return optax.adam(self.cfg.learning_rate)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Built once, when it is first needed."""
+        return self.make_optimizer()
+
+    def initial_learner_state(self, params: Params) -> LearnerState:
+        """The state of learning at step 0."""
+        return LearnerState(self.optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(0))
+
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+        """The scalar that `compute_gradients` differentiates, and what to log beside it."""
+        raise NotImplementedError
+
+    def learner_step(
+        self, params: Params, learner_state: LearnerState, batch: Batch
+    ) -> tuple[Params, LearnerState, Logs]:
+        """One update.
+
+        Returns:
+            (params, learner_state, logs). `logs["loss"]` is a scalar; `logs["priorities"]` `[B]`
+            where the replay is prioritised.
+        """
+        logs, grads = self.compute_gradients(params, learner_state, batch)
+        params, opt_state, more = self.apply_gradients(params, grads, learner_state)
+        learner_state = self.update_learner_state(params, opt_state, learner_state)
+        return params, learner_state, {**logs, **more}
+
+    def compute_gradients(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[Logs, Params]:
+        """(logs, gradients) of `loss`."""
+        (loss, logs), grads = jax.value_and_grad(self.loss, has_aux=True)(params, learner_state, batch)
+        return {"loss": loss, **logs}, grads
+
+    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
+        """(params, optimiser state, logs) after one step of `self.optimizer`."""
+        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {}
+
+    def update_learner_state(self, params: Params, opt_state: Any, learner_state: LearnerState) -> LearnerState:
+        """The learner state after an update that gave `params`."""
+        del params
+        return learner_state._replace(opt_state=opt_state, steps=learner_state.steps + 1)
+
+    def actor_params(self, params: Params, learner_state: LearnerState) -> Tree:
+        """What acting needs and training changes: the parameters, and schedules or statistics."""
+        del learner_state
+        return params
+
+    # What buffers and inferencers check against
+
+    @functools.cached_property
+    def step_spec(self) -> StepSpec:
+        """Shapes and dtypes of one environment's step, from a trace of `actor_step`.
+
+        Raises:
+            UsageError: the actions do not have the shape and dtype of the action spec.
+        """
+        output, state = jax.eval_shape(self._act_on_zeros)
+        check_tree("action", self.action_spec, output.action, owner=type(self).__name__)
+        return StepSpec(self.observation_spec, self.action_spec, _without_batch(output.extras), _without_batch(state))
+
+    def check_observation(self, observation: Tree) -> None:
+        """Raises UsageError unless `observation` is `[B, ...]` of the observation spec."""
+        check_tree("observation", self.observation_spec, observation, owner=type(self).__name__)
+
+    def _act_on_zeros(self) -> tuple[AgentOutput, AgentState]:
+        rng = jax.random.PRNGKey(0)
+        params = self.initial_params(rng)
+        params = self.actor_params(params, self.initial_learner_state(params))
+        return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
+
+
+def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
+    """A batch of FIRST timesteps whose observations are 0."""
+    return dm_env.TimeStep(
+        step_type=np.zeros((batch_size,), np.uint8),
+        reward=np.zeros((batch_size,), np.float32),
+        discount=np.ones((batch_size,), np.float32),
+        observation=zeros_like_spec(observation_spec, batch_size),
+    )
+
+
+def zeros_like_spec(spec: Tree, batch_size: int) -> Tree:
+    """Zeros `[batch_size, ...]` for each leaf of a tree of specs."""
+    return jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), spec)
+
+
+def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:
+    """Raises UsageError that names the first leaf of `tree` that is not `[B, ...]` of its spec."""
+    expected, came = _named_leaves(spec), _named_leaves(tree)
+    if expected.keys() != came.keys():
+        raise UsageError(f"{owner}: {what} has the leaves {_names(came)}, its spec has {_names(expected)}.")
+    for name, leaf_spec in expected.items():
+        leaf = came[name]
+        if not leaf.shape or tuple(leaf.shape[1:]) != tuple(leaf_spec.shape) or leaf.dtype != leaf_spec.dtype:
+            raise UsageError(
+                f"{owner}: {what}{name} should be [{_dims(('B', *leaf_spec.shape))}] {np.dtype(leaf_spec.dtype)}, "
+                f"got [{_dims(leaf.shape)}] {np.dtype(leaf.dtype)}."
+            )
+
+
+def _construct(cls: type[Agent], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Agent:
+    return cls(*args, **kwargs)
+
+
+def _named_leaves(tree: Tree) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _names(leaves: Mapping[str, Any]) -> str:
+    return ", ".join(name or "(a single array)" for name in leaves) or "(none)"
+
+
+def _dims(shape: Any) -> str:
+    return ", ".join(str(size) for size in shape)
+
+
+def _without_batch(tree: Tree) -> Tree:
+    def leaf_spec(path: Any, leaf: Any) -> specs.Array:
+        return specs.Array(leaf.shape[1:], np.dtype(leaf.dtype), jax.tree_util.keystr(path))
+
+    return jax.tree_util.tree_map_with_path(leaf_spec, tree)

@@ -1,0 +1,125 @@
+"""The mathematics of the agents: pure functions on arrays, without networks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def generalised_advantages(
+    rewards: jax.Array,
+    discounts: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    *,
+    discount: float,
+    gae_lambda: float,
+) -> jax.Array:
+    """Generalised advantage estimates (Schulman et al. 2016, equation 16), time first.
+
+    Args:
+        rewards: [T, B] float32, of action t.
+        discounts: [T, B] float32, of timestep t + 1: 0 where the environment terminated.
+        values: [T + 1, B] float32, of timestep t; the last one bootstraps.
+        mask: [T, B] float32, 0 where the environment ignored action t (its timestep was LAST).
+        discount: gamma, for every step.
+        gae_lambda: 0 for one-step advantages, 1 for Monte Carlo.
+
+    Returns:
+        [T, B] float32, 0 where the mask is. An estimate never reaches over a masked step.
+    """
+    discounts = discounts * discount
+    errors = mask * (rewards + discounts * values[1:] - values[:-1])
+    decays = mask * discounts * gae_lambda
+
+    def step(advantage: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        error, decay = inputs
+        advantage = error + decay * advantage
+        return advantage, advantage
+
+    _, advantages = jax.lax.scan(step, jnp.zeros_like(errors[0]), (errors, decays), reverse=True)
+    return advantages
+
+
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean of `x` where `mask` is 1; 0 where it is 1 nowhere."""
+    return jnp.sum(x * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+
+
+def normalise(x: jax.Array, mask: jax.Array, epsilon: float = 1e-8) -> jax.Array:
+    """`x` less its mean, over its standard deviation, both where `mask` is 1.
+
+    The epsilon is that of OpenAI Baselines (`baselines/ppo2/model.py`).
+    """
+    centred = x - masked_mean(x, mask)
+    return centred / (jnp.sqrt(masked_mean(jnp.square(centred), mask)) + epsilon)
+
+
+def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, clip_epsilon: jax.Array | float) -> jax.Array:
+    """Minus the clipped surrogate objective (Schulman et al. 2017, equation 7), elementwise."""
+    clipped = jnp.clip(ratio, 1.0 - clip_epsilon, 1.0 + clip_epsilon)
+    return -jnp.minimum(ratio * advantage, clipped * advantage)
+
+
+def value_error(value: jax.Array, old_value: jax.Array, target: jax.Array, clip: float | None) -> jax.Array:
+    """Half the squared error of a value, elementwise.
+
+    With `clip`, the larger of that and the error of the value held within `clip` of the old one
+    (`baselines/ppo2/model.py`).
+    """
+    error = jnp.square(value - target)
+    if clip is not None:
+        clipped = old_value + jnp.clip(value - old_value, -clip, clip)
+        error = jnp.maximum(error, jnp.square(clipped - target))
+    return 0.5 * error
+
+
+def huber(error: jax.Array, threshold: float | None) -> jax.Array:
+    """Half the square of `error` up to the threshold, linear beyond it; None: the square alone."""
+    if threshold is None:
+        return 0.5 * jnp.square(error)
+    size = jnp.abs(error)
+    inner = jnp.minimum(size, threshold)
+    return 0.5 * jnp.square(inner) + threshold * (size - inner)
+
+
+def td_errors(
+    values: jax.Array,
+    actions: jax.Array,
+    rewards: jax.Array,
+    discounts: jax.Array,
+    next_values: jax.Array,
+    next_selectors: jax.Array,
+) -> jax.Array:
+    """Errors of one- or n-step Q-learning (Mnih et al. 2015), double where the selectors differ.
+
+    Args:
+        values: [B, A], of the observation.
+        actions: [B] integers.
+        rewards: [B], summed over the n steps.
+        discounts: [B], gamma to the n; 0 where the episode terminated.
+        next_values: [B, A], of the target network n steps later.
+        next_selectors: [B, A], whose largest picks the next action: `next_values` themselves, or
+            the online network's (van Hasselt et al. 2016).
+
+    Returns:
+        [B]: target minus value. No gradient flows through the target.
+    """
+    next_actions = jnp.argmax(next_selectors, axis=-1)
+    next_value = jnp.take_along_axis(next_values, next_actions[:, None], axis=-1)[:, 0]
+    target = jax.lax.stop_gradient(rewards + discounts * next_value)
+    return target - jnp.take_along_axis(values, actions[:, None].astype(jnp.int32), axis=-1)[:, 0]
+
+
+def dueling_values(advantages: jax.Array, value: jax.Array) -> jax.Array:
+    """[B, A] from advantages [B, A] and a value [B, 1] (Wang et al. 2016, equation 9)."""
+    return value + advantages - jnp.mean(advantages, axis=-1, keepdims=True)
+
+
+def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) -> jax.Array:
+    """[B]: corrections for prioritised sampling, the largest being 1 (Schaul et al. 2016, section 3.4).
+
+    The size of the buffer cancels in the division by the largest.
+    """
+    weights = jnp.power(probabilities, -exponent)
+    return weights / jnp.max(weights)

@@ -1,0 +1,229 @@
+"""Networks by name: configs that build a function from observations to the heads that an agent asks for.
+
+Any other library's network fits too, where it has `init(rng, observation)` and
+`apply(params, observation)`; give the agent a `net_factory` that makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.types import Params, Tree, specs
+
+
+class Network(NamedTuple):
+    """A pair of pure functions."""
+
+    init: Callable[[jax.Array, Tree], Params]  # (rng, observation [B, ...]) -> params
+    apply: Callable[[Params, Tree], Any]  # (params, observation [B, ...]) -> outputs [B, ...]
+
+
+class Head(NamedTuple):
+    """One output of a network."""
+
+    size: int  # numbers per observation
+    scale: float = 1.0  # gain of the initial weights
+    num_free: int = 0  # how many of them, the last ones, do not depend on the observation
+    free_init: float = 0.0  # what those begin as
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "elu": jax.nn.elu,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPConfig:
+    """Fully connected layers over all leaves of the observation, flattened and joined.
+
+    The defaults are those of the PPO of OpenAI Baselines for vectors (`baselines/common/models.py`,
+    `mlp`; `value_network="copy"`): two layers of 64, tanh, orthogonal weights of gain sqrt(2).
+    """
+
+    hidden: tuple[int, ...] = (64, 64)
+    activation: Activation = "tanh"
+    separate: bool = True  # layers of its own for each head, or layers that all heads share
+    orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.hidden):
+            raise UsageError(f"MLPConfig.hidden must be sizes of at least 1, got {self.hidden}.")
+        _check_activation(self)
+
+    def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
+        """A network whose `apply` gives a tuple with one `[B, head.size]` for each head."""
+
+        def torso(observation: Tree, name: str) -> jax.Array:
+            features = _vectors(observation_spec, observation)
+            return _dense_layers(features, self, name)
+
+        return _with_heads(torso, self, heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class NatureCNNConfig:
+    """The convolutions of Mnih et al. 2015 (Methods, "Model architecture"), then dense layers.
+
+    Leaves of the observation that are images (three axes) pass through the convolutions, in either
+    layout; the others join before the dense layers. uint8 images are scaled to [0, 1].
+    """
+
+    channels: tuple[int, ...] = (32, 64, 64)
+    kernels: tuple[int, ...] = (8, 4, 3)
+    strides: tuple[int, ...] = (4, 2, 1)
+    hidden: tuple[int, ...] = (512,)
+    activation: Activation = "relu"
+    separate: bool = False
+    orthogonal: bool = True
+
+    def __post_init__(self) -> None:
+        if not len(self.channels) == len(self.kernels) == len(self.strides):
+            raise UsageError(
+                "NatureCNNConfig needs as many channels as kernels and strides, "
+                f"got {self.channels}, {self.kernels} and {self.strides}."
+            )
+        _check_activation(self)
+
+    def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
+        """A network whose `apply` gives a tuple with one `[B, head.size]` for each head.
+
+        Raises:
+            UsageError: no leaf of the observation is an image, or one is too small.
+        """
+        self._check_images(observation_spec)
+
+        def torso(observation: Tree, name: str) -> jax.Array:
+            parts = []
+            for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
+                if is_image(leaf_spec):
+                    parts.append(self._convolutions(leaf_spec, leaf, f"{name}_image{len(parts)}"))
+                else:
+                    parts.append(_vector(leaf_spec, leaf))
+            features = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+            return _dense_layers(features, self, name)
+
+        return _with_heads(torso, self, heads)
+
+    def _check_images(self, observation_spec: Tree) -> None:
+        images = [leaf for leaf in jax.tree.leaves(observation_spec) if is_image(leaf)]
+        if not images:
+            shapes = [leaf.shape for leaf in jax.tree.leaves(observation_spec)]
+            raise UsageError(f"The Nature CNN needs an observation with three axes, got shapes {shapes}. Use MLPConfig.")
+        for image in images:
+            size = min(_height_width(image.shape))
+            for kernel, stride in zip(self.kernels, self.strides):
+                size = (size - kernel) // stride + 1 if size >= kernel else 0
+            if size < 1:
+                raise UsageError(f"An image of shape {image.shape} is too small for kernels {self.kernels}.")
+
+    def _convolutions(self, leaf_spec: specs.Array, image: jax.Array, name: str) -> jax.Array:
+        if _channels_first(leaf_spec.shape):
+            image = jnp.moveaxis(image, 1, -1)
+        hidden = image.astype(jnp.float32)
+        if image.dtype == jnp.uint8:
+            hidden = hidden / 255.0
+        for i, (channels, kernel, stride) in enumerate(zip(self.channels, self.kernels, self.strides)):
+            conv = hk.Conv2D(channels, kernel, stride, padding="VALID", w_init=_hidden_init(self), name=f"{name}_{i}")
+            hidden = ACTIVATIONS[self.activation](conv(hidden))
+        return hidden.reshape(hidden.shape[0], -1)
+
+
+NETWORKS: dict[str, type[Any]] = {"mlp": MLPConfig, "nature_cnn": NatureCNNConfig}
+
+
+def is_image(leaf_spec: specs.Array) -> bool:
+    """Whether a leaf of the observation goes through convolutions: it has three axes."""
+    return len(leaf_spec.shape) == 3
+
+
+def has_images(observation_spec: Tree) -> bool:
+    """Whether any leaf of the observation is an image."""
+    return any(is_image(leaf) for leaf in jax.tree.leaves(observation_spec))
+
+
+def build_network(net_factory: Any, observation_spec: Tree, action_spec: Tree, heads: Sequence[Head]) -> Any:
+    """The network that a `net_factory` stands for: a config is told the heads, a function the specs."""
+    if hasattr(net_factory, "build"):
+        return net_factory.build(observation_spec, heads)
+    network = net_factory(observation_spec, action_spec)
+    if not (callable(getattr(network, "init", None)) and callable(getattr(network, "apply", None))):
+        raise UsageError(
+            f"net_factory must give an object with init(rng, observation) and apply(params, observation), got {network!r}."
+        )
+    return network
+
+
+def _with_heads(torso: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
+    def forward(observation: Tree) -> tuple[jax.Array, ...]:
+        shared = None if cfg.separate else torso(observation, "torso")
+        outputs = []
+        for i, head in enumerate(heads):
+            features = torso(observation, f"torso{i}") if shared is None else shared
+            w_init = hk.initializers.Orthogonal(head.scale) if cfg.orthogonal else None
+            output = hk.Linear(head.size - head.num_free, w_init=w_init, name=f"head{i}")(features)
+            if head.num_free:
+                free = hk.get_parameter(f"free{i}", (head.num_free,), init=hk.initializers.Constant(head.free_init))
+                free = jnp.broadcast_to(free, (output.shape[0], head.num_free))
+                output = jnp.concatenate([output, free], axis=-1)
+            outputs.append(output)
+        return tuple(outputs)
+
+    return Network(*hk.without_apply_rng(hk.transform(forward)))
+
+
+def _dense_layers(features: jax.Array, cfg: Any, name: str) -> jax.Array:
+    for i, size in enumerate(cfg.hidden):
+        layer = hk.Linear(size, w_init=_hidden_init(cfg), name=f"{name}_dense{i}")
+        features = ACTIVATIONS[cfg.activation](layer(features))
+    return features
+
+
+def _hidden_init(cfg: Any) -> Any:
+    # sqrt(2): baselines/common/models.py. None: Haiku's truncated normal.
+    return hk.initializers.Orthogonal(math.sqrt(2.0)) if cfg.orthogonal else None
+
+
+def _leaf_pairs(observation_spec: Tree, observation: Tree) -> list[tuple[specs.Array, jax.Array]]:
+    return list(zip(jax.tree.leaves(observation_spec), jax.tree.leaves(observation)))
+
+
+def _vectors(observation_spec: Tree, observation: Tree) -> jax.Array:
+    parts = [_vector(leaf_spec, leaf) for leaf_spec, leaf in _leaf_pairs(observation_spec, observation)]
+    return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+
+
+def _vector(leaf_spec: specs.Array, leaf: jax.Array) -> jax.Array:
+    """One leaf `[B, ...]` as float32 `[B, n]`: categories one-hot, bytes scaled to [0, 1]."""
+    if isinstance(leaf_spec, specs.DiscreteArray):
+        return jax.nn.one_hot(leaf, leaf_spec.num_values, dtype=jnp.float32)
+    vector = jnp.asarray(leaf, jnp.float32).reshape(leaf.shape[0], -1)
+    return vector / 255.0 if leaf.dtype == jnp.uint8 and is_image(leaf_spec) else vector
+
+
+def _channels_first(shape: tuple[int, ...]) -> bool:
+    return shape[0] <= shape[-1]
+
+
+def _height_width(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[1], shape[2]) if _channels_first(shape) else (shape[0], shape[1])
+
+
+def _check_activation(cfg: Any) -> None:
+    if cfg.activation not in ACTIVATIONS:
+        raise UsageError(f"{type(cfg).__name__}.activation must be one of {sorted(ACTIVATIONS)}, got {cfg.activation!r}.")
+    if not np.all(np.asarray(cfg.hidden, int) >= 1):
+        raise UsageError(f"{type(cfg).__name__}.hidden must be sizes of at least 1, got {cfg.hidden}.")

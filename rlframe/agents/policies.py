@@ -1,0 +1,191 @@
+"""Distributions over actions: what a policy head's numbers mean.
+
+Any object with these members fits a `policy_factory`:
+
+    num_params            numbers per observation that the network gives
+    num_free              how many of them, the last ones, need not depend on the observation
+    sample(rng, params)   params [B, num_params] -> a sample [B, ...]
+    mode(params)          the most likely sample
+    log_prob(params, sample), entropy(params)   [B] float32
+    to_action(sample)     the action for the environment, inside the bounds of its spec
+    clips                 whether `to_action` changes a sample, so that the sample must be kept
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.types import Tree, specs
+
+
+class Policy(Protocol):
+    """A distribution over the actions of one action spec."""
+
+    num_params: int
+    num_free: int
+    clips: bool
+
+    def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array: ...
+
+    def mode(self, params: jax.Array) -> jax.Array: ...
+
+    def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array: ...
+
+    def entropy(self, params: jax.Array) -> jax.Array: ...
+
+    def to_action(self, sample: jax.Array) -> jax.Array: ...
+
+
+class Categorical:
+    """One of n actions; the parameters are logits `[B, n]`."""
+
+    num_free = 0
+    clips = False
+
+    def __init__(self, num_actions: int, dtype: Any = np.int32) -> None:
+        self.num_params = num_actions
+        self._dtype = dtype
+
+    def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
+        """`[B]`. One uniform number per row through the inverse of the cumulative sum.
+
+        A Gumbel number for each action costs more on the CPU than the network of CartPole does.
+        """
+        weights = jnp.exp(params - jnp.max(params, axis=-1, keepdims=True))
+        cumulative = jnp.cumsum(weights, axis=-1)
+        # Scaled by the last sum, so that rounding never reaches an action of no weight.
+        threshold = jax.random.uniform(rng, params.shape[:-1]) * cumulative[..., -1]
+        return jnp.sum(cumulative[..., :-1] <= threshold[..., None], axis=-1).astype(self._dtype)
+
+    def mode(self, params: jax.Array) -> jax.Array:
+        return jnp.argmax(params, axis=-1).astype(self._dtype)
+
+    def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
+        return _select(jax.nn.log_softmax(params), sample)
+
+    def entropy(self, params: jax.Array) -> jax.Array:
+        log_probs = jax.nn.log_softmax(params)
+        return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+    def to_action(self, sample: jax.Array) -> jax.Array:
+        return sample
+
+
+class MultiCategorical:
+    """Several independent choices `[B, k]`; the parameters are the logits of all, side by side."""
+
+    num_free = 0
+    clips = False
+
+    def __init__(self, num_actions: tuple[int, ...], dtype: Any = np.int32) -> None:
+        self.num_params = sum(num_actions)
+        self._parts = [Categorical(n, dtype) for n in num_actions]
+        self._splits = list(np.cumsum(num_actions)[:-1])
+
+    def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
+        rngs = jax.random.split(rng, len(self._parts))
+        samples = [part.sample(key, logits) for part, key, logits in zip(self._parts, rngs, self._split(params))]
+        return jnp.stack(samples, axis=-1)
+
+    def mode(self, params: jax.Array) -> jax.Array:
+        return jnp.stack([part.mode(logits) for part, logits in zip(self._parts, self._split(params))], axis=-1)
+
+    def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
+        logits = self._split(params)
+        return sum(part.log_prob(logits[i], sample[..., i]) for i, part in enumerate(self._parts))
+
+    def entropy(self, params: jax.Array) -> jax.Array:
+        return sum(part.entropy(logits) for part, logits in zip(self._parts, self._split(params)))
+
+    def to_action(self, sample: jax.Array) -> jax.Array:
+        return sample
+
+    def _split(self, params: jax.Array) -> list[jax.Array]:
+        return jnp.split(params, self._splits, axis=-1)
+
+
+class ClippedGaussian:
+    """A diagonal Gaussian whose samples are clipped to the bounds on their way to the environment.
+
+    Not squashed: log-probabilities are those of the sample before clipping, as in OpenAI Baselines
+    and Stable-Baselines3. Samples are in units of half the range where the spec is bounded on
+    both sides: -1 is the lower bound and 1 the upper. The parameters are means and log deviations;
+    the deviations need not depend on the observation (Schulman et al. 2017, section 6.1).
+    """
+
+    clips = True
+
+    def __init__(self, spec: specs.BoundedArray) -> None:
+        size = int(np.prod(spec.shape))
+        self.num_params = 2 * size
+        self.num_free = size
+        self._shape = tuple(spec.shape)
+        self._dtype = spec.dtype
+        self._low = np.broadcast_to(np.asarray(spec.minimum, np.float32), self._shape)
+        self._high = np.broadcast_to(np.asarray(spec.maximum, np.float32), self._shape)
+        bounded = np.isfinite(self._low) & np.isfinite(self._high)
+        self._scale = np.where(bounded, 0.5 * (self._high - self._low), 1.0).astype(np.float32)
+        self._middle = np.where(bounded, 0.5 * (self._high + self._low), 0.0).astype(np.float32)
+
+    def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
+        mean, log_std = self._split(params)
+        return mean + jnp.exp(log_std) * jax.random.normal(rng, mean.shape)
+
+    def mode(self, params: jax.Array) -> jax.Array:
+        return self._split(params)[0]
+
+    def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
+        mean, log_std = self._split(params)
+        errors = (sample - mean) * jnp.exp(-log_std)
+        return -jnp.sum(0.5 * jnp.square(errors) + log_std, axis=-1) - 0.5 * math.log(2.0 * math.pi) * mean.shape[-1]
+
+    def entropy(self, params: jax.Array) -> jax.Array:
+        log_std = self._split(params)[1]
+        return jnp.sum(log_std, axis=-1) + 0.5 * math.log(2.0 * math.pi * math.e) * log_std.shape[-1]
+
+    def to_action(self, sample: jax.Array) -> jax.Array:
+        action = sample.reshape(*sample.shape[:-1], *self._shape) * self._scale + self._middle
+        return jnp.clip(action, self._low, self._high).astype(self._dtype)
+
+    def _split(self, params: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean, log_std = jnp.split(params, 2, axis=-1)
+        return mean, log_std
+
+
+def default_policy(action_spec: Tree) -> Policy:
+    """The distribution for an action spec: Discrete, MultiDiscrete, or a box of floats.
+
+    Raises:
+        UsageError: any other spec, by name.
+    """
+    if isinstance(action_spec, specs.DiscreteArray):
+        return Categorical(action_spec.num_values, action_spec.dtype)
+    if isinstance(action_spec, specs.BoundedArray) and np.issubdtype(action_spec.dtype, np.floating):
+        return ClippedGaussian(action_spec)
+    if is_multi_discrete(action_spec):
+        sizes = np.broadcast_to(np.asarray(action_spec.maximum) + 1, action_spec.shape)
+        return MultiCategorical(tuple(int(n) for n in sizes), action_spec.dtype)
+    raise UsageError(
+        f"No policy for the action spec {action_spec!r}. Actions may be Discrete, MultiDiscrete or a Box of floats; "
+        "for others give a policy_factory."
+    )
+
+
+def is_multi_discrete(action_spec: Tree) -> bool:
+    """Whether a spec is that of a MultiDiscrete space: whole numbers `[k]` from 0 up."""
+    return (
+        isinstance(action_spec, specs.BoundedArray)
+        and np.issubdtype(action_spec.dtype, np.integer)
+        and len(action_spec.shape) == 1
+        and bool(np.all(np.asarray(action_spec.minimum) == 0))
+    )
+
+
+def _select(values: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values, index[..., None].astype(jnp.int32), axis=-1)[..., 0]

@@ -1,0 +1,219 @@
+"""Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlframe.agents import losses
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.policies import Policy, default_policy
+from rlframe.errors import UsageError
+from rlframe.types import LAST, AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, Sequence, SequenceBatch
+from rlframe.types import TimeStep, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOConfig:
+    """Defaults: Schulman et al. 2017, table 3 (MuJoCo); where it is silent, OpenAI Baselines' ppo2."""
+
+    unroll_length: int = 2048  # steps of each environment between two updates
+    num_epochs: int = 10
+    num_minibatches: int = 32  # 2048 steps over minibatches of 64
+    discount: float = 0.99
+    gae_lambda: float = 0.95
+    clip_epsilon: float = 0.2
+    value_clip: float | None = None  # distance from the old value; ppo2 uses clip_epsilon, the paper none
+    entropy_cost: float = 0.0
+    value_cost: float = 0.5  # ppo2: vf_coef
+    normalise_advantages: bool = True  # in each minibatch; ppo2/model.py
+    learning_rate: float = 3e-4
+    adam_epsilon: float = 1e-5  # ppo2/model.py
+    max_grad_norm: float | None = 0.5  # ppo2
+    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    anneal_clip: bool = False  # the same for clip_epsilon
+    total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
+
+    def __post_init__(self) -> None:
+        for name in ("unroll_length", "num_epochs", "num_minibatches"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"PPOConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("discount", "gae_lambda"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"PPOConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("clip_epsilon", "learning_rate"):
+            if getattr(self, name) <= 0.0:
+                raise UsageError(f"PPOConfig.{name} must be above 0, got {getattr(self, name)}.")
+
+
+class Rollout(NamedTuple):
+    """What the minibatches are taken from; every leaf is `[N, ...]`, N = B * T."""
+
+    observation: Tree
+    sample: jax.Array  # of the policy, before clipping to the action's bounds
+    log_prob: jax.Array
+    value: jax.Array
+    advantage: jax.Array
+    mask: jax.Array  # 0 where the environment ignored the action
+
+
+class PPO(Agent):
+    """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
+
+    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`).
+    """
+
+    config_cls = PPOConfig
+
+    def __init__(
+        self,
+        cfg: PPOConfig,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        self.policy: Policy = (policy_factory or default_policy)(action_spec)
+        # Gains: baselines/common/policies.py. Deviations begin at exp(0).
+        heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
+        default = NatureCNNConfig() if has_images(observation_spec) else MLPConfig()
+        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+
+    # Acting
+
+    def initial_params(self, rng: jax.Array) -> Params:
+        return self.network.init(rng, self._zero_observation)
+
+    def actor_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        logits, value = self._forward(params, timestep.observation)
+        sample = self.policy.sample(rng, logits)
+        extras = {"log_prob": self.policy.log_prob(logits, sample), "value": value}
+        if self.policy.clips:
+            extras["sample"] = sample
+        return AgentOutput(self.policy.to_action(sample), extras), state
+
+    def eval_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        logits, _ = self._forward(params, timestep.observation)
+        return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
+
+    # Learning
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        item = Sequence(self.cfg.unroll_length)
+        return ReplaySpec("queue", item, batch_size=None, capacity=self.cfg.unroll_length * 64)
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
+        return optax.chain(clip, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
+
+    def initial_learner_state(self, params: Params) -> LearnerState:
+        return super().initial_learner_state(_ravel(params)[0])
+
+    def learner_step(
+        self, params: Params, learner_state: LearnerState, batch: Batch
+    ) -> tuple[Params, LearnerState, Logs]:
+        rng, shuffle_rng = jax.random.split(learner_state.rng)
+        rollout = self._rollout(params, batch.data)
+        indices = self._minibatches(shuffle_rng, rollout.mask.shape[0])
+        learning_rate, clip_epsilon = self._schedules(learner_state.steps)
+        flat, unravel = _ravel(params)
+
+        def minibatch(carry: tuple[jax.Array, Any], index: jax.Array | None) -> tuple[tuple[jax.Array, Any], Logs]:
+            flat, opt_state = carry
+            rows = rollout if index is None else jax.tree.map(lambda leaf: leaf[index], rollout)
+            loss = functools.partial(self._minibatch_loss, rows=rows, clip_epsilon=clip_epsilon)
+            grads, logs = jax.grad(lambda flat: loss(unravel(flat)), has_aux=True)(flat)
+            updates, opt_state = self.optimizer.update(grads, opt_state, flat)
+            return (flat - learning_rate * updates, opt_state), logs
+
+        carry = (flat, learner_state.opt_state)
+        (flat, opt_state), logs = jax.lax.scan(minibatch, carry, indices, length=self.cfg.num_epochs)
+        logs = jax.tree.map(jnp.mean, logs)
+        learner_state = self.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
+        return unravel(flat), learner_state, {**logs, "learning_rate": learning_rate}
+
+    def _rollout(self, params: Params, data: SequenceBatch) -> Rollout:
+        last_observation = jax.tree.map(lambda leaf: leaf[:, -1], data.observation)
+        last_value = self._forward(params, last_observation)[1]
+        value = jnp.asarray(data.extras["value"])
+        mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
+        advantage = losses.generalised_advantages(
+            data.reward.T,
+            data.discount.T,
+            jnp.concatenate([value, last_value[:, None]], axis=1).T,
+            mask.T,
+            discount=self.cfg.discount,
+            gae_lambda=self.cfg.gae_lambda,
+        ).T
+        sample = data.extras["sample"] if self.policy.clips else data.action
+        observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
+        rollout = Rollout(observation, sample, data.extras["log_prob"], value, advantage, mask)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rollout)
+
+    def _minibatches(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
+        """[epochs * minibatches, rows] indices; None where a minibatch is the whole batch."""
+        cfg = self.cfg
+        if num_rows % cfg.num_minibatches:
+            raise UsageError(
+                f"PPO: {num_rows} steps (environments x unroll_length) do not divide into "
+                f"num_minibatches={cfg.num_minibatches}. Change one of the three."
+            )
+        if cfg.num_minibatches == 1:
+            return None
+        order = jnp.argsort(jax.random.bits(rng, (cfg.num_epochs, num_rows)), axis=1)
+        return order.reshape(cfg.num_epochs * cfg.num_minibatches, -1)
+
+    def _minibatch_loss(self, params: Params, rows: Rollout, clip_epsilon: Any) -> tuple[jax.Array, Logs]:
+        cfg = self.cfg
+        logits, value = self._forward(params, rows.observation)
+        ratio = jnp.exp(self.policy.log_prob(logits, rows.sample) - rows.log_prob)
+        advantage = losses.normalise(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
+        mean = functools.partial(losses.masked_mean, mask=rows.mask)
+        policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
+        value_loss = mean(losses.value_error(value, rows.value, rows.value + rows.advantage, cfg.value_clip))
+        entropy = mean(self.policy.entropy(logits))
+        loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
+        logs = {
+            "loss": loss,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "clip_fraction": mean((jnp.abs(ratio - 1.0) > clip_epsilon).astype(jnp.float32)),
+        }
+        return loss, logs
+
+    def _schedules(self, steps: jax.Array) -> tuple[Any, Any]:
+        """(learning rate, clip epsilon) of this learner step."""
+        cfg = self.cfg
+        left = jnp.float32(1.0)
+        if cfg.total_learner_steps is not None:
+            left = jnp.maximum(1.0 - steps / cfg.total_learner_steps, 0.0)
+        learning_rate = cfg.learning_rate * (left if cfg.anneal_learning_rate else jnp.float32(1.0))
+        return learning_rate, cfg.clip_epsilon * (left if cfg.anneal_clip else 1.0)
+
+    def _forward(self, params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
+        """(policy parameters [B, P], values [B])."""
+        logits, value = self.network.apply(params, observation)
+        return logits, value.reshape(logits.shape[0])
+
+    @property
+    def _zero_observation(self) -> Tree:
+        return jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), self.observation_spec)
+
+
+def _ravel(params: Params) -> tuple[jax.Array, Any]:
+    # One vector: Adam then runs as one loop, not one for each array.
+    return jax.flatten_util.ravel_pytree(params)
