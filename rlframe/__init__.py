@@ -21,7 +21,8 @@ _PUBLIC = {
     "SyncEnv": "rlframe.envs",
 }
 
-__all__ = [*sorted(_PUBLIC), "__version__"]
+__all__ = ["__version__"]
+__all__ += sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

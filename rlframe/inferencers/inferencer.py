@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlframe import compilation
 from rlframe.errors import UsageError
+from rlframe.packing import Packing
 from rlframe.types import AgentOutput, AgentState, TimeStep, Tree
 
 
@@ -41,9 +43,10 @@ class Inferencer:
         self._rng = jax.random.PRNGKey(cfg.seed)
         self._calls = 0
         self._version = -1
-        self._params: Tree = None
-        self._treedef: Any = None
-        self._act = jax.jit(self._flat_step)
+        self._params: list[jax.Array] = []
+        self._params_packing: Packing | None = None
+        self._output_packings: dict[int, Packing] = {}  # by batch size
+        self._act = compilation.jit(self._packed_step, differentiates=False)
 
     @property
     def agent(self) -> Any:
@@ -77,40 +80,43 @@ class Inferencer:
         if self._calls % self._cfg.sync_interval == 0:
             self.refresh()
         self._calls += 1
-        self._rng, leaves = self._act(self._rng, self._params, timestep, state)
-        output, state = jax.tree.unflatten(self._treedef, [np.asarray(leaf) for leaf in leaves])
+        packed = self._act(self._rng, np.uint32(self._calls), self._params, timestep, state)
+        output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
         return AgentOutput(output.action, output.extras, self._version), state
 
     def refresh(self) -> None:
         """Fetches the learner's parameters if there is a newer version."""
         version, params = self._learner.get_params(self._version)
         if params is not None:
-            self._params = jax.device_put(params)
-            self._version = version
+            self._take(version, params)
 
     def get_state(self) -> dict[str, Any]:
         """All that a resumed Inferencer needs to go on as if it had not stopped (numpy and ints)."""
-        return {
-            "rng": np.asarray(self._rng),
-            "calls": self._calls,
-            "version": self._version,
-            # Between two syncs it acts by parameters that the learner no longer has.
-            "params": jax.tree.map(np.array, self._params) if self._cfg.sync_interval > 1 else None,
-        }
+        # Between two syncs it acts by parameters that the learner no longer has.
+        holds = self._cfg.sync_interval > 1 and self._params_packing is not None
+        params = self._params_packing.unpack_numpy(self._params) if holds else None
+        return {"calls": self._calls, "version": self._version, "params": params}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes over what `get_state` gave."""
-        self._rng = jax.numpy.asarray(state["rng"])
         self._calls = state["calls"]
         if state["params"] is not None:
-            self._params, self._version = jax.device_put(state["params"]), state["version"]
+            self._take(state["version"], state["params"])
 
-    def _flat_step(self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState) -> tuple[jax.Array, list]:
+    def _take(self, version: int, params: Tree) -> None:
+        if self._params_packing is None:
+            self._params_packing = Packing(params)
+        self._params = jax.device_put(self._params_packing.pack_numpy(params))
+        self._version = version
+
+    def _packed_step(
+        self, rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
+    ) -> list[jax.Array]:
         # Runs once per new shape, when it is traced: the checks cost nothing afterwards.
         self._agent.check_observation(timestep.observation)
         step = self._agent.eval_step if self._cfg.greedy else self._agent.actor_step
-        rng, key = jax.random.split(rng)
-        output, state = step(key, params, timestep, state)
-        # A flat list leaves the jitted call sooner than a tree of named tuples.
-        leaves, self._treedef = jax.tree.flatten((output._replace(params_version=None), state))
-        return rng, leaves
+        params = self._params_packing.unpack(packed)
+        output, state = step(jax.random.fold_in(rng, call), params, timestep, state)
+        answer = (output._replace(params_version=None), state)
+        packing = self._output_packings[len(timestep.step_type)] = Packing(answer)
+        return packing.pack(answer)

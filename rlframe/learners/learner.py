@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe import compilation
 from rlframe.agents.base import LearnerState
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
+from rlframe.packing import Packing
 from rlframe.types import Batch, Logs, Tree
 
 
@@ -65,8 +67,9 @@ class Learner:
             self._learner_state = self._learner_state._replace(rng=learner_rng)
         # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
         self._params, self._learner_state = _copy((self._params, self._learner_state))
-        self._copy_for_actors = jax.jit(lambda params, state: _copy(agent.actor_params(params, state)))
-        self._update = jax.jit(self._update_and_copy, donate_argnums=(0, 1))
+        self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
+        self._copy_for_actors = jax.jit(self._pack_for_actors)
+        self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
         self._published = (self._versions.next(), self._copy_for_actors(self._params, self._learner_state))
         self._numpy: tuple[int, Tree] = (-1, None)
 
@@ -138,7 +141,7 @@ class Learner:
             return version, None
         with self._publish_lock:
             if self._numpy[0] != version:  # fetched once per version, however many ask
-                self._numpy = (version, jax.tree.map(np.asarray, published))
+                self._numpy = (version, self._packing.unpack_numpy(published))
             return self._numpy
 
     def save(self, extras: Any = None, *, final: bool = False) -> None:
@@ -192,7 +195,11 @@ class Learner:
 
     def _update_and_copy(self, params: Tree, learner_state: Tree, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
-        return params, learner_state, dict(logs), _copy(self._agent.actor_params(params, learner_state))
+        return params, learner_state, dict(logs), self._pack_for_actors(params, learner_state)
+
+    def _pack_for_actors(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
+        # Copies: what actors read must outlive the update that the learner's own arrays are donated to.
+        return _copy(self._packing.pack(self._agent.actor_params(params, learner_state)))
 
     def _check_loss(self) -> None:
         # One update late: reading the newest loss here would make acting wait for learning.

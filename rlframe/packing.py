@@ -1,0 +1,80 @@
+"""Packing: the small leaves of a tree, end to end in one array.
+
+Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, whatever its size. A policy
+of a dozen small arrays therefore travels as one. Large leaves go on their own: copying them would
+cost more than it saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.types import Tree
+
+_LARGE = 64 * 1024  # bytes
+
+
+class Packing:
+    """The layout of one tree: which leaves lie where.
+
+    Args:
+        tree: arrays, or anything with `shape` and `dtype`, in the structure that is to be packed.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        leaves, self._treedef = jax.tree.flatten(tree)
+        self._slots: list[tuple[int, int, tuple[int, ...], np.dtype] | None] = []
+        self._size = 0
+        for leaf in leaves:
+            shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+            size = int(np.prod(shape))
+            if dtype.itemsize != 4 or size * 4 > _LARGE:
+                self._slots.append(None)
+                continue
+            self._slots.append((self._size, self._size + size, shape, dtype))
+            self._size += size
+
+    def pack(self, tree: Tree) -> list[jax.Array]:
+        """[one int32 vector, *the other leaves]; for use inside a jitted function."""
+        leaves = jax.tree.leaves(tree)
+        small = [
+            jax.lax.bitcast_convert_type(leaf, jnp.int32).ravel()
+            for leaf, slot in zip(leaves, self._slots, strict=True)
+            if slot is not None
+        ]
+        vector = jnp.concatenate(small) if small else jnp.zeros((0,), jnp.int32)
+        return [vector, *(leaf for leaf, slot in zip(leaves, self._slots, strict=True) if slot is None)]
+
+    def unpack(self, packed: list[Any]) -> Tree:
+        """The tree that was packed, from what `pack` gave; for use inside a jitted function."""
+        vector, *others = packed
+        rest = iter(others)
+        leaves = [
+            jax.lax.bitcast_convert_type(vector[slot[0] : slot[1]], slot[3]).reshape(slot[2]) if slot else next(rest)
+            for slot in self._slots
+        ]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def pack_numpy(self, tree: Tree) -> list[np.ndarray]:
+        """As `pack`, on numpy arrays."""
+        vector = np.empty(self._size, np.int32)
+        others = []
+        for leaf, slot in zip(jax.tree.leaves(tree), self._slots, strict=True):
+            if slot is None:
+                others.append(leaf)
+            else:
+                vector[slot[0] : slot[1]] = leaf.reshape(-1).view(np.int32)
+        return [vector, *others]
+
+    def unpack_numpy(self, packed: list[Any]) -> Tree:
+        """As `unpack`, into views of the arrays fetched as numpy."""
+        vector, *others = (np.asarray(array) for array in packed)
+        rest = iter(others)
+        leaves = [
+            vector[slot[0] : slot[1]].view(slot[3]).reshape(slot[2]) if slot else next(rest) for slot in self._slots
+        ]
+        return jax.tree.unflatten(self._treedef, leaves)
