@@ -1,0 +1,28 @@
+"""Where a run's numbers go: the terminal, files, TensorBoard, trackers, a function of yours, a picture.
+
+Rows of training carry `episode_return`, `episode_length`, `steps_per_second`, `staleness` and the agent's logs;
+rows of evaluation carry `return_mean`, `return_std` and `episodes`. The step is always in environment steps.
+"""
+
+from __future__ import annotations
+
+from rlframe.metrics.base import CallbackLogger, Logger, MultiLogger
+from rlframe.metrics.files import CSVLogger, JSONLLogger, read_jsonl
+from rlframe.metrics.plots import plot_learning_curve
+from rlframe.metrics.tensorboard import TensorBoardLogger
+from rlframe.metrics.terminal import TerminalLogger
+from rlframe.metrics.trackers import TrackioLogger, WandbLogger
+
+__all__ = [
+    "CSVLogger",
+    "CallbackLogger",
+    "JSONLLogger",
+    "Logger",
+    "MultiLogger",
+    "TensorBoardLogger",
+    "TerminalLogger",
+    "TrackioLogger",
+    "WandbLogger",
+    "plot_learning_curve",
+    "read_jsonl",
+]

@@ -1,0 +1,107 @@
+"""What a logger is, and the two that hand rows on."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlframe.errors import RlframeError
+
+Values = Mapping[str, Any]  # name -> number, string or array, on the host or on a device
+
+
+class Logger(Protocol):
+    """Takes rows of numbers. Anything with these two methods is one."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Takes one row.
+
+        Args:
+            step: environment steps so far; rises from row to row.
+            values: name -> number, string or array. Names may come and go from row to row.
+
+        Raises:
+            RlframeError: the row could not be kept (the disk is full, say). Earlier rows are.
+        """
+
+    def close(self) -> None:
+        """Writes what is pending and lets go of files and processes. Calling it twice is harmless."""
+
+
+class CallbackLogger:
+    """Calls `function(step, values)` with each row; what it raises reaches the caller of `write`."""
+
+    def __init__(self, function: Callable[[int, dict[str, Any]], Any]) -> None:
+        self._function = function
+
+    def write(self, step: int, values: Values) -> None:
+        self._function(step, on_host(values))
+
+    def close(self) -> None:
+        pass
+
+
+class MultiLogger:
+    """Hands each row to several loggers, fetched from the device once.
+
+    One logger that fails does not keep the row from the others: the first error is raised afterwards.
+    """
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        self._loggers = list(loggers)
+
+    def write(self, step: int, values: Values) -> None:
+        row = on_host(values)
+        _for_each(self._loggers, lambda logger: logger.write(step, row))
+
+    def close(self) -> None:
+        _for_each(self._loggers, lambda logger: logger.close())
+
+
+def on_host(values: Values) -> dict[str, Any]:
+    """`values` with every number as a Python number and every array as a numpy array."""
+    for value in values.values():
+        # All transfers start before the first is waited for.
+        if hasattr(value, "copy_to_host_async"):
+            value.copy_to_host_async()
+    return {name: _on_host(value) for name, value in values.items()}
+
+
+def scalars(values: Values) -> dict[str, float]:
+    """The numbers of a row that is on the host, without its strings and arrays."""
+    return {name: value for name, value in values.items() if isinstance(value, numbers.Real)}
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns an `OSError` on `path` into one sentence that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise RlframeError(
+            f"Could not write {os.fspath(path)}: {error.strerror or error}. What was written before is kept: "
+            "make room (or make the folder writable), then continue the run with --resume."
+        ) from error
+
+
+def _on_host(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else array
+
+
+def _for_each(loggers: list[Logger], call: Callable[[Logger], None]) -> None:
+    first_error: Exception | None = None
+    for logger in loggers:
+        try:
+            call(logger)
+        except Exception as error:
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error

@@ -1,0 +1,166 @@
+"""Rows in files that survive a kill and are continued by a resumed run: JSON lines, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlframe.metrics.base import Values, on_host, scalars, writing
+
+Path = str | os.PathLike[str]
+
+
+class JSONLLogger:
+    """One JSON object a row: `{"step": 8000, "episode_return": 213.5, ...}`, on disk once `write` returns.
+
+    Numbers that are not finite are written as null, since JSON has no NaN; arrays as lists.
+
+    Args:
+        path: a file that exists is continued. A last line that a crash left half-written is removed.
+        resume_at: rows of later steps are removed too: a run that resumes at this step writes them again.
+    """
+
+    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+        self._file = _Lines(path, _json_step, resume_at)
+
+    def write(self, step: int, values: Values) -> None:
+        row = {"step": int(step), **{name: _jsonable(value) for name, value in on_host(values).items()}}
+        self._file.append(json.dumps(row, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CSVLogger:
+    """A table of the rows' numbers. A name not seen before becomes a new last column, empty in earlier rows.
+
+    Args: as for `JSONLLogger`.
+    """
+
+    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+        self._path = pathlib.Path(path)
+        self._file = _Lines(path, _csv_step, resume_at)
+        self._columns: list[str] = _read_csv(self._path)[0] if self._path.stat().st_size else []
+
+    def write(self, step: int, values: Values) -> None:
+        row = {"step": int(step), **scalars(on_host(values))}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._widen(new)
+        self._file.append(_csv_line([row.get(name, "") for name in self._columns]))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _widen(self, new: list[str]) -> None:
+        rows = _read_csv(self._path)[1:] if self._columns else []
+        self._columns += new
+        lines = [self._columns, *(row + [""] * (len(self._columns) - len(row)) for row in rows)]
+        self._file.replace("".join(map(_csv_line, lines)))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `JSONLLogger`'s file. A run may be writing it: a half-written last line is left out."""
+    rows = []
+    with open(path, "rb") as file:
+        for line in file:
+            if _json_step(line) is not None:
+                rows.append(json.loads(line))
+    return rows
+
+
+class _Lines:
+    """A text file to which whole lines are appended: a line is in the file, or none of it is."""
+
+    def __init__(self, path: Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> None:
+        self._path = pathlib.Path(path)
+        self._fd = -1
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = self._open()
+            os.ftruncate(self._fd, _kept_bytes(self._path, step_of, resume_at))
+
+    def append(self, line: str) -> None:
+        data = line.encode()
+        with writing(self._path):
+            # One system call, so that a reader or a kill never meets half a line.
+            written = os.write(self._fd, data)
+            if written != len(data):
+                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+                raise OSError("no space left on the device")
+
+    def replace(self, text: str) -> None:
+        """Puts `text` in the place of everything written so far, all at once."""
+        beside = self._path.with_name(self._path.name + ".new")
+        with writing(self._path):
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, self._path)
+            os.close(self._fd)
+            self._fd = self._open()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> int:
+    """How much of the file from its start a new writer keeps. A damaged line in the middle is left alone."""
+    kept = position = 0
+    with path.open("rb") as file:
+        for line in file:
+            position += len(line)
+            step = step_of(line)
+            if step is not None and resume_at is not None and step > resume_at:
+                break
+            if step is not None:
+                kept = position
+    return kept
+
+
+def _json_step(line: bytes) -> int | None:
+    """The step of a whole row, or None."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _csv_step(line: bytes) -> int | None:
+    """The step of a whole row (-1 for the header), or None."""
+    first = line.split(b",", 1)[0].strip()
+    if not line.endswith(b"\n") or not (first == b"step" or first.isdigit()):
+        return None
+    return -1 if first == b"step" else int(first)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, np.ndarray):
+        return [_jsonable(element) for element in value.tolist()]
+    if isinstance(value, list):
+        return [_jsonable(element) for element in value]
+    return value
+
+
+def _read_csv(path: pathlib.Path) -> list[list[str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))
+
+
+def _csv_line(cells: list[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()

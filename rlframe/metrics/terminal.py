@@ -1,0 +1,154 @@
+"""Live progress for a person, on stderr: two lines that redraw themselves, or plain lines where it is not a terminal."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import time
+from typing import Any, TextIO
+
+from rlframe.metrics.base import Values, on_host, scalars
+
+# What is shown of the last row that held it: label, name, format.
+_SHOWN = (
+    ("return", "episode_return", "{:.1f}"),
+    ("evaluated", "return_mean", "{:.1f}"),
+    ("loss", "loss", "{:.3g}"),
+    ("staleness", "staleness", "{:.1f}"),
+)
+_SECONDS_BETWEEN_DRAWINGS = 0.2
+_SPEED_WINDOW_SECONDS = 15.0
+
+
+class TerminalLogger:
+    """Shows steps, steps/s, return, loss, staleness and the time left. Drawn within `write`: it has no thread.
+
+    Args:
+        total_steps: where the run ends; None shows neither bar nor time left.
+        title: what is being trained, `"PPO on CartPole-v1"`.
+        start_step: where a resumed run goes on.
+        file: where to; stderr.
+        seconds_between_lines: how often a line is printed where `file` is not a terminal. Evaluations always are.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        title: str = "",
+        start_step: int = 0,
+        file: TextIO | None = None,
+        seconds_between_lines: float = 5.0,
+    ) -> None:
+        self._total_steps = total_steps
+        self._title = title
+        self._file = file if file is not None else sys.stderr
+        self._step = start_step
+        self._shown: dict[str, float] = {}
+        self._speed = _Speed()
+        self._started = time.monotonic()
+        self._next_drawing = self._started
+        self._drawn_step = -1
+        self._live = _Live(self._file) if self._file.isatty() else None
+        self._pause = seconds_between_lines if self._live is None else _SECONDS_BETWEEN_DRAWINGS
+        self._draw()
+
+    def write(self, step: int, values: Values) -> None:
+        self._step = step
+        now = time.monotonic()
+        self._speed.add(now, step)
+        wanted = {name: values[name] for _, name, _ in _SHOWN if name in values}
+        evaluated = "return_mean" in wanted
+        if wanted:
+            self._shown.update(scalars(on_host(wanted)))
+        if evaluated or now >= self._next_drawing:
+            self._next_drawing = now + self._pause
+            self._draw()
+
+    def close(self) -> None:
+        if self._drawn_step != self._step:
+            self._draw()
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def _draw(self) -> None:
+        if self._step == 0 and self._live is None:
+            return
+        self._drawn_step = self._step
+        if self._live is not None:
+            self._live.draw(self._title, self._step, self._total_steps, self._facts())
+        else:
+            facts = "  ".join(f"{label} {value}" for label, value in self._facts())
+            print(f"{self._title}{': ' if self._title else ''}{facts}", file=self._file, flush=True)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """(label, value) of everything there is to show, in order."""
+        total, speed = self._total_steps, self._speed.steps_per_second()
+        facts = [("steps", f"{self._step:,}" + (f" / {total:,}" if total else ""))]
+        if speed is not None:
+            facts.append(("steps/s", f"{speed:,.0f}"))
+        for label, name, form in _SHOWN:
+            if name in self._shown:
+                facts.append((label, form.format(self._shown[name])))
+        facts.append(("time", _clock(time.monotonic() - self._started)))
+        if total and speed:
+            facts.append(("left", _clock(max(0, total - self._step) / speed)))
+        return facts
+
+
+class _Speed:
+    """Steps per second over the last seconds, from when the first row came (so compilation is not in it)."""
+
+    def __init__(self) -> None:
+        self._points: collections.deque[tuple[float, int]] = collections.deque()
+
+    def add(self, now: float, step: int) -> None:
+        self._points.append((now, step))
+        while len(self._points) > 2 and now - self._points[1][0] >= _SPEED_WINDOW_SECONDS:
+            self._points.popleft()
+
+    def steps_per_second(self) -> float | None:
+        if len(self._points) < 2:
+            return None
+        (start, first), (end, last) = self._points[0], self._points[-1]
+        return (last - first) / (end - start) if last > first and end > start else None
+
+
+class _Live:
+    """Two lines at the bottom of a terminal, redrawn in place by rich; other output scrolls above them."""
+
+    def __init__(self, file: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live: Any = Live(console=Console(file=file), auto_refresh=False)
+        self._live.start()
+
+    def draw(self, title: str, step: int, total: int | None, facts: list[tuple[str, str]]) -> None:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        share = min(1.0, step / total) if total else 0.0
+        bar = ProgressBar(total=1.0, completed=share) if total else ""
+        head.add_row(Text(title, style="bold"), bar, f"{share:4.0%}" if total else "")
+        line = Text(overflow="ellipsis", no_wrap=True)
+        for label, value in facts:
+            line.append(f"{label} ", style="dim").append(value, style="cyan").append("   ")
+        self._live.update(Group(head, line), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def _clock(seconds: float) -> str:
+    """`0:07`, `12:40` or `3:05:00`."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
