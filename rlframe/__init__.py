@@ -21,8 +21,7 @@ _PUBLIC = {
     "SyncEnv": "rlframe.envs",
 }
 
-__all__ = ["__version__"]
-__all__ += sorted(_PUBLIC)
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

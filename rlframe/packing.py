@@ -71,9 +71,9 @@ class Packing:
         return [vector, *others]
 
     def unpack_numpy(self, packed: list[Any]) -> Tree:
-        """As `unpack`, into views of the arrays fetched as numpy."""
-        vector, *others = (np.asarray(array) for array in packed)
-        rest = iter(others)
+        """As `unpack`, fetched as numpy; small leaves are writable views of one copy, large ones read-only."""
+        vector = np.array(packed[0])  # environments refuse actions that they may not write to
+        rest = (np.asarray(array) for array in packed[1:])
         leaves = [
             vector[slot[0] : slot[1]].view(slot[3]).reshape(slot[2]) if slot else next(rest) for slot in self._slots
         ]
