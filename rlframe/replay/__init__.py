@@ -1,0 +1,8 @@
+"""Replay buffers: what actors write to and learners sample from."""
+
+from __future__ import annotations
+
+from rlframe.replay.base import BaseReplayBuffer
+from rlframe.replay.local import ReplayBuffer
+
+__all__ = ["BaseReplayBuffer", "ReplayBuffer"]

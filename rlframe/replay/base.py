@@ -1,0 +1,69 @@
+"""What every replay buffer answers to, wherever it keeps its experience."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import UsageError, suggest
+from rlframe.types import Batch, ReplaySpec, Step
+
+
+class BaseReplayBuffer(abc.ABC):
+    """Experience between actors and a learner. Every method may be called from any thread.
+
+    A writer claims a rank, adds whole batches of steps under global environment ids, and the buffer
+    completes items (`Transition` or `Sequence`) out of them, each as soon as its last step is there.
+    """
+
+    spec: ReplaySpec
+
+    @abc.abstractmethod
+    def claim_rank(self, num_envs: int, rank: int | None = None) -> tuple[int, int]:
+        """Registers a writer of `num_envs` environments and returns its (rank, incarnation).
+
+        Without `rank` the lowest free one is given. A rank that is claimed again gets the next incarnation, and the
+        fragments that its predecessor left open are discarded; complete items stay.
+        """
+
+    @abc.abstractmethod
+    def add(self, env_ids: np.ndarray, step: Step) -> None:
+        """Adds one step of the environments `env_ids` ([B] int64, global, of one rank, none twice)."""
+
+    @abc.abstractmethod
+    def sample(self) -> Batch | None:
+        """Draws a batch, or returns None while there is too little."""
+
+    @abc.abstractmethod
+    def make_dataset(self) -> Iterator[Batch]:
+        """Batches without end, drawn ahead by a thread."""
+
+    @abc.abstractmethod
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets the priorities ([B], not negative) of the items `keys` ([B, 3]). Those that are gone are counted."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Items that can be sampled now."""
+
+    @abc.abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Counters: items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stops the datasets. Calling it twice does nothing."""
+
+
+def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
+    """Returns `spec` with some fields replaced. Raises `UsageError` for a name that it has not."""
+    known = [field.name for field in dataclasses.fields(ReplaySpec)]
+    for name in overrides:
+        if name not in known:
+            raise UsageError(f"A replay buffer has no option {name!r}; it has {', '.join(known)}.{suggest(name, known)}")
+    return dataclasses.replace(spec, **overrides)

@@ -1,0 +1,92 @@
+"""Batches drawn ahead by a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from rlframe.errors import RlframeError
+from rlframe.types import Batch
+
+if TYPE_CHECKING:
+    from rlframe.replay.local import ReplayBuffer
+
+_WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
+
+
+class DatasetTimeoutError(RlframeError, TimeoutError):
+    """No batch came within the time that was given."""
+
+
+class Dataset:
+    """An endless iterator of batches. Use it as a context manager, or close it.
+
+    Drawing ahead depends on timing: where the numbers must repeat exactly, call `sample()` instead.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, prefetch: int, timeout: float):
+        self._buffer, self._timeout = buffer, timeout
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlframe replay dataset", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Dataset:
+        return self
+
+    def __next__(self) -> Batch:
+        """Returns the next batch.
+
+        Raises:
+            StopIteration: the dataset or the buffer is closed.
+            DatasetTimeoutError: no batch came within the timeout.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not self._stop.is_set():
+            try:
+                batch = self._ready.get(timeout=min(_WAKE, max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() < deadline:
+                    continue
+                spec = self._buffer.spec
+                raise DatasetTimeoutError(
+                    f"No batch came within {self._timeout:g} s: the replay buffer holds {self._buffer.size} items, and needs "
+                    f"{spec.min_size} and a batch of {spec.batch_size or 'one per environment'}. Are its actors running?"
+                ) from None
+            if isinstance(batch, BaseException):
+                self.close()
+                raise batch
+            return batch
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread. Calling it twice does nothing."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10.0)
+
+    def __enter__(self) -> Dataset:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                batch = self._buffer.wait_for_batch(_WAKE)
+                if batch is not None:
+                    self._put(batch)
+                del batch  # so that its arrays can be used again as soon as the reader drops it
+        except BaseException as error:  # noqa: BLE001  whatever it is, the reader must hear of it
+            self._put(error)
+
+    def _put(self, batch: Batch | BaseException) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(batch, timeout=_WAKE)
+                return
+            except queue.Full:
+                continue

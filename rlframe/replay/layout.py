@@ -1,0 +1,137 @@
+"""How a tree of specs becomes named flat arrays, and how much memory they will take."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.tree_util as jtu
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.types import Tree, specs
+
+
+class Leaf(NamedTuple):
+    """One array of a tree, without batch axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class TreeLayout:
+    """Takes trees apart into their leaves and builds them again, quicker than a general flatten."""
+
+    def __init__(self, name: str, spec: Tree):
+        def is_spec(x: Any) -> bool:
+            return isinstance(x, specs.Array)
+
+        paths, self._treedef = jtu.tree_flatten_with_path(spec, is_leaf=is_spec)
+        self.leaves = [
+            Leaf(name + jtu.keystr(path), tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in paths
+        ]
+        self._is_leaf = len(paths) == 1 and not paths[0][0]
+        getters = [_getter(path) for path, _ in paths]
+        self._getters = None if any(get is None for get in getters) else getters
+        self._name = name
+
+    def split(self, tree: Tree) -> list[Any]:
+        """Returns the leaves of `tree`, in the order of `leaves`."""
+        if self._is_leaf:
+            return [tree]
+        if self._getters is None:
+            return self._treedef.flatten_up_to(tree)
+        return [get(tree) for get in self._getters]
+
+    def build(self, leaves: list[Any]) -> Tree:
+        """The inverse of `split`."""
+        return leaves[0] if self._is_leaf else self._treedef.unflatten(leaves)
+
+    def map(self, tree: Tree, rows: np.ndarray) -> Tree:
+        """Returns the tree of `leaf[rows]`."""
+        return self.build([np.asarray(value)[rows] for value in self.split(tree)])
+
+    def check(self, tree: Tree, batch: int) -> None:
+        """Raises `UsageError` that names the first leaf of `tree` that is not a `[batch, ...]` of its spec."""
+        try:
+            values = self.split(tree)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            names = ", ".join(leaf.name for leaf in self.leaves) or "nothing"
+            raise UsageError(f"{self._name}: expected a tree with the leaves {names}; got {_describe(tree)}.") from error
+        for leaf, value in zip(self.leaves, values):
+            check_array(leaf, value, batch)
+
+
+def check_array(leaf: Leaf, value: Any, batch: int) -> None:
+    """Raises `UsageError` unless `value` is a `[batch, *leaf.shape]` array of `leaf.dtype`."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape != (batch, *leaf.shape) or dtype != leaf.dtype:
+        came = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
+        raise UsageError(
+            f"{leaf.name}: the replay buffer expected {leaf.dtype}{[batch, *leaf.shape]} as the agent's step_spec says, "
+            f"got {came}. Make the environment or the agent give what the spec says."
+        )
+
+
+def check_memory(needed: int, capacity: int, what: str) -> None:
+    """Raises `UsageError` where `needed` bytes for `capacity` steps exceed what the machine has left.
+
+    Pages are touched only as the buffer fills, so nothing else would stop it before the machine is out of memory.
+    """
+    available = available_memory()
+    if available is not None and needed > available:
+        fits = int(capacity * (available / needed) * 0.9)
+        raise UsageError(
+            f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), and {_gigabytes(available)} of "
+            f"memory is available. A capacity of {fits} steps would fit."
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be used without swapping, or None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _gigabytes(n: int) -> str:
+    return f"{n / 1e9:.2f} GB ({n} bytes)"
+
+
+def _describe(tree: Tree) -> str:
+    return str(jtu.tree_map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}", tree))
+
+
+def _getter(path: tuple[Any, ...]) -> Callable[[Tree], Any] | None:
+    """Returns the function that reaches `path`, or None where a node of it can only be flattened by JAX."""
+    steps: list[Callable[[Any], Any]] = []
+    for key in path:
+        if isinstance(key, jtu.DictKey):
+            steps.append(operator.itemgetter(key.key))
+        elif isinstance(key, jtu.SequenceKey):
+            steps.append(operator.itemgetter(key.idx))
+        elif isinstance(key, jtu.GetAttrKey):
+            steps.append(operator.attrgetter(key.name))
+        else:
+            return None
+    if len(steps) == 1:
+        return steps[0]
+
+    def get(tree: Tree) -> Any:
+        for step in steps:
+            tree = step(tree)
+        return tree
+
+    return get

@@ -1,0 +1,110 @@
+"""Where timesteps live: a ring of slots that all writers share, and each writer's open fragments.
+
+Every timestep gets a number when it is allocated, and lives in the slot `number % slots` until the ring comes round.
+Batches are allocated in one piece, so large arrays are always written with one copy, whichever environments they
+are of; an environment's next timestep is reached through a link. A writer whose every batch holds all its environments in
+order ("lockstep") needs no per-environment bookkeeping: its open timesteps are one block, known by one integer.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import numpy as np
+
+from rlframe.types import global_env_ids
+
+Index = Union[slice, np.ndarray]
+Numbers = Union[int, np.ndarray]  # the first number of a block, or one number per environment
+_NONE = 255  # not a step type
+
+
+class Timeline:
+    """Hands out timestep numbers and turns them into slots."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.head = 0  # the next number
+
+    @property
+    def oldest(self) -> int:
+        """The lowest number that has not been overwritten."""
+        return max(0, self.head - self.slots)
+
+    def index(self, numbers: Numbers, count: int) -> Index:
+        """Returns an index of the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
+        if isinstance(numbers, int):
+            low = numbers % self.slots
+            if low + count <= self.slots:
+                return slice(low, low + count)
+            return (numbers + np.arange(count)) % self.slots
+        return numbers % self.slots
+
+    def relative(self, numbers: np.ndarray) -> np.ndarray:
+        """Slots of living numbers for `take(mode="wrap")`: may be negative, and costs no division."""
+        return numbers - (self.head // self.slots) * self.slots
+
+
+class Writer:
+    """The open fragments of one rank's environments.
+
+    An item may start at every `period`-th step of a fragment; the number of start j is kept in row `j % history`.
+    """
+
+    def __init__(self, rank: int, incarnation: int, num_envs: int, period: int, history: int):
+        self.rank, self.incarnation, self.num_envs = rank, incarnation, num_envs
+        self.period, self.history = period, history
+        self.id_bytes = global_env_ids(rank, np.arange(num_envs)).tobytes()
+        self.range = np.arange(num_envs)
+        self.checked = False  # whether a first step was compared with the spec
+        self.origin = 0  # index of (rank, incarnation) in the buffer's table
+        self.calm = 0  # adds since an episode ended, or began, in any of the environments
+        # Lockstep: the block of open timesteps, their step types, the position in the fragment, the starts' blocks.
+        self.block: int | None = None
+        self.type_bytes = b""
+        self.position = 0
+        self.blocks = [-1] * history
+        # Otherwise the same for each environment.
+        self.open = np.full(num_envs, -1, np.int64)
+        self.types = np.full(num_envs, _NONE, np.uint8)
+        self.positions = np.zeros(num_envs, np.int64)
+        self.starts = np.full((history, num_envs), -1, np.int64)
+        self.ages = np.zeros(num_envs, np.int64)  # steps taken in the episode, as far as the fragment saw it
+
+    def scatter(self) -> None:
+        """Leaves lockstep."""
+        if self.block is None:
+            return
+        self.open[:] = self.block + self.range
+        self.types[:] = np.frombuffer(self.type_bytes, np.uint8)
+        self.positions[:] = self.position
+        self.starts[:] = np.asarray(self.blocks, np.int64)[:, None] + self.range
+        self.block = None
+
+    def gather(self) -> None:
+        """Enters lockstep where all that an environment has open lies beside its neighbours'."""
+        position = int(self.positions[0])
+        if not (self.positions == position).all() or not (self.open == self.open[0] + self.range).all():
+            return
+        known = self.starts[: min(self.history, -(-position // self.period))]
+        if (known == known[:, :1] + self.range).all():
+            self.block, self.position, self.type_bytes = int(self.open[0]), position, self.types.tobytes()
+            self.blocks = [int(x) for x in self.starts[:, 0]]
+
+    def start(self, j: Numbers, envs: np.ndarray | None) -> Numbers:
+        """Returns the numbers of the starts j: a block in lockstep (`envs` None), else one for each of `envs`."""
+        if envs is None:
+            return self.blocks[j % self.history]
+        return self.starts[j % self.history, envs]
+
+    def begin(self, now: Numbers, envs: np.ndarray | None) -> None:
+        """Notes the open timesteps `now` as starts, where their position is a multiple of the period."""
+        if envs is None:
+            if self.position % self.period == 0:
+                self.blocks[self.position // self.period % self.history] = now
+        elif self.period == 1:
+            self.starts[self.positions[envs] % self.history, envs] = now
+        else:
+            j, rest = np.divmod(self.positions[envs], self.period)
+            due = rest == 0
+            self.starts[j[due] % self.history, envs[due]] = now[due]
