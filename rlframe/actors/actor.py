@@ -31,7 +31,7 @@ class Actor:
     ) -> None:
         self._inferencer = inferencer
         self._replay_buffer = replay_buffer
-        self.rank, self.incarnation = replay_buffer.claim_rank(rank)
+        self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
         self._env = build_pool(env_builder, env_seed(seed, self.rank, self.incarnation))
         num_envs = self._env.num_envs
         replay_buffer.open_segment(self.rank, num_envs)

@@ -23,12 +23,19 @@ class BaseReplayBuffer(abc.ABC):
     spec: ReplaySpec
 
     @abc.abstractmethod
-    def claim_rank(self, num_envs: int, rank: int | None = None) -> tuple[int, int]:
+    def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
         """Registers a writer of `num_envs` environments and returns its (rank, incarnation).
+
+        A writer that cannot say yet how many there are (their seeds depend on its rank) leaves `num_envs` out, and
+        calls `open_segment` before it adds.
 
         Without `rank` the lowest free one is given. A rank that is claimed again gets the next incarnation, and the
         fragments that its predecessor left open are discarded; complete items stay.
         """
+
+    @abc.abstractmethod
+    def open_segment(self, rank: int, num_envs: int) -> None:
+        """Says how many environments the writer that claimed `rank` steps."""
 
     @abc.abstractmethod
     def add(self, env_ids: np.ndarray, step: Step) -> None:

@@ -48,6 +48,7 @@ class ReplayBuffer(BaseReplayBuffer):
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._outputs = Outputs()
         self._writers: dict[int, Writer] = {}
+        self._incarnations: dict[int, int] = {}  # of each claimed rank
         self._origins: list[tuple[int, int]] = []
         self._datasets: list[Dataset] = []
         self._timeline: Timeline | None = None
@@ -57,20 +58,25 @@ class ReplayBuffer(BaseReplayBuffer):
 
     # --- writing
 
-    def claim_rank(self, num_envs: int, rank: int | None = None) -> tuple[int, int]:
+    def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
+        with self._lock:
+            if rank is None:
+                rank = next(r for r in range(len(self._incarnations) + 1) if r not in self._incarnations)
+            self._incarnations[rank] = self._incarnations.get(rank, -1) + 1
+            if num_envs is not None:
+                self.open_segment(rank, num_envs)
+            return rank, self._incarnations[rank]
+
+    def open_segment(self, rank: int, num_envs: int) -> None:
         if num_envs < 1:
             raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
         with self._lock:
-            if rank is None:
-                rank = next(r for r in range(len(self._writers) + 1) if r not in self._writers)
-            before = self._writers.get(rank)
-            others = sum(writer.num_envs for writer in self._writers.values() if writer is not before)
+            others = sum(writer.num_envs for writer in self._writers.values() if writer.rank != rank)
             self._allocate(num_envs, others + num_envs)
-            incarnation = before.incarnation + 1 if before else 0
+            incarnation = self._incarnations[rank]
             self._writers[rank] = Writer(rank, incarnation, num_envs, self._items.period, self._items.history)
             self._writers[rank].origin = len(self._origins)
             self._origins.append((rank, incarnation))
-            return rank, incarnation
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         with self._lock:
