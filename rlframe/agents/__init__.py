@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlframe.agents.base import Agent, LearnerState
+from rlframe.agents.dqn import DQN, DQNConfig
 from rlframe.agents.ppo import PPO, PPOConfig
 
-__all__ = ["PPO", "Agent", "LearnerState", "PPOConfig"]
+__all__ = ["DQN", "PPO", "Agent", "DQNConfig", "LearnerState", "PPOConfig"]

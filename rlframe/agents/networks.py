@@ -7,6 +7,7 @@ Any other library's network fits too, where it has `init(rng, observation)` and
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -60,9 +61,7 @@ class MLPConfig:
     orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
 
     def __post_init__(self) -> None:
-        if any(size < 1 for size in self.hidden):
-            raise UsageError(f"MLPConfig.hidden must be sizes of at least 1, got {self.hidden}.")
-        _check_activation(self)
+        _check_layers(self)
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
         """A network whose `apply` gives a tuple with one `[B, head.size]` for each head."""
@@ -96,7 +95,7 @@ class NatureCNNConfig:
                 "NatureCNNConfig needs as many channels as kernels and strides, "
                 f"got {self.channels}, {self.kernels} and {self.strides}."
             )
-        _check_activation(self)
+        _check_layers(self)
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
         """A network whose `apply` gives a tuple with one `[B, head.size]` for each head.
@@ -122,10 +121,10 @@ class NatureCNNConfig:
         images = [leaf for leaf in jax.tree.leaves(observation_spec) if is_image(leaf)]
         if not images:
             shapes = [leaf.shape for leaf in jax.tree.leaves(observation_spec)]
-            raise UsageError(f"The Nature CNN needs an observation with three axes, got shapes {shapes}. Use MLPConfig.")
+            raise UsageError(f"The Nature CNN needs an observation with three axes, got {shapes}. Use MLPConfig.")
         for image in images:
             size = min(_height_width(image.shape))
-            for kernel, stride in zip(self.kernels, self.strides):
+            for kernel, stride in zip(self.kernels, self.strides, strict=True):
                 size = (size - kernel) // stride + 1 if size >= kernel else 0
             if size < 1:
                 raise UsageError(f"An image of shape {image.shape} is too small for kernels {self.kernels}.")
@@ -136,8 +135,8 @@ class NatureCNNConfig:
         hidden = image.astype(jnp.float32)
         if image.dtype == jnp.uint8:
             hidden = hidden / 255.0
-        for i, (channels, kernel, stride) in enumerate(zip(self.channels, self.kernels, self.strides)):
-            conv = hk.Conv2D(channels, kernel, stride, padding="VALID", w_init=_hidden_init(self), name=f"{name}_{i}")
+        for i, (channels, kernel, stride) in enumerate(zip(self.channels, self.kernels, self.strides, strict=True)):
+            conv = hk.Conv2D(channels, kernel, stride, padding="VALID", w_init=_initial(self), name=f"{name}_{i}")
             hidden = ACTIVATIONS[self.activation](conv(hidden))
         return hidden.reshape(hidden.shape[0], -1)
 
@@ -162,7 +161,8 @@ def build_network(net_factory: Any, observation_spec: Tree, action_spec: Tree, h
     network = net_factory(observation_spec, action_spec)
     if not (callable(getattr(network, "init", None)) and callable(getattr(network, "apply", None))):
         raise UsageError(
-            f"net_factory must give an object with init(rng, observation) and apply(params, observation), got {network!r}."
+            "net_factory must give an object with init(rng, observation) and apply(params, observation), "
+            f"got {network!r}."
         )
     return network
 
@@ -173,8 +173,8 @@ def _with_heads(torso: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequen
         outputs = []
         for i, head in enumerate(heads):
             features = torso(observation, f"torso{i}") if shared is None else shared
-            w_init = hk.initializers.Orthogonal(head.scale) if cfg.orthogonal else None
-            output = hk.Linear(head.size - head.num_free, w_init=w_init, name=f"head{i}")(features)
+            linear = hk.Linear(head.size - head.num_free, w_init=_initial(cfg, head.scale), name=f"head{i}")
+            output = linear(features)
             if head.num_free:
                 free = hk.get_parameter(f"free{i}", (head.num_free,), init=hk.initializers.Constant(head.free_init))
                 free = jnp.broadcast_to(free, (output.shape[0], head.num_free))
@@ -187,18 +187,48 @@ def _with_heads(torso: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequen
 
 def _dense_layers(features: jax.Array, cfg: Any, name: str) -> jax.Array:
     for i, size in enumerate(cfg.hidden):
-        layer = hk.Linear(size, w_init=_hidden_init(cfg), name=f"{name}_dense{i}")
+        layer = hk.Linear(size, w_init=_initial(cfg), name=f"{name}_dense{i}")
         features = ACTIVATIONS[cfg.activation](layer(features))
     return features
 
 
-def _hidden_init(cfg: Any) -> Any:
-    # sqrt(2): baselines/common/models.py. None: Haiku's truncated normal.
-    return hk.initializers.Orthogonal(math.sqrt(2.0)) if cfg.orthogonal else None
+def _initial(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
+    """Initial weights; sqrt(2) for hidden layers is OpenAI Baselines' (`baselines/common/models.py`)."""
+    weights = functools.partial(_orthogonal, scale=scale) if cfg.orthogonal else _truncated_normal
+
+    def init(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        # Drawn by NumPy: XLA would take two seconds to compile a decomposition for each shape.
+        result = jax.ShapeDtypeStruct(tuple(shape), dtype)
+        return jax.pure_callback(functools.partial(weights, shape=tuple(shape), dtype=dtype), result, hk.next_rng_key())
+
+    return init
+
+
+def _orthogonal(key: Any, *, shape: tuple[int, ...], dtype: Any, scale: float) -> np.ndarray:
+    """Orthogonal columns, or rows where there are fewer of them (Saxe et al. 2014)."""
+    rows, columns = int(np.prod(shape[:-1])), shape[-1]
+    draws = _random_state(key).standard_normal((max(rows, columns), min(rows, columns)))
+    q, r = np.linalg.qr(draws)
+    q = q * np.sign(np.diag(r))  # without this the factors are not uniformly distributed
+    return np.asarray(scale * (q if rows >= columns else q.T), dtype).reshape(shape)
+
+
+def _truncated_normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Deviation 1 / sqrt(inputs), within two deviations: the default of Sonnet and Haiku."""
+    random = _random_state(key)
+    draws = random.standard_normal(shape)
+    while (outside := np.abs(draws) > 2.0).any():
+        draws[outside] = random.standard_normal(int(outside.sum()))
+    return np.asarray(draws / math.sqrt(np.prod(shape[:-1])), dtype)
+
+
+def _random_state(key: Any) -> np.random.RandomState:
+    # RandomState: NumPy promises its stream for all versions, Generator's it does not.
+    return np.random.RandomState(np.asarray(key, np.uint32).ravel())
 
 
 def _leaf_pairs(observation_spec: Tree, observation: Tree) -> list[tuple[specs.Array, jax.Array]]:
-    return list(zip(jax.tree.leaves(observation_spec), jax.tree.leaves(observation)))
+    return list(zip(jax.tree.leaves(observation_spec), jax.tree.leaves(observation), strict=True))
 
 
 def _vectors(observation_spec: Tree, observation: Tree) -> jax.Array:
@@ -222,8 +252,9 @@ def _height_width(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[1], shape[2]) if _channels_first(shape) else (shape[0], shape[1])
 
 
-def _check_activation(cfg: Any) -> None:
+def _check_layers(cfg: Any) -> None:
+    name = type(cfg).__name__
     if cfg.activation not in ACTIVATIONS:
-        raise UsageError(f"{type(cfg).__name__}.activation must be one of {sorted(ACTIVATIONS)}, got {cfg.activation!r}.")
-    if not np.all(np.asarray(cfg.hidden, int) >= 1):
-        raise UsageError(f"{type(cfg).__name__}.hidden must be sizes of at least 1, got {cfg.hidden}.")
+        raise UsageError(f"{name}.activation must be one of {sorted(ACTIVATIONS)}, got {cfg.activation!r}.")
+    if any(size < 1 for size in cfg.hidden):
+        raise UsageError(f"{name}.hidden must be sizes of at least 1, got {cfg.hidden}.")

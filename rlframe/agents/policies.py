@@ -90,18 +90,20 @@ class MultiCategorical:
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
         rngs = jax.random.split(rng, len(self._parts))
-        samples = [part.sample(key, logits) for part, key, logits in zip(self._parts, rngs, self._split(params))]
-        return jnp.stack(samples, axis=-1)
+        logits = self._split(params)
+        return jnp.stack([part.sample(rngs[i], logits[i]) for i, part in enumerate(self._parts)], axis=-1)
 
     def mode(self, params: jax.Array) -> jax.Array:
-        return jnp.stack([part.mode(logits) for part, logits in zip(self._parts, self._split(params))], axis=-1)
+        logits = self._split(params)
+        return jnp.stack([part.mode(logits[i]) for i, part in enumerate(self._parts)], axis=-1)
 
     def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
         logits = self._split(params)
         return sum(part.log_prob(logits[i], sample[..., i]) for i, part in enumerate(self._parts))
 
     def entropy(self, params: jax.Array) -> jax.Array:
-        return sum(part.entropy(logits) for part, logits in zip(self._parts, self._split(params)))
+        logits = self._split(params)
+        return sum(part.entropy(logits[i]) for i, part in enumerate(self._parts))
 
     def to_action(self, sample: jax.Array) -> jax.Array:
         return sample

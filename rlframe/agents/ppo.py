@@ -16,8 +16,19 @@ from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.errors import UsageError
-from rlframe.types import LAST, AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, Sequence, SequenceBatch
-from rlframe.types import TimeStep, Tree
+from rlframe.types import (
+    LAST,
+    AgentOutput,
+    AgentState,
+    Batch,
+    Logs,
+    Params,
+    ReplaySpec,
+    Sequence,
+    SequenceBatch,
+    TimeStep,
+    Tree,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,199 @@
+"""Deep Q-networks (Mnih et al. 2015, doi:10.1038/nature14236), and what was added to them since."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlframe.agents import losses
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory, zeros_like_spec
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.errors import UsageError
+from rlframe.types import (
+    AgentOutput,
+    AgentState,
+    Batch,
+    Logs,
+    Params,
+    ReplaySpec,
+    TimeStep,
+    Transition,
+    Tree,
+    specs,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DQNConfig:
+    """Defaults: Mnih et al. 2015, extended data table 1, and its "Training details"."""
+
+    batch_size: int = 32
+    replay_capacity: int = 1_000_000  # environment steps
+    min_replay_size: int = 50_000  # items there are before learning begins
+    update_period: int = 4  # environment steps for each learner step
+    target_update_period: int = 10_000  # learner steps
+    discount: float = 0.99
+    epsilon_begin: float = 1.0  # chance of a random action
+    epsilon_end: float = 0.1
+    epsilon_decay_steps: int = 1_000_000  # environment steps from the first update on
+    optimiser: Literal["rmsprop", "adam"] = "rmsprop"  # centred, decay 0.95, epsilon 0.01
+    learning_rate: float = 2.5e-4
+    adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
+    max_grad_norm: float | None = None
+    huber_threshold: float | None = 1.0  # where the squared error becomes linear; None: never
+    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    total_learner_steps: int | None = None  # what annealing ends at; None: it does not begin
+    double: bool = False  # van Hasselt et al. 2016
+    dueling: bool = False  # Wang et al. 2016
+    n_step: int = 1  # rewards summed before bootstrapping
+    prioritised: bool = False  # Schaul et al. 2016, proportional
+    priority_exponent: float = 0.6  # alpha
+    importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "min_replay_size", "update_period", "target_update_period", "n_step"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"DQNConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("discount", "epsilon_begin", "epsilon_end"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"DQNConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
+        if self.learning_rate <= 0.0:
+            raise UsageError(f"DQNConfig.learning_rate must be above 0, got {self.learning_rate}.")
+        if self.optimiser not in ("rmsprop", "adam"):
+            raise UsageError(f"DQNConfig.optimiser must be 'rmsprop' or 'adam', got {self.optimiser!r}.")
+        if self.min_replay_size > self.replay_capacity:
+            raise UsageError(
+                f"DQNConfig.min_replay_size ({self.min_replay_size}) is above replay_capacity "
+                f"({self.replay_capacity}): learning would never begin."
+            )
+
+
+class ActorParams(NamedTuple):
+    """What a DQN actor acts by."""
+
+    params: Params
+    epsilon: Any  # [] float32
+
+
+class DQN(Agent):
+    """Q-learning with a target network and replay, for discrete actions.
+
+    A network's `apply` gives action values `[B, A]`, or for dueling (advantages `[B, A]`, value `[B, 1]`).
+    """
+
+    config_cls = DQNConfig
+
+    def __init__(
+        self,
+        cfg: DQNConfig,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        if not isinstance(action_spec, specs.DiscreteArray):
+            raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use PPO.")
+        self._num_actions = action_spec.num_values
+        heads = (Head(self._num_actions), Head(1)) if cfg.dueling else (Head(self._num_actions),)
+        default = (
+            NatureCNNConfig(orthogonal=False)
+            if has_images(observation_spec)
+            else MLPConfig(activation="relu", orthogonal=False)
+        )
+        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+
+    # Acting
+
+    def initial_params(self, rng: jax.Array) -> Params:
+        return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
+
+    def actor_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        greedy = self._greedy(params.params, timestep.observation)
+        # One number decides both: given that it is below epsilon, it is uniform there.
+        draw = jax.random.uniform(rng, greedy.shape)
+        random = jnp.minimum(draw / params.epsilon * self._num_actions, self._num_actions - 1)
+        action = jnp.where(draw < params.epsilon, random.astype(greedy.dtype), greedy)
+        return AgentOutput(action, {}), state
+
+    def eval_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        return AgentOutput(self._greedy(params.params, timestep.observation), {}), state
+
+    def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:
+        cfg = self.cfg
+        done = jnp.minimum(learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1)), 1.0)
+        epsilon = cfg.epsilon_begin + done * (cfg.epsilon_end - cfg.epsilon_begin)
+        return ActorParams(params, jnp.asarray(epsilon, jnp.float32))
+
+    # Learning
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        cfg = self.cfg
+        return ReplaySpec(
+            kind="prioritised" if cfg.prioritised else "uniform",
+            item=Transition(cfg.n_step, cfg.discount),
+            batch_size=cfg.batch_size,
+            capacity=cfg.replay_capacity,
+            min_size=cfg.min_replay_size,
+            samples_per_insert=cfg.batch_size / cfg.update_period,
+            priority_exponent=cfg.priority_exponent,
+        )
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        cfg = self.cfg
+        rate: Any = cfg.learning_rate
+        if cfg.anneal_learning_rate and cfg.total_learner_steps is not None:
+            rate = optax.linear_schedule(cfg.learning_rate, 0.0, cfg.total_learner_steps)
+        if cfg.optimiser == "adam":
+            optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
+        else:
+            optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01, centered=True)
+        clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
+        return optax.chain(clip, optimizer)
+
+    def initial_learner_state(self, params: Params) -> LearnerState:
+        return super().initial_learner_state(params)._replace(extra=params)  # the target network
+
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+        data = batch.data
+        values = self._values(params, data.observation)
+        next_values = self._values(learner_state.extra, data.next_observation)
+        selectors = self._values(params, data.next_observation) if self.cfg.double else next_values
+        errors = losses.td_errors(values, data.action, data.reward, data.discount, next_values, selectors)
+        elementwise = losses.huber(errors, self.cfg.huber_threshold)
+        logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(errors))}
+        if self.cfg.prioritised:
+            exponent = self._importance_exponent(learner_state.steps)
+            elementwise *= losses.importance_weights(batch.probabilities, exponent)
+            logs["priorities"] = jnp.abs(errors) + 1e-6  # Schaul et al. 2016, section 3.3: never 0
+        return jnp.mean(elementwise), logs
+
+    def update_learner_state(self, params: Params, opt_state: Any, learner_state: LearnerState) -> LearnerState:
+        learner_state = super().update_learner_state(params, opt_state, learner_state)
+        target = optax.periodic_update(params, learner_state.extra, learner_state.steps, self.cfg.target_update_period)
+        return learner_state._replace(extra=target)
+
+    def _importance_exponent(self, steps: jax.Array) -> Any:
+        if self.cfg.total_learner_steps is None:
+            return self.cfg.importance_exponent
+        done = jnp.minimum(steps / self.cfg.total_learner_steps, 1.0)
+        return self.cfg.importance_exponent + done * (1.0 - self.cfg.importance_exponent)
+
+    def _values(self, params: Params, observation: Tree) -> jax.Array:
+        """[B, A]"""
+        outputs = self.network.apply(params, observation)
+        if not isinstance(outputs, (tuple, list)):
+            return outputs
+        return losses.dueling_values(*outputs) if len(outputs) == 2 else outputs[0]
+
+    def _greedy(self, params: Params, observation: Tree) -> jax.Array:
+        return jnp.argmax(self._values(params, observation), axis=-1).astype(self.action_spec.dtype)
