@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from rlframe.envs.asynchronous import AsyncEnv
 from rlframe.envs.names import default_type, list_envs
 from rlframe.envs.sync import SyncEnv, as_pool
 
-__all__ = ["SyncEnv", "as_pool", "default_type", "list_envs"]
+__all__ = ["AsyncEnv", "SyncEnv", "as_pool", "default_type", "list_envs"]

@@ -19,6 +19,7 @@ from rlframe.errors import UsageError
 class SingleEnv(Protocol):
     """One environment. It never resets itself: its group does, on the step after LAST."""
 
+    env: Any  # the environment itself
     observation_spec: Any  # a tree of dm_env.specs
     action_spec: specs.Array
     codec: spaces.ActionCodec

@@ -98,6 +98,24 @@ class EnvPoolPool:
         self._core.close()
 
 
+class EnvPoolAsync:
+    """An asynchronous EnvPool: `wait_num` environments at a time, whichever are ready."""
+
+    def __init__(self, name: str, size: int, wait_num: int, seed: int, num_workers: int | None,
+                 env_kwargs: Mapping[str, Any] | None):
+        self._core = EnvPoolCore(name, size, wait_num, seed, num_workers, env_kwargs)
+        self.num_envs = size
+        self.observation_spec, self.action_spec = self._core.observation_spec, self._core.action_spec
+        self.send = self._core.send
+        self.recv = self._core.recv
+
+    def start(self) -> None:
+        self._core.pool._reset(np.arange(self.num_envs, dtype=np.int32))
+
+    def close(self) -> None:
+        self._core.close()
+
+
 def _make(name: str, size: int, batch_size: int, seed: int, num_workers: int | None, options: dict[str, Any]) -> Any:
     task = envpool_task(name)
     import envpool

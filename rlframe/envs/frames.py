@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.envs.spaces import Layout
-from rlframe.types import FIRST, TimeStep
+from rlframe.types import TimeStep
 
 _KEPT = 8  # frames that a pool keeps for re-use; a caller who holds more gets fresh ones
 
@@ -28,6 +28,14 @@ class Frame:
         self.leaves = arrays[3:]
         self._slices: dict[tuple[int, int], Rows] = {}
         self.idle_counts: list[int] | None = None
+
+    def copy(self) -> Frame:
+        """The same values in memory of their own."""
+        return Frame(self._layout, [array.copy() for array in self.arrays])
+
+    def select(self, env_ids: np.ndarray) -> Frame:
+        """The rows of some environments, in memory of their own."""
+        return Frame(self._layout, [np.take(array, env_ids, axis=0) for array in self.arrays])
 
     def timestep(self) -> TimeStep:
         return TimeStep(self.step_type, self.reward, self.discount, self._layout.unflatten(self.leaves))
@@ -90,14 +98,3 @@ class FrameRing:
             frame.mark_idle()
             self._frames.append(frame)
         return frame
-
-
-def first_timestep_fields(frame: Frame | Rows) -> None:
-    """Fills in what every FIRST has: reward 0 and discount 1."""
-    frame.step_type[:] = FIRST
-    frame.reward[:] = 0.0
-    frame.discount[:] = 1.0
-
-
-def leaf_name(spec: Any) -> str:
-    return spec.name or "observation"

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.adapters import SingleEnv
+from rlframe.envs import snapshot
+from rlframe.envs.adapters import SingleEnv, wrap
 from rlframe.envs.frames import Rows
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
+
+
+EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, the seed if not yet given to it)
 
 
 class RemoteTraceback(Exception):
@@ -38,7 +42,7 @@ class EnvGroup:
         self.layout = Layout(self.observation_spec)
         self._decode = envs[0].codec.decode
         self._seeds: list[int | None] = list(seeds)
-        self._last = [False] * len(envs)
+        self._last = [True] * len(envs)  # so a step before any reset is a reset, as dm_env has it
         self._steppers: list[Callable[[Any], Any]] = [env.step for env in envs]
         self._shapes = [leaf.shape for leaf in self.layout.leaves]
         # The dtypes that each leaf has come in so far and that were found to fit.
@@ -100,6 +104,22 @@ class EnvGroup:
             raise self._explain(error, i, "reset") from error
         rows.step_type[row], rows.reward[row], rows.discount[row] = 0, 0.0, 1.0
         self._last[i] = False
+
+    def get_state(self) -> list[EnvState] | None:
+        """What `set_state` needs for each environment, or None where one of them cannot save its state."""
+        pickled = [snapshot.dump(env.env) for env in self.envs]
+        if any(one is None for one in pickled):
+            return None
+        return list(zip(pickled, self._last, self._seeds))
+
+    def set_state(self, states: list[EnvState]) -> None:
+        """Replaces every environment by the saved one, which continues where it was."""
+        self.close()
+        self.envs = [wrap(snapshot.load(pickled)) for pickled, _, _ in states]
+        self._last = [last for _, last, _ in states]
+        self._seeds = [seed for _, _, seed in states]
+        self._steppers = [env.step for env in self.envs]
+        self._check_same_specs()
 
     def close(self) -> None:
         for env in self.envs:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from rlframe.envs.frames import FrameRing
-from rlframe.envs.group import EnvGroup
+from rlframe.envs.group import EnvGroup, EnvState
 from rlframe.types import TimeStep
 
 
@@ -31,11 +29,11 @@ class LoopPool:
         self._group.step(actions, frame.rows(0, self.num_envs))
         return frame.timestep()
 
-    def get_state(self) -> list[Any] | None:
-        return None
+    def get_state(self) -> list[EnvState] | None:
+        return self._group.get_state()
 
-    def set_state(self, states: list[Any]) -> None:
-        raise NotImplementedError
+    def set_state(self, states: list[EnvState]) -> None:
+        self._group.set_state(states)
 
     def close(self) -> None:
         self._group.close()

@@ -154,7 +154,8 @@ def takes_seed(builder: Callable[..., Any]) -> bool:
 def check_name(name: str) -> None:
     """Raises UsageError for a name that cannot be made as single environments (types loop, thread, process)."""
     prefix, task = split(name)
-    if prefix == "envpool" or (prefix is None and task in envpool_tasks() and task not in gymnasium_ids()):
+    # EnvPool is asked last: importing it imports JAX.
+    if prefix == "envpool" or (prefix is None and task not in gymnasium_ids() and task in envpool_tasks()):
         raise UsageError(f"{name!r} is an EnvPool task: use type 'envpool' for it.")
     if prefix == "dm_control":
         if not dm_control_tasks():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ from rlframe.envs.envpool import EnvPoolPool
 from rlframe.envs.group import EnvGroup, build_group
 from rlframe.envs.loop import LoopPool
 from rlframe.envs.names import Builder, takes_seed
+from rlframe.envs.process import ProcessPool
+from rlframe.envs.thread import ThreadPool
 from rlframe.errors import UsageError, suggest
 from rlframe.types import TimeStep
 
@@ -74,6 +78,26 @@ class SyncEnv:
             self._checked = True
         return self._pool.step(actions)
 
+    def get_state(self) -> bytes | None:
+        """All environments with their state, or None where they cannot save it (EnvPool, EzPickle, native handles).
+
+        A pool of any Python type restores it. Randomness outside the environments (`np.random`) is not in it.
+        """
+        self._check_open()
+        states = self._pool.get_state()
+        return None if states is None else pickle.dumps(states)
+
+    def set_state(self, state: bytes) -> None:
+        """Continues as the pool that gave `state` would have; the caller keeps the timestep that goes with it.
+
+        The state is a pickle: load only what you saved.
+        """
+        self._check_open()
+        states = pickle.loads(state)
+        if len(states) != self.num_envs:
+            raise UsageError(f"The state holds {len(states)} environments, but this pool has {self.num_envs}.")
+        self._pool.set_state(states)
+
     def close(self) -> None:
         """Ends every thread and process of the pool. May be called twice."""
         if not self._closed:
@@ -133,13 +157,34 @@ def check_actions(actions: np.ndarray, batch: int, spec: specs.Array) -> None:
             )
 
 
+def refuse_builder(name_or_pybuilder: Any) -> None:
+    """Raises UsageError for a builder where EnvPool's C++ tasks are asked for."""
+    if not isinstance(name_or_pybuilder, str):
+        raise UsageError(
+            "type='envpool' takes the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
+        )
+
+
+def workers_for(size: int, num_workers: int | None) -> int:
+    """How many threads or processes a pool of `size` gets: what was asked for, else one for each core."""
+    return min(size, num_workers or len(os.sched_getaffinity(0)))
+
+
+def split_among(size: int, num_workers: int) -> list[tuple[int, int]]:
+    """(start, stop) of each worker's share, as even as can be, in order."""
+    bounds = [round(worker * size / num_workers) for worker in range(num_workers + 1)]
+    return list(zip(bounds[:-1], bounds[1:]))
+
+
 def _make_pool(name_or_pybuilder: Any, size: int, type: str, seed: int, num_workers: int | None,
                env_kwargs: Mapping[str, Any] | None) -> Any:
     if type == "envpool":
-        if not isinstance(name_or_pybuilder, str):
-            raise UsageError("type='envpool' takes the name of an EnvPool task, not a builder: use 'loop' or 'process'.")
+        refuse_builder(name_or_pybuilder)
         return EnvPoolPool(name_or_pybuilder, size, seed, num_workers, env_kwargs)
     builder = Builder(name_or_pybuilder, seed, env_kwargs)
     if type == "loop":
         return LoopPool(build_group(builder, builder.seed_of, 0, size))
-    raise UsageError(f"type={type!r} is not there yet.")
+    slices = split_among(size, workers_for(size, num_workers))
+    if type == "process":
+        return ProcessPool(builder, slices)
+    return ThreadPool([build_group(builder, builder.seed_of, start, stop) for start, stop in slices])

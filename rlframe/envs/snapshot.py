@@ -1,0 +1,69 @@
+"""Saving an environment whole, where that is possible, and pickling what only cloudpickle can."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from typing import Any
+
+import cloudpickle
+
+# A class that defines one of these decides itself what a pickle holds. Gymnasium's EzPickle keeps the constructor's
+# arguments only, so an environment that uses it would come back at its start without a word.
+_HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+
+def dump(env: Any) -> bytes | None:
+    """An environment with its state, or None where it (or a wrapper of it) cannot be saved exactly."""
+    layer = env
+    while layer is not None:
+        if any(getattr(type(layer), hook, None) is not getattr(object, hook, None) for hook in _HOOKS):
+            return None
+        layer = vars(layer).get("env")
+    try:
+        return dumps(env)
+    except Exception:  # whatever an attribute raises that has no pickle: sockets, surfaces, native handles
+        return None
+
+
+def load(pickled: bytes) -> Any:
+    return pickle.loads(pickled)
+
+
+def dumps(value: Any, inside: Any = None) -> bytes:
+    """Pickles by value what another process could not import: lambdas, `__main__`, modules loaded from a path.
+
+    Args:
+      inside: an object in `value` whose module may have been loaded from a path; `value` itself, if None.
+    """
+    inside = value if inside is None else inside
+    modules = {_module_of(inside), _module_of(type(inside))} - {None}
+    by_value = [module for module in modules if not _is_importable(module)]
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(value)
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _module_of(value: Any) -> Any:
+    name = getattr(getattr(value, "func", value), "__module__", None)  # of a partial: of its function
+    return sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
+
+
+def _is_importable(module: Any) -> bool:
+    try:
+        spec = importlib.util.find_spec(module.__name__)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    # A module that a loader put in sys.modules by hand has a spec, but no finder on sys.path knows it.
+    return spec is not None and _found_on_path(module.__name__)
+
+
+def _found_on_path(name: str) -> bool:
+    parent, _, _ = name.rpartition(".")
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    return any(finder.find_spec(name, path) is not None for finder in sys.meta_path if hasattr(finder, "find_spec"))
