@@ -22,6 +22,7 @@ CORE = [
     f"numpy; {MODERN}",
     "chex",
     "cloudpickle",
+    "crc32c",  # tensorboardX computes its checksums in Python without it: ten times slower
     "dm-env",
     "dm-haiku",
     "dm-tree",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -74,7 +73,7 @@ def on_host(values: Values) -> dict[str, Any]:
 
 def scalars(values: Values) -> dict[str, float]:
     """The numbers of a row that is on the host, without its strings and arrays."""
-    return {name: value for name, value in values.items() if isinstance(value, numbers.Real)}
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float))}
 
 
 @contextlib.contextmanager

@@ -34,9 +34,7 @@ class TensorBoardLogger:
         with writing(self._directory):
             os.makedirs(self._directory, exist_ok=True)
             # tensorboardX names files by the second: two in one second would be one file.
-            self._writer: Any = EventsWriter(
-                os.path.join(self._directory, "events"), f".{os.getpid()}.{next(_FILES)}"
-            )
+            self._writer: Any = EventsWriter(os.path.join(self._directory, "events"), f".{os.getpid()}.{next(_FILES)}")
         if resume_at is not None:
             log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._put(event_pb2.Event(wall_time=time.time(), step=resume_at + 1, session_log=log))

@@ -1,4 +1,4 @@
-"""Live progress for a person, on stderr: two lines that redraw themselves, or plain lines where it is not a terminal."""
+"""Live progress for a person, on stderr: two lines redrawn in place, or plain lines where it is no terminal."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ class TerminalLogger:
             return
         self._drawn_step = self._step
         if self._live is not None:
-            self._live.draw(self._title, self._step, self._total_steps, self._facts())
+            self._live.draw(self._title, self._step, self._total_steps, self._facts(), self._times())
         else:
             facts = "  ".join(f"{label} {value}" for label, value in self._facts())
-            print(f"{self._title}{': ' if self._title else ''}{facts}", file=self._file, flush=True)
+            title = f"{self._title}: " if self._title else ""
+            print(f"{title}{facts}  time {self._times()}", file=self._file, flush=True)
 
     def _facts(self) -> list[tuple[str, str]]:
         """(label, value) of everything there is to show, in order."""
@@ -91,10 +92,14 @@ class TerminalLogger:
         for label, name, form in _SHOWN:
             if name in self._shown:
                 facts.append((label, form.format(self._shown[name])))
-        facts.append(("time", _clock(time.monotonic() - self._started)))
-        if total and speed:
-            facts.append(("left", _clock(max(0, total - self._step) / speed)))
         return facts
+
+    def _times(self) -> str:
+        """The time since the start and, where it can be told, the time left."""
+        past, speed = _clock(time.monotonic() - self._started), self._speed.steps_per_second()
+        if self._total_steps is None or speed is None:
+            return past
+        return f"{past}, {_clock(max(0, self._total_steps - self._step) / speed)} left"
 
 
 class _Speed:
@@ -122,10 +127,12 @@ class _Live:
         from rich.console import Console
         from rich.live import Live
 
-        self._live: Any = Live(console=Console(file=file), auto_refresh=False)
+        # What a user's own code prints scrolls above the lines; a stdout that goes into a file or a pipe stays there.
+        own = sys.stdout.isatty()
+        self._live: Any = Live(console=Console(file=file), auto_refresh=False, redirect_stdout=own)
         self._live.start()
 
-    def draw(self, title: str, step: int, total: int | None, facts: list[tuple[str, str]]) -> None:
+    def draw(self, title: str, step: int, total: int | None, facts: list[tuple[str, str]], times: str) -> None:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -137,7 +144,7 @@ class _Live:
         head.add_column(justify="right", no_wrap=True)
         share = min(1.0, step / total) if total else 0.0
         bar = ProgressBar(total=1.0, completed=share) if total else ""
-        head.add_row(Text(title, style="bold"), bar, f"{share:4.0%}" if total else "")
+        head.add_row(Text(title, style="bold"), bar, f"{share:4.0%}  {times}" if total else times)
         line = Text(overflow="ellipsis", no_wrap=True)
         for label, value in facts:
             line.append(f"{label} ", style="dim").append(value, style="cyan").append("   ")

@@ -1,0 +1,154 @@
+"""The numbers of a learning curve: runs read from their directories, grouped over seeds, smoothed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.metrics.files import read_jsonl
+
+_GRID_POINTS = 400
+_MAX_LABEL_DIFFERENCES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run directory says about returns."""
+
+    agent: str
+    env: str
+    config: dict[str, Any]  # of the experiment, flat ("agent_config.learning_rate"), without what differs by seed
+    steps: np.ndarray  # [n] int64, environment steps
+    returns: np.ndarray  # [n] float64, mean return of the episodes that ended since the row before
+    episodes: np.ndarray  # [n] float64, how many those were
+    evaluated_steps: np.ndarray  # [m] int64
+    evaluated_returns: np.ndarray  # [m] float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Runs that differ by nothing but their seed."""
+
+    label: str
+    env: str
+    runs: tuple[Run, ...]
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(steps [n], mean over seeds of the smoothed return [n], standard deviation over seeds [n]).
+
+        Ends where the first of the runs does, so that every point is a mean over the same runs.
+        """
+        with_rows = [run for run in self.runs if len(run.steps)]
+        if not with_rows:
+            return np.zeros(0), np.zeros(0), np.zeros(0)
+        if len(with_rows) == 1:
+            run = with_rows[0]
+            return run.steps, smoothed(run.returns, run.episodes), np.zeros(len(run.steps))
+        start = max(run.steps[0] for run in with_rows)
+        end = min(run.steps[-1] for run in with_rows)
+        grid = np.linspace(start, max(start, end), _GRID_POINTS)
+        each = np.stack([np.interp(grid, run.steps, smoothed(run.returns, run.episodes)) for run in with_rows])
+        return grid, each.mean(axis=0), each.std(axis=0)
+
+    def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(steps [m], mean over seeds [m], lowest seed [m], highest seed [m]) of the evaluations."""
+        steps = np.concatenate([run.evaluated_steps for run in self.runs])
+        returns = np.concatenate([run.evaluated_returns for run in self.runs])
+        at = np.unique(steps)
+        each = [returns[steps == step] for step in at]
+        return (
+            at,
+            np.array([values.mean() for values in each]),
+            np.array([values.min() for values in each]),
+            np.array([values.max() for values in each]),
+        )
+
+
+def load_run(directory: str | os.PathLike[str]) -> Run:
+    """Reads `metrics.jsonl` and, where it is there, `config.json`.
+
+    Raises:
+        UsageError: the directory has no `metrics.jsonl`.
+    """
+    directory = pathlib.Path(directory)
+    try:
+        rows = read_jsonl(directory / "metrics.jsonl")
+    except OSError as error:
+        raise UsageError(
+            f"{directory} has no metrics.jsonl ({error.strerror}). Name the directory of a run."
+        ) from error
+    experiment = _read_experiment(directory / "config.json")
+    trained = [row for row in rows if row.get("episode_return") is not None]
+    evaluated = [row for row in rows if row.get("return_mean") is not None]
+    return Run(
+        agent=_plain(experiment.pop("agent", directory.resolve().name)),
+        env=_plain(experiment.pop("env", "")),
+        config=experiment,
+        steps=np.array([row["step"] for row in trained], np.int64),
+        returns=np.array([row["episode_return"] for row in trained], np.float64),
+        episodes=np.array([row.get("episodes") or 1 for row in trained], np.float64),
+        evaluated_steps=np.array([row["step"] for row in evaluated], np.int64),
+        evaluated_returns=np.array([row["return_mean"] for row in evaluated], np.float64),
+    )
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Puts runs that differ by their seed alone together, each group named by what sets it apart."""
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        key = json.dumps([run.agent, run.env, run.config], sort_keys=True, default=str)
+        grouped.setdefault(key, []).append(run)
+    groups = list(grouped.values())
+    return [Group(_label(members[0], groups), members[0].env, tuple(members)) for members in groups]
+
+
+def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
+    """Running mean of `returns` [n] over a fiftieth of the curve, each row weighted by its `episodes` [n]."""
+    half = max(1, len(returns) // 100)
+    index = np.arange(len(returns))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(returns))
+    total = np.concatenate([[0.0], np.cumsum(returns * episodes)])
+    weight = np.concatenate([[0.0], np.cumsum(episodes)])
+    return (total[high] - total[low]) / np.maximum(weight[high] - weight[low], 1e-12)
+
+
+def _read_experiment(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        experiment = json.loads(path.read_text())["experiment"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # a curve can be drawn without knowing what it is of
+    experiment.pop("seed", None)
+    return _flat(experiment)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            result.update(_flat(value, f"{prefix}{name}."))
+        else:
+            result[prefix + name] = value
+    return result
+
+
+def _label(run: Run, groups: list[list[Run]]) -> str:
+    """The agent's name, and those fields of its config in which it differs from the same agent's other groups."""
+    others = [members[0] for members in groups if (members[0].agent, members[0].env) == (run.agent, run.env)]
+    names = sorted({name for other in others for name in other.config})
+    differing = [name for name in names if len({repr(other.config.get(name)) for other in others}) > 1]
+    shown = [f"{name.rpartition('.')[2]} {run.config.get(name)}" for name in differing[:_MAX_LABEL_DIFFERENCES]]
+    more = [f"+{len(differing) - len(shown)} more"] if len(differing) > len(shown) else []
+    return f"{run.agent} ({', '.join(shown + more)})" if shown else run.agent
+
+
+def _plain(name: str) -> str:
+    """`PPO` of `ppo`, `Reinforce` of `/path/file.py:Reinforce`, `CartPole-v1` of `gymnasium:CartPole-v1`."""
+    name = name.rpartition(":")[2]
+    return name.upper() if name.islower() and len(name) <= 4 else name

@@ -1,0 +1,150 @@
+"""Learning curves as pictures."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.metrics.base import writing
+from rlframe.metrics.curves import Group, group_runs, load_run
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_INK, _FAINT = "#333333", "#999999"
+_MAX_COLUMNS = 3
+
+
+def plot_learning_curve(
+    run_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str] | None = None,
+) -> pathlib.Path:
+    """Draws return against environment steps, one panel for each environment.
+
+    Runs that differ by nothing but their seed become one line, their mean, in a band of one standard deviation.
+    Evaluations are points (the mean over seeds) with a bar from the lowest to the highest seed.
+
+    Args:
+        run_dirs: one run directory or several.
+        out: the picture; the suffix decides its format (.png, .svg, .pdf). None: `learning_curve.png` in the run
+            directory, or in the current one where there are several runs.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        UsageError: a directory holds no metrics, or the format is unknown.
+        RlframeError: the picture could not be written.
+    """
+    directories = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else list(run_dirs)
+    if not directories:
+        raise UsageError("plot_learning_curve needs at least one run directory.")
+    if out is None:
+        out = pathlib.Path(directories[0] if len(directories) == 1 else "") / "learning_curve.png"
+    out = pathlib.Path(out)
+    groups = group_runs([load_run(directory) for directory in directories])
+    envs = list(dict.fromkeys(group.env for group in groups))
+
+    figure, axes = _canvas(len(envs))
+    for axis, env in zip(axes, envs, strict=True):
+        _draw_panel(axis, env, [group for group in groups if group.env == env])
+    _save(figure, out)
+    return out
+
+
+def _canvas(panels: int) -> tuple[Any, list[Any]]:
+    """A figure, without pyplot's global state, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(panels, _MAX_COLUMNS)
+    rows = -(-panels // columns)
+    size = (8.0, 4.5) if panels == 1 else (5.0 * columns, 3.6 * rows)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
+    for axis in axes[panels:]:
+        axis.set_visible(False)
+    return figure, axes[:panels]
+
+
+def _draw_panel(axis: Any, env: str, groups: list[Group]) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_title(_title(env, groups), loc="left", fontsize=12, fontweight="bold", color=_INK)
+    axis.set_xlabel("environment steps", color=_INK)
+    axis.set_ylabel("episode return", color=_INK)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _steps(value)))
+    axis.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color("#BBBBBB")
+    axis.tick_params(colors=_INK, length=0)
+    drawn = [_draw_group(axis, group, _COLOURS[i % len(_COLOURS)], len(groups) == 1) for i, group in enumerate(groups)]
+    if not any(drawn):
+        axis.text(0.5, 0.5, "no episode has ended yet", transform=axis.transAxes, ha="center", color=_FAINT)
+        return
+    axis.set_xlim(left=0)
+    axis.margins(x=0.02)
+    axis.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")
+
+
+def _draw_group(axis: Any, group: Group, colour: str, alone: bool) -> bool:
+    """Draws one line with its band and its evaluations. Returns whether there was anything to draw."""
+    line_label, points_label = _labels(group, alone)
+    steps, mean, deviation = group.curve()
+    if len(steps):
+        if len(group.runs) == 1:
+            run = group.runs[0]
+            axis.plot(run.steps, run.returns, color=colour, alpha=0.22, linewidth=0.8)
+        else:
+            axis.fill_between(steps, mean - deviation, mean + deviation, color=colour, alpha=0.18, linewidth=0)
+        axis.plot(steps, mean, color=colour, linewidth=2.0, label=line_label)
+    at, returns, low, high = group.evaluations()
+    if len(at):
+        axis.errorbar(
+            at, returns, [returns - low, high - returns], fmt="o", color=colour, markersize=6, markeredgecolor="white",
+            elinewidth=1.2, capsize=2, zorder=5, clip_on=False, label=points_label,
+        )  # fmt: skip
+    return bool(len(steps) or len(at))
+
+
+def _labels(group: Group, alone: bool) -> tuple[str, str | None]:
+    """What the legend says of a group's line and of its evaluations."""
+    count = len(group.runs)
+    _, returns, _, _ = group.evaluations()
+    if alone:
+        line = f"training, mean and std of {count} seeds" if count > 1 else "training"
+        return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
+    # One short entry each, or the legend covers the curves.
+    line = f"{group.label}, {count} seeds" if count > 1 else group.label
+    return f"{line}: evaluated {returns[-1]:,.1f}" if len(returns) else line, None
+
+
+def _title(env: str, groups: list[Group]) -> str:
+    if len(groups) > 1:
+        return env
+    return f"{groups[0].label} on {env}" if env else groups[0].label
+
+
+def _steps(value: float) -> str:
+    """`0`, `500`, `50k`, `1.5M`."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"
+
+
+def _save(figure: Any, out: pathlib.Path) -> None:
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if out.suffix.lstrip(".").lower() not in known:
+        raise UsageError(f"{out} cannot be drawn: the suffix must be one of {', '.join(known)}.")
+    beside = out.with_name(f".{out.stem}.new{out.suffix}")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(beside)
+        os.replace(beside, out)
