@@ -160,8 +160,8 @@ class VersionCounter:
 
     def __init__(self, directory: str | os.PathLike | None) -> None:
         self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
-        self._reserved = 0
-        self.value = 0
+        # The first value needs no reservation: nothing is written before there is something to resume.
+        self._reserved = self.value = 1
 
     def next(self) -> int:
         """Counts one up and returns it."""

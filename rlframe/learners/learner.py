@@ -70,7 +70,7 @@ class Learner:
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._copy_for_actors = jax.jit(self._pack_for_actors)
         self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
-        self._published = (self._versions.next(), self._copy_for_actors(self._params, self._learner_state))
+        self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
         self._numpy: tuple[int, Tree] = (-1, None)
 
     @property

@@ -74,10 +74,18 @@ def test_versions_go_on_past_all_that_may_have_been_given(tmp_path):
     assert after_crash.next() > given[-1]
 
 
+def test_a_new_counter_does_not_forget_what_was_reserved_before_it_resumes(tmp_path):
+    counter = VersionCounter(tmp_path)
+    given = [counter.next() for _ in range(3_000)]
+    resumed = VersionCounter(tmp_path)
+    assert resumed.value == 1
+    resumed.resume(value=2)
+    assert resumed.value >= given[-1]
+
+
 def test_versions_go_on_without_a_gap_after_a_clean_stop(tmp_path):
     counter = VersionCounter(tmp_path)
-    for _ in range(3):
-        counter.next()
+    assert [counter.next() for _ in range(2)] == [2, 3]
     counter.release()
     resumed = VersionCounter(tmp_path)
     resumed.resume(value=3)

@@ -1,0 +1,52 @@
+"""The Evaluator: as many full episodes as asked for, shared evenly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlframe import SyncEnv
+from rlframe.actors import Evaluator
+from rlframe.errors import EnvError, UsageError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from tests.fakes import CountingEnv, FixedParams, counting_agent
+
+
+def evaluator(lengths, episodes, **kwargs) -> Evaluator:
+    remaining = list(lengths)
+    inferencer = Inferencer(InferencerConfig(greedy=True), counting_agent(), FixedParams({"w": np.float32(0.0)}))
+    builder = lambda: SyncEnv(lambda: CountingEnv(remaining.pop(0)), len(lengths), "loop")  # noqa: E731
+    return Evaluator(builder, inferencer, episodes, **kwargs)
+
+
+def test_every_environment_plays_its_share_whatever_the_length_of_its_episodes():
+    with_short = evaluator([2, 10], episodes=4)
+    logs = with_short.evaluate()
+    assert sorted(logs["returns"]) == [2.0, 2.0, 10.0, 10.0]
+    assert logs["return_mean"] == 6.0 and logs["return_std"] == 4.0 and logs["length_mean"] == 6.0
+    assert logs["episodes"] == 4 and logs["params_version"] == 1
+    with_short.close()
+
+
+def test_an_uneven_number_of_episodes_is_played_exactly():
+    three = evaluator([2, 5], episodes=3)
+    assert sorted(three.evaluate()["returns"]) == [2.0, 2.0, 5.0]
+    three.close()
+
+
+def test_it_can_be_called_again():
+    once = evaluator([4], episodes=2)
+    assert once.evaluate()["return_mean"] == once.evaluate()["return_mean"] == 4.0
+    once.close()
+
+
+def test_an_episode_that_does_not_end_is_an_error_that_names_the_environment():
+    endless = evaluator([3, 10**9], episodes=2, max_episode_length=50)
+    with pytest.raises(EnvError, match="environment 1 has run for 51 steps"):
+        endless.evaluate()
+    endless.close()
+
+
+def test_no_episodes_are_refused():
+    with pytest.raises(UsageError, match="at least 1"):
+        evaluator([1], episodes=0)
