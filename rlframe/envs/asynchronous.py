@@ -33,8 +33,17 @@ class AsyncEnv:
 
     is_sync = False
 
-    def __init__(self, name_or_pybuilder: Any, size: int, wait_num: int, type: str = "thread", *, seed: int = 0,
-                 num_workers: int | None = None, env_kwargs: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        name_or_pybuilder: Any,
+        size: int,
+        wait_num: int,
+        type: str = "thread",
+        *,
+        seed: int = 0,
+        num_workers: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+    ):
         check_arguments(size, type, ASYNC_TYPES, seed, num_workers)
         if not isinstance(wait_num, (int, np.integer)) or not 1 <= wait_num <= size:
             raise UsageError(f"wait_num must be between 1 and the size, {size}, got {wait_num!r}.")
@@ -101,8 +110,15 @@ class AsyncEnv:
         self.close()
 
 
-def _make_pool(name_or_pybuilder: Any, size: int, wait_num: int, type: str, seed: int, num_workers: int | None,
-               env_kwargs: Mapping[str, Any] | None) -> Any:
+def _make_pool(
+    name_or_pybuilder: Any,
+    size: int,
+    wait_num: int,
+    type: str,
+    seed: int,
+    num_workers: int | None,
+    env_kwargs: Mapping[str, Any] | None,
+) -> Any:
     if type == "envpool":
         refuse_builder(name_or_pybuilder)
         return EnvPoolAsync(name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs)

@@ -26,8 +26,15 @@ _RESERVED = ("num_envs", "batch_size", "seed", "env_type", "gym_reset_return_inf
 class EnvPoolCore:
     """An EnvPool object, its specs, and its raw lists of arrays as batched timesteps."""
 
-    def __init__(self, name: str, size: int, batch_size: int, seed: int, num_workers: int | None,
-                 env_kwargs: Mapping[str, Any] | None):
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        batch_size: int,
+        seed: int,
+        num_workers: int | None,
+        env_kwargs: Mapping[str, Any] | None,
+    ):
         self.pool = _make(name, size, batch_size, seed, num_workers, dict(env_kwargs or {}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of precision lowered by casting
@@ -58,7 +65,7 @@ class EnvPoolCore:
         step_type += done.view(np.uint8)
         self._running[env_ids] = alive.view(np.uint8)
         discount = (alive | state[self._trunc]).astype(np.float32)
-        leaves = [state[i].astype(dtype, copy=False) for i, dtype in zip(self._leaves, self._dtypes)]
+        leaves = [state[i].astype(dtype, copy=False) for i, dtype in zip(self._leaves, self._dtypes, strict=True)]
         reward = state[self._reward].astype(np.float32, copy=False)
         return env_ids, TimeStep(step_type, reward, discount, self.layout.unflatten(leaves))
 
@@ -101,8 +108,15 @@ class EnvPoolPool:
 class EnvPoolAsync:
     """An asynchronous EnvPool: `wait_num` environments at a time, whichever are ready."""
 
-    def __init__(self, name: str, size: int, wait_num: int, seed: int, num_workers: int | None,
-                 env_kwargs: Mapping[str, Any] | None):
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        wait_num: int,
+        seed: int,
+        num_workers: int | None,
+        env_kwargs: Mapping[str, Any] | None,
+    ):
         self._core = EnvPoolCore(name, size, wait_num, seed, num_workers, env_kwargs)
         self.num_envs = size
         self.observation_spec, self.action_spec = self._core.observation_spec, self._core.action_spec
@@ -126,9 +140,7 @@ def _make(name: str, size: int, batch_size: int, seed: int, num_workers: int | N
     options.setdefault("num_threads", num_workers or default_threads(size))
     try:
         # The index is past that of any environment, so that no single one gets the pool's own seed.
-        return envpool.make_gymnasium(
-            task, num_envs=size, batch_size=batch_size, seed=env_seed(seed, size), **options
-        )
+        return envpool.make_gymnasium(task, num_envs=size, batch_size=batch_size, seed=env_seed(seed, size), **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise UsageError(f"EnvPool task {task!r} cannot be made with the options {options}: {error}") from error
 

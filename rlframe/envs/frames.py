@@ -8,7 +8,6 @@ is written again once its reference counts say that it is free.
 from __future__ import annotations
 
 from sys import getrefcount
-from typing import Any
 
 import numpy as np
 

@@ -14,7 +14,6 @@ from rlframe.envs.frames import Rows
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
 
-
 EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, the seed if not yet given to it)
 
 
@@ -62,7 +61,7 @@ class EnvGroup:
         only, shape, accepted = leaves[0], self._shapes[0], self._accepted[0]
         is_leaf = self.layout.is_leaf
         try:
-            for i, (step, action) in enumerate(zip(self._steppers, self._decode(actions))):
+            for i, (step, action) in enumerate(zip(self._steppers, self._decode(actions), strict=True)):
                 if last[i]:
                     observation, reward, discount, is_last = self._reset_env(i), 0.0, 1.0, False
                     step_types.append(0)
@@ -72,7 +71,12 @@ class EnvGroup:
                 last[i] = is_last
                 rewards.append(reward)
                 discounts.append(discount)
-                if is_leaf and type(observation) is np.ndarray and observation.shape == shape and observation.dtype in accepted:
+                if (
+                    is_leaf
+                    and type(observation) is np.ndarray
+                    and observation.shape == shape
+                    and observation.dtype in accepted
+                ):
                     only[i] = observation
                 else:
                     self._write(i, observation, leaves, i)
@@ -110,7 +114,7 @@ class EnvGroup:
         pickled = [snapshot.dump(env.env) for env in self.envs]
         if any(one is None for one in pickled):
             return None
-        return list(zip(pickled, self._last, self._seeds))
+        return list(zip(pickled, self._last, self._seeds, strict=True))
 
     def set_state(self, states: list[EnvState]) -> None:
         """Replaces every environment by the saved one, which continues where it was."""
@@ -131,7 +135,7 @@ class EnvGroup:
 
     def _write(self, i: int, observation: Any, leaves: list[np.ndarray], row: int) -> None:
         """Writes one observation, of which nothing is known yet, and checks it against the spec."""
-        for leaf, (value, spec) in enumerate(zip(self.layout.flatten(observation), self.layout.leaves)):
+        for leaf, (value, spec) in enumerate(zip(self.layout.flatten(observation), self.layout.leaves, strict=True)):
             value = np.asarray(value)
             if value.dtype not in self._accepted[leaf] or value.shape != spec.shape:
                 self._check_leaf(i, value, spec)

@@ -189,7 +189,7 @@ def _make_gymnasium(task: str, kwargs: Mapping[str, Any]) -> Any:
         if colon:
             importlib.import_module(module)
         spec = copy.deepcopy(gymnasium.spec(env_id))
-        # The pool itself never steps before a reset, and this wrapper and the checker cost 10 to 30% of a CartPole step.
+        # The pool never steps before a reset; this wrapper and the checker cost 10 to 30% of a CartPole step.
         spec.order_enforce = False
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:

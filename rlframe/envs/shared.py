@@ -101,14 +101,14 @@ class Block:
         self._mmap = mmap.mmap(descriptor, size)
         # Not frombuffer and reshape: views of that refer to an array that is not the one in the frame, so the
         # frame's reference counts would not know of them.
-        arrays = [np.ndarray(shape, dtype, self._mmap, offset) for (shape, dtype), offset in zip(shapes, offsets)]
+        arrays = [
+            np.ndarray(shape, dtype, self._mmap, offset) for (shape, dtype), offset in zip(shapes, offsets, strict=True)
+        ]
         # Scalars of a memoryview are read and written in a third of the time that an array takes.
         self.headers = [memoryview(row) for row in arrays[0]]
         self.requests, self.results, self.actions = arrays[1:4]
         per_frame = len(frame_shapes(layout, num_envs))
-        self.frames = [
-            Frame(layout, arrays[start : start + per_frame]) for start in range(4, len(arrays), per_frame)
-        ]
+        self.frames = [Frame(layout, arrays[start : start + per_frame]) for start in range(4, len(arrays), per_frame)]
 
 
 def _lay_out(shapes: list[tuple[tuple[int, ...], Any]]) -> tuple[list[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections.abc import Mapping
@@ -44,8 +45,16 @@ class SyncEnv:
 
     is_sync = True
 
-    def __init__(self, name_or_pybuilder: Any, size: int, type: str = "loop", *, seed: int = 0,
-                 num_workers: int | None = None, env_kwargs: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        name_or_pybuilder: Any,
+        size: int,
+        type: str = "loop",
+        *,
+        seed: int = 0,
+        num_workers: int | None = None,
+        env_kwargs: Mapping[str, Any] | None = None,
+    ):
         check_arguments(size, type, SYNC_TYPES, seed, num_workers)
         self._attach(_make_pool(name_or_pybuilder, size, type, seed, num_workers, env_kwargs))
 
@@ -150,11 +159,12 @@ def check_actions(actions: np.ndarray, batch: int, spec: specs.Array) -> None:
         raise UsageError(
             f"'action' must be {spec.dtype} of shape {wanted}, got {actions.dtype} of shape {actions.shape}."
         )
-    if spec.dtype.kind in "iu" and isinstance(spec, specs.BoundedArray):
-        if (actions < spec.minimum).any() or (actions > spec.maximum).any():
-            raise UsageError(
-                f"'action' must be between {spec.minimum} and {spec.maximum}, got {actions.min()} to {actions.max()}."
-            )
+    if spec.dtype.kind not in "iu" or not isinstance(spec, specs.BoundedArray):
+        return
+    if (actions < spec.minimum).any() or (actions > spec.maximum).any():
+        raise UsageError(
+            f"'action' must be between {spec.minimum} and {spec.maximum}, got {actions.min()} to {actions.max()}."
+        )
 
 
 def refuse_builder(name_or_pybuilder: Any) -> None:
@@ -173,11 +183,17 @@ def workers_for(size: int, num_workers: int | None) -> int:
 def split_among(size: int, num_workers: int) -> list[tuple[int, int]]:
     """(start, stop) of each worker's share, as even as can be, in order."""
     bounds = [round(worker * size / num_workers) for worker in range(num_workers + 1)]
-    return list(zip(bounds[:-1], bounds[1:]))
+    return list(itertools.pairwise(bounds))
 
 
-def _make_pool(name_or_pybuilder: Any, size: int, type: str, seed: int, num_workers: int | None,
-               env_kwargs: Mapping[str, Any] | None) -> Any:
+def _make_pool(
+    name_or_pybuilder: Any,
+    size: int,
+    type: str,
+    seed: int,
+    num_workers: int | None,
+    env_kwargs: Mapping[str, Any] | None,
+) -> Any:
     if type == "envpool":
         refuse_builder(name_or_pybuilder)
         return EnvPoolPool(name_or_pybuilder, size, seed, num_workers, env_kwargs)

@@ -31,7 +31,7 @@ class ThreadPool:
         self._done: SimpleQueue[Exception | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._work, args=(group, jobs), name=f"rlframe env worker {i}", daemon=True)
-            for i, (group, jobs) in enumerate(zip(groups, self._jobs))
+            for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
         ]
         for thread in self._threads:
             thread.start()
@@ -52,7 +52,7 @@ class ThreadPool:
         return states
 
     def set_state(self, states: list[EnvState]) -> None:
-        for group, (start, stop) in zip(self._groups, self._slices):
+        for group, (start, stop) in zip(self._groups, self._slices, strict=True):
             group.set_state(states[start:stop])
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class ThreadPool:
 
     def _run(self, actions: np.ndarray | None) -> TimeStep:
         frame = self._ring.take()
-        for jobs, (start, stop) in zip(self._jobs, self._slices):
+        for jobs, (start, stop) in zip(self._jobs, self._slices, strict=True):
             jobs.put((None if actions is None else actions[start:stop], frame.rows(start, stop)))
         errors = [self._wait() for _ in self._jobs]
         for error in errors:
@@ -115,7 +115,7 @@ class AsyncThreads:
         self.send(np.arange(self.num_envs), np.zeros((self.num_envs, *self.action_spec.shape), self.action_spec.dtype))
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
-        for env_id, action in zip(env_ids.tolist(), np.array(actions)):
+        for env_id, action in zip(env_ids.tolist(), np.array(actions), strict=True):
             self._jobs.put((env_id, action))
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:

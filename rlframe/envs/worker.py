@@ -47,7 +47,7 @@ def main(descriptors: Descriptors) -> None:
     """Runs until told to close or until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes its workers
     connection = Connection(descriptors.connection)
-    go, done = shared.Semaphore(tuple(descriptors.go)), shared.Semaphore(tuple(descriptors.done))
+    go, done = shared.Semaphore(descriptors.go), shared.Semaphore(descriptors.done)
     watch = ParentWatch(connection, go)
     threading.Thread(target=watch.run, daemon=True).start()
     try:
@@ -87,8 +87,16 @@ class ParentWatch:
 class Worker:
     """Serves the commands of one pool. Its `watch_parent` runs in a thread of its own."""
 
-    def __init__(self, job: Job, group: EnvGroup, connection: Connection, memory: int,
-                 go: shared.Semaphore, done: shared.Semaphore, watch: ParentWatch):
+    def __init__(
+        self,
+        job: Job,
+        group: EnvGroup,
+        connection: Connection,
+        memory: int,
+        go: shared.Semaphore,
+        done: shared.Semaphore,
+        watch: ParentWatch,
+    ):
         self._job, self._group, self._connection, self._watch = job, group, connection, watch
         self._go, self._done = go, done
         block = shared.Block(memory, job.num_workers, job.num_envs, group.layout, group.action_spec)
