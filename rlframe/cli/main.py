@@ -1,0 +1,77 @@
+"""Which command was asked for, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import rlframe
+from rlframe.errors import RlframeError, UsageError, suggest
+
+# command -> what it does, for the help. Each is a module here with `run(arguments) -> exit code`.
+COMMANDS = {
+    "train": "train an agent on an environment",
+    "evaluate": "play episodes with a trained agent, or write a video of one",
+    "plot": "draw the learning curves of runs",
+    "envs": "list the environments that can be named",
+    "agents": "list the agents, their options and their presets",
+}
+
+INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    0: done. 1: a run failed. 2: the input was wrong. 130: Ctrl-C (143: SIGTERM), with everything
+    saved where a run had begun.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("rlframe: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `rlframe envs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as stop:  # tyro's --help
+        return stop.code if isinstance(stop.code, int) else 0
+    except Exception as error:
+        if "--traceback" in arguments:
+            traceback.print_exc()
+        print(f"rlframe: {_one_sentence(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, RlframeError) else 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"rlframe {rlframe.__version__}")
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise UsageError(f"There is no command {command!r}; there are {known}.{suggest(command, COMMANDS)}")
+    return importlib.import_module(f"rlframe.cli.{command}").run(rest)
+
+
+def _help() -> str:
+    lines = ["usage: rlframe COMMAND [OPTIONS]", ""]
+    lines += [f"  rlframe {name:9} {what}" for name, what in COMMANDS.items()]
+    lines += ["", "`rlframe COMMAND --help` lists its options. `rlframe --version` is the version."]
+    return "\n".join(lines)
+
+
+def _one_sentence(error: Exception) -> str:
+    if isinstance(error, RlframeError):
+        return str(error)
+    where = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(where[-1].filename)}, line {where[-1].lineno})" if where else ""
+    message = str(error).strip().split("\n")[0] or "no message"
+    return f"{type(error).__name__}: {message}{place}. --traceback shows where it came from."

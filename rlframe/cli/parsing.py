@@ -1,0 +1,138 @@
+"""From arguments to dataclasses through tyro, with errors of one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from rlframe.errors import UsageError, suggest
+
+T = TypeVar("T")
+
+
+def parse(options: type[T], arguments: Sequence[str], prog: str, description: str, *, default: Any = None) -> T:
+    """Builds `options` from the command line.
+
+    Args:
+        options: a dataclass, as tyro takes it.
+        arguments: without the program and the command.
+        prog: what help and errors call the command.
+        description: the first lines of its help.
+        default: an instance of `options` that gives every default.
+
+    Raises:
+        UsageError: an option is unknown or its value does not fit.
+    """
+    import tyro
+
+    errors = io.StringIO()
+    extra = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(errors):
+            parsed, unknown = tyro.cli(
+                options,
+                args=list(arguments),
+                prog=prog,
+                description=description,
+                return_unknown_args=True,
+                config=(tyro.conf.SuppressFixed, tyro.conf.HelptextFromCommentsOff)
+                if False
+                else (tyro.conf.SuppressFixed,),
+                registry=_registry(),
+                **extra,
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):  # --help
+            raise
+        raise UsageError(f"{_sentence(errors.getvalue())} See `{prog} --help`.") from None
+    if unknown:
+        raise UsageError(_unknown(unknown, list(flags(options)), prog))
+    return parsed
+
+
+def peek(arguments: Sequence[str], name: str) -> str | None:
+    """The value of `--name` before the options are known, or None. The last one given counts."""
+    value = None
+    for i, argument in enumerate(arguments):
+        if argument == f"--{name}" and i + 1 < len(arguments):
+            value = arguments[i + 1]
+        elif argument.startswith(f"--{name}="):
+            value = argument.partition("=")[2]
+    return value
+
+
+def flags(options: type, prefix: str = "") -> Iterable[str]:
+    """Every option that a dataclass gives, as `--learning-rate`."""
+    import typing
+
+    import tyro
+
+    for name, hint in typing.get_type_hints(options, include_extras=True).items():
+        plain = getattr(hint, "__origin__", hint)
+        own = name
+        for mark in getattr(hint, "__metadata__", ()):
+            own = getattr(mark, "name", None) or own
+            if mark is tyro.conf.OmitArgPrefixes:
+                own = ""
+        if dataclasses.is_dataclass(plain):
+            yield from flags(plain, f"{prefix}{own}." if own else prefix)
+        else:
+            yield f"--{prefix}{own}".replace("_", "-")
+            if plain is bool:
+                yield f"--{prefix}no-{own}".replace("_", "-")
+
+
+def _unknown(unknown: list[str], known: list[str], prog: str) -> str:
+    options = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
+    if not options:
+        hint = " A switch takes no value: --no-NAME turns it off." if unknown[0].lower() in ("true", "false") else ""
+        return f"Unexpected argument {unknown[0]!r}.{hint} See `{prog} --help`."
+    name = options[0]
+    nearest = suggest(name.replace("_", "-"), known)
+    return f"There is no option {name}.{nearest or f' See `{prog} --help`.'}"
+
+
+def _sentence(box: str) -> str:
+    # tyro draws a box: its title, the message, a rule, then help that `--help` gives as well.
+    message: list[str] = []
+    for line in box.splitlines():
+        if message and "───" in line:
+            break
+        if "───" not in line:
+            message.append(line.strip("│ "))
+    return re.sub(r"\s+", " ", " ".join(message)).strip().rstrip(".") + "."
+
+
+def _registry() -> Any:
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if getattr(info.type, "__origin__", info.type) is not dict:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="JSON",
+            instance_from_str=lambda strings: _json_object(strings[0]),
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda value: [json.dumps(value)],
+        )
+
+    return registry
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f'{text!r} is not an object, as {{"frame_skip": 4}} is')
+    return value

@@ -1,0 +1,94 @@
+"""One session of `rlframe train`: loggers, the run, its picture, its result."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+from rlframe.cli.train import SessionOptions
+from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.jsonable import to_jsonable
+from rlframe.programs.presets import Preset
+from rlframe.programs.profile import Profile
+from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.single_process import train
+
+
+def run_session(described: Experiment, session: SessionOptions, preset: Preset | None) -> int:
+    """Trains as asked, draws the learning curve, prints the result; returns the exit code."""
+    directory = RunDir(session.run_dir if session.run_dir is not None else default_path(described))
+    profile = None
+    if session.profile or session.profile_trace:
+        profile = Profile(os.fspath(directory.path / "trace") if session.profile_trace else None)
+    progress = None
+    if not session.quiet:
+        title = f"{described.agent.rpartition(':')[2]} on {described.env}"
+        progress = TerminalLogger(min(session.stop_at or described.steps, described.steps), title=title)
+    try:
+        result = train(
+            described,
+            run_dir=directory.path,
+            resume=session.resume,
+            stop_at=session.stop_at,
+            open_loggers=lambda path: _trackers(described, session, path),
+            progress=progress,
+            profile=profile,
+            notes={"preset": preset.name if preset is not None else None},
+        )
+    finally:
+        if progress is not None:
+            progress.close()
+    if profile is not None:
+        _print_profile(profile)
+    if not session.quiet:
+        _print_result(result, directory)
+    if session.json:
+        print(json.dumps(result.to_json()), flush=True)
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def _trackers(described: Experiment, session: SessionOptions, path: pathlib.Path) -> list[Logger]:
+    config: dict[str, Any] = to_jsonable(described)
+    loggers: list[Logger] = []
+    if session.wandb:
+        loggers.append(WandbLogger(path, project=session.project, config=config))
+    if session.trackio:
+        loggers.append(TrackioLogger(path, project=session.project, config=config))
+    return loggers
+
+
+def _print_result(result: Result, directory: RunDir) -> None:
+    if result.return_mean is None:
+        text = f"stopped at {result.env_steps:,} steps; everything is saved. Go on: "
+        text += f"rlframe train --resume --run-dir {directory.path}"
+    else:
+        text = (
+            f"return {result.return_mean:.1f} ± {result.return_std:.1f} over {result.episodes} episodes, "
+            f"{result.env_steps:,} steps, {result.steps_per_second:,.0f} steps/s, {result.wall_seconds:.1f} s; "
+            f"see {directory.learning_curve}"
+        )
+    print(text, file=sys.stderr)
+
+
+def _print_profile(profile: Profile) -> None:
+    from rich.table import Table
+
+    from rlframe.cli.tables import console
+
+    table = Table(title="where the time went", title_justify="left", box=None, pad_edge=False)
+    table.add_column("part")
+    for column in ("calls", "seconds", "us per call", "share"):
+        table.add_column(column, justify="right")
+    for line in profile.lines():
+        table.add_row(
+            line.name,
+            f"{line.calls:,}",
+            f"{line.seconds:.2f}",
+            f"{line.microseconds_per_call:.0f}",
+            f"{line.share:.1%}",
+        )
+    console(sys.stderr).print(table)

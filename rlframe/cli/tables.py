@@ -1,0 +1,42 @@
+"""Tables for a person."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.presets import Preset
+
+
+def print_preset(preset: Preset, described: Experiment | None, file: TextIO) -> None:
+    """Prints a preset's values with their sources; what the command line changed is marked.
+
+    Args:
+        preset: the table.
+        described: what runs; None where nothing does.
+        file: where to.
+    """
+    from rich.table import Table
+
+    table = Table(title=f"preset {preset.name}", title_justify="left", box=None, pad_edge=False)
+    for column in ("field", "value", "source"):
+        table.add_column(column, overflow="fold")
+    for key, setting in preset.fields.items():
+        used = setting.value if described is None else _used(described, key)
+        same = used == setting.value
+        value = str(setting.value) if same else f"{used} (preset: {setting.value})"
+        table.add_row(key.rpartition("agent.")[2], value, setting.source if same else "command line")
+    console(file).print(table)
+
+
+def console(file: TextIO) -> Any:
+    """A rich console that does not cut lines where nobody looks at them."""
+    from rich.console import Console
+
+    return Console(file=file, highlight=False, width=None if file.isatty() else 120)
+
+
+def _used(described: Experiment, key: str) -> Any:
+    group, _, name = key.rpartition(".")
+    owner = {"": described, "agent": described.agent_config, "network": described.network_config}[group]
+    return getattr(owner, name, None)

@@ -1,0 +1,156 @@
+"""`rlframe train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from typing import Annotated, Any, Union
+
+from rlframe.cli.parsing import parse, peek
+from rlframe.errors import UsageError
+from rlframe.programs import naming
+from rlframe.programs.experiment import Experiment, complete, load_experiment, with_preset
+from rlframe.programs.presets import Preset, find_preset
+
+PROG = "rlframe train"
+DESCRIPTION = (
+    "Train an agent on an environment. The defaults below are those of the agent and environment given, with their "
+    "preset. Ctrl-C saves everything and exits with 130; --resume goes on."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionOptions:
+    """What does not reach the numbers of a run."""
+
+    preset: str = "auto"  # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
+    config: Union[str, None] = None  # repeat the run of this config.json; other options change it
+    run_dir: Union[str, None] = None  # where everything is written; None: a new directory under runs/
+    resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
+    stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
+    json: bool = False  # print the result as one JSON object, the last line of stdout
+    quiet: bool = False  # show no progress
+    profile: bool = False  # measure where the time goes and print it
+    profile_trace: bool = False  # --profile, and a trace of JAX in RUN_DIR/trace
+    wandb: bool = False  # log to Weights & Biases as well
+    trackio: bool = False  # log to Trackio as well
+    project: str = "rlframe"  # the project's name there
+    traceback: bool = False  # show where an error came from
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    described, session, preset = read_arguments(arguments)
+    _set_title("train")
+    _say(session, described, preset)
+    from rlframe.cli.session import run_session
+
+    return run_session(described, session, preset)
+
+
+def read_arguments(arguments: list[str]) -> tuple[Experiment, SessionOptions, Preset | None]:
+    """What the command line asks for, and the preset that it is based on.
+
+    The options depend on the agent and network, and their defaults on the preset, so those few are
+    looked for first.
+    """
+    defaults, preset = _defaults(arguments)
+    options = _options(defaults)
+    parsed: Any = parse(options, arguments, PROG, DESCRIPTION, default=_start(options, defaults))
+    values = {field.name: getattr(parsed.experiment, field.name) for field in dataclasses.fields(Experiment)}
+    values["agent_config"] = parsed.agent_config
+    values["network_config"] = getattr(parsed, "network_config", None)
+    described = Experiment(**values)
+    if parsed.session.resume and parsed.session.run_dir is None:
+        raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
+    return described, parsed.session, preset
+
+
+def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
+    """What the command line changes: a saved experiment, or the defaults of the agent and environment named in it."""
+    saved = _saved(arguments)
+    agent, env = peek(arguments, "agent"), peek(arguments, "env")
+    preset = None
+    if saved is not None:
+        if agent is not None and naming.absolute_name(agent) != saved.agent:
+            raise UsageError(f"The config is of the agent {saved.agent!r}: --agent {agent} cannot replace it.")
+        defaults = saved
+    else:
+        fresh = Experiment()
+        agent, env = agent or fresh.agent, env or fresh.env
+        preset = find_preset(peek(arguments, "preset") or "auto", agent, env)
+        defaults = with_preset(preset, agent, env)
+    network = peek(arguments, "network")
+    if network is not None and network != defaults.network:
+        defaults = dataclasses.replace(defaults, network=None if network == "None" else network, network_config=None)
+    return complete(defaults), preset
+
+
+def _saved(arguments: list[str]) -> Experiment | None:
+    config, run_dir = peek(arguments, "config"), peek(arguments, "run-dir")
+    if "--resume" not in arguments or run_dir is None:
+        return load_experiment(config) if config is not None else None
+    if config is not None:
+        raise UsageError("--resume goes on with the run's own config.json: leave --config out.")
+    if not (pathlib.Path(run_dir) / "config.json").is_file():
+        raise UsageError(f"There is no run in {run_dir}: it has no config.json. Start it without --resume.")
+    return load_experiment(run_dir)
+
+
+def _options(defaults: Experiment) -> type:
+    """The dataclass that tyro parses: an experiment, a session, the agent's config without prefix, the network's with."""
+    import tyro
+
+    # The configs are options of their own; among the experiment's they would only be noise.
+    hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in ("agent_config", "network_config")]
+    own = dataclasses.make_dataclass("Experiment", hidden, bases=(Experiment,), frozen=True)
+    flat = tyro.conf.OmitArgPrefixes
+    fields: list[tuple[str, Any]] = [
+        ("experiment", Annotated[own, tyro.conf.arg(name=""), flat]),
+        ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat]),
+        ("agent_config", Annotated[type(defaults.agent_config), tyro.conf.arg(name=""), flat]),
+    ]
+    if defaults.network_config is not None:
+        named = Annotated[type(defaults.network_config), tyro.conf.arg(name="network")]
+        fields.append(("network_config", named))
+    _check_no_clash(type(defaults.agent_config), defaults.agent)
+    return dataclasses.make_dataclass("Train", fields, frozen=True)
+
+
+def _start(options: Any, defaults: Experiment) -> Any:
+    """The instance of `options` that holds the defaults."""
+    types = {field.name: field.type for field in dataclasses.fields(options)}
+    plain = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(Experiment)}
+    plain.update(agent_config=None, network_config=None)
+    values = {"experiment": types["experiment"].__origin__(**plain), "session": SessionOptions()}
+    values["agent_config"] = defaults.agent_config
+    if "network_config" in types:
+        values["network_config"] = defaults.network_config
+    return options(**values)
+
+
+def _check_no_clash(config_cls: type, agent: str) -> None:
+    taken = {field.name for cls in (Experiment, SessionOptions) for field in dataclasses.fields(cls)}
+    for field in dataclasses.fields(config_cls):
+        if field.name in taken:
+            raise UsageError(
+                f"The config of {agent} has a field {field.name!r}, which is an option of `{PROG}` already: rename it."
+            )
+
+
+def _set_title(role: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(f"rlframe: {role}")
+
+
+def _say(session: SessionOptions, described: Experiment, preset: Preset | None) -> None:
+    """Prints what is about to run, and the preset's table."""
+    if session.quiet:
+        return
+    if preset is None:
+        return
+    from rlframe.cli.tables import print_preset
+
+    print_preset(preset, described, sys.stderr)

@@ -1,0 +1,24 @@
+"""Programs: an experiment's description, and what runs it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Resolved on first use: the command line parses a wrong option without waiting for JAX.
+_PUBLIC = {
+    "Experiment": "rlframe.programs.experiment",
+    "Result": "rlframe.programs.run_dir",
+    "evaluate": "rlframe.programs.evaluation",
+    "make_experiment": "rlframe.programs.experiment",
+    "load_experiment": "rlframe.programs.experiment",
+    "train": "rlframe.programs.single_process",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'rlframe.programs' has no attribute {name!r}")

@@ -1,0 +1,144 @@
+"""From an experiment to the objects of the design: the one place where they are wired."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rlframe.actors import Actor, Evaluator
+from rlframe.actors.actor import build_pool, env_seed
+from rlframe.agents import Agent
+from rlframe.envs import SyncEnv, default_type
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.programs import naming
+from rlframe.programs.experiment import Experiment, total_learner_steps
+from rlframe.replay import ReplayBuffer
+from rlframe.types import Sequence
+
+
+@dataclasses.dataclass
+class Parts:
+    """The objects of one inline run."""
+
+    agent: Agent
+    replay_buffer: Any
+    learner: Learner
+    inferencer: Inferencer
+    env_builder: EnvBuilder
+    actor: Actor | None = None
+
+    def make_actor(self, seed: int, rank: int | None = None) -> Actor:
+        """Makes the Actor; on its own, because a resumed one claims its rank from a buffer that is filled first."""
+        self.actor = Actor(self.env_builder, self.inferencer, self.replay_buffer, rank, seed=seed)
+        return self.actor
+
+    def close(self) -> None:
+        """Closes what was opened, environments first."""
+        (self.actor or self.env_builder).close()
+        self.learner.close()
+        self.replay_buffer.close()
+
+
+class EnvBuilder:
+    """Builds an experiment's pool of environments, one at a time.
+
+    The agent needs the specs before an Actor builds the pool: the pool that was built to read them is
+    handed out if its seed is the one asked for.
+    """
+
+    def __init__(self, described: Experiment, num_envs: int, env_kwargs: dict[str, Any]) -> None:
+        self._described = described
+        self._num_envs = num_envs
+        self._env_kwargs = env_kwargs
+        self._pool: Any = None
+        self._seed = -1
+
+    def __call__(self, seed: int) -> Any:
+        if self._pool is not None and self._seed == seed:
+            return self._pool
+        self.close()
+        described = self._described
+        what = naming.env_name_or_builder(described.env)
+        kind = described.env_type
+        if kind == "auto":
+            kind = default_type(what) if isinstance(what, str) else "loop"
+        self._pool = build_pool(
+            lambda seed: SyncEnv(
+                what,
+                self._num_envs,
+                kind,
+                seed=seed,
+                num_workers=described.num_workers,
+                env_kwargs=self._env_kwargs,
+            ),
+            seed,
+        )
+        self._seed = seed
+        return self._pool
+
+    @property
+    def pool(self) -> Any:
+        """The pool that was built last; None before and after."""
+        return self._pool
+
+    def close(self) -> None:
+        """Closes the pool that was built last."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def assemble(described: Experiment, checkpoint_dir: str | None) -> Parts:
+    """Everything of a run but the Actor.
+
+    Args:
+        described: the experiment, complete.
+        checkpoint_dir: where the Learner saves; None: nowhere.
+
+    Raises:
+        UsageError: a name is unknown, or the agent cannot act in this environment.
+    """
+    env_builder = EnvBuilder(described, described.num_envs, described.env_kwargs)
+    pool = env_builder(env_seed(described.seed, 0, 0))
+    try:
+        agent = make_agent(described, pool.observation_spec, pool.action_spec)
+        replay_buffer = make_replay_buffer(agent, described)
+        learner = Learner(LearnerConfig(seed=described.seed, checkpoint_dir=checkpoint_dir), agent, replay_buffer)
+        inferencer = Inferencer(InferencerConfig(seed=described.seed), agent, learner)
+    except BaseException:
+        env_builder.close()
+        raise
+    return Parts(agent, replay_buffer, learner, inferencer, env_builder)
+
+
+def make_replay_buffer(agent: Agent, described: Experiment) -> ReplayBuffer:
+    """The buffer of an inline run; a queue is as long as what the environments can have in it."""
+    spec = agent.replay_spec
+    if spec.kind == "queue" and spec.batch_size is None and isinstance(spec.item, Sequence):
+        return ReplayBuffer(agent, seed=described.seed, capacity=2 * described.num_envs * spec.item.length)
+    return ReplayBuffer(agent, seed=described.seed)
+
+
+def make_agent(described: Experiment, observation_spec: Any, action_spec: Any) -> Agent:
+    """The agent of an experiment, its schedules set to end where the experiment does."""
+    agent_cls = naming.agent_class(described.agent)
+    net_factory = naming.network_factory(described.network, described.network_config)
+    config = described.agent_config
+
+    def make(cfg: Any) -> Agent:
+        return agent_cls(cfg, observation_spec, action_spec, net_factory)
+
+    if getattr(config, "total_learner_steps", 0) is not None:
+        return make(config)
+    steps = described.schedule_steps or described.steps
+    total = total_learner_steps(make(config).replay_spec, steps, described.num_envs)
+    return make(dataclasses.replace(config, total_learner_steps=total))
+
+
+def make_evaluator(described: Experiment, agent: Agent, learner: Any, episodes: int, seed: int) -> Evaluator:
+    """Plays greedily in environments of its own, whose seeds training never used."""
+    env_kwargs = {**described.env_kwargs, **described.eval_env_kwargs}
+    env_builder = EnvBuilder(described, episodes, env_kwargs)
+    inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, learner)
+    return Evaluator(env_builder, inferencer, episodes, seed=seed)

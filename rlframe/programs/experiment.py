@@ -1,0 +1,221 @@
+"""The description of a run: everything that decides its numbers, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any, Literal, Union
+
+from rlframe.errors import UsageError, suggest
+from rlframe.programs import naming
+from rlframe.programs.jsonable import from_jsonable, to_jsonable
+from rlframe.programs.presets import Preset, find_preset
+from rlframe.types import ReplaySpec, Sequence
+
+EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
+
+_MAX_SEED = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What to train, on what, for how long. `config.json` of a run directory holds one of these.
+
+    `agent_config` and `network_config` left at None are the agent's and the network's defaults;
+    `make_experiment` fills them from a preset.
+    """
+
+    agent: str = "ppo"  # a name that `rlframe agents` lists, or file.py:Class
+    env: str = "CartPole-v1"  # a name that `rlframe envs` lists, or file.py:make_env
+    steps: int = 100_000  # environment steps of the whole run: schedules end there
+    seed: int = 1
+    num_envs: int = 8
+    env_type: EnvType = "auto"  # how the pool runs; auto: envpool where EnvPool has the task, else loop
+    num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
+    env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
+    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to them for evaluation
+    network: Union[str, None] = None  # mlp, nature_cnn or file.py:make_net; None: what suits the observation
+    eval_every: int = 0  # environment steps between two evaluations; 0: only the one at the end
+    eval_episodes: int = 20
+    checkpoint_every: int = 100_000  # environment steps between two checkpoints; 0: only when the run stops
+    replay_checkpoint_every: int = 1_000_000  # the same for a replay too large to go into each checkpoint
+    schedule_steps: int = 0  # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
+    log_every: int = 0  # environment steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
+    agent_config: Any = None
+    network_config: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "num_envs", "eval_episodes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("eval_every", "checkpoint_every", "replay_checkpoint_every", "schedule_steps", "log_every"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}.")
+        if not 0 <= self.seed <= _MAX_SEED:
+            raise UsageError(f"seed must be between 0 and {_MAX_SEED}, got {self.seed}.")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
+
+    @property
+    def row_every(self) -> int:
+        """Environment steps between two rows of the logs."""
+        return self.log_every or min(max(self.steps // 100, 1), 10_000)
+
+
+def make_experiment(
+    agent: str = "ppo",
+    env: str = "CartPole-v1",
+    *,
+    preset: str = "auto",
+    agent_config: Any = None,
+    network_config: Any = None,
+    **fields: Any,
+) -> Experiment:
+    """An `Experiment` with the preset of its agent and environment filled in.
+
+    Args:
+        agent: a name or `file.py:Class`.
+        env: a name or `file.py:make_env`.
+        preset: "auto" (the one that fits, if any), "none", or a preset's name.
+        agent_config: the agent's whole config; then no preset is applied to it.
+        network_config: the named network's whole config.
+        **fields: fields of `Experiment`, and of the agent's config, that differ from the preset.
+
+    Raises:
+        UsageError: a name or field is unknown.
+    """
+    agent_cls = naming.agent_class(agent)
+    found = find_preset(preset, agent, env)
+    own = {field.name for field in dataclasses.fields(Experiment)}
+    of_agent = {field.name for field in dataclasses.fields(agent_cls.config_cls)}  # type: ignore[attr-defined]
+    for name in fields:
+        if name not in own | of_agent:
+            raise UsageError(
+                f"There is no field {name!r} in an experiment with {agent}.{suggest(name, own | of_agent)}"
+            )
+    defaults = with_preset(found, agent, env)
+    values = {name: value for name, value in fields.items() if name in own}
+    if values.get("network", defaults.network) != defaults.network:
+        values["network_config"] = None
+    result = dataclasses.replace(defaults, **values)
+    changes = {name: value for name, value in fields.items() if name not in own}
+    config = dataclasses.replace(agent_config if agent_config is not None else result.agent_config, **changes)
+    result = dataclasses.replace(result, agent_config=config)
+    if network_config is not None:
+        result = dataclasses.replace(result, network_config=network_config)
+    return complete(result)
+
+
+def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
+    """The defaults of an agent on an environment, changed as the preset says."""
+    config_cls = naming.agent_class(agent).config_cls  # type: ignore[attr-defined]
+    if preset is None:
+        return complete(Experiment(agent=agent, env=env))
+    network = preset.fields.get("network")
+    network_cls = naming.network_config_class(network.value if network is not None else None)
+    return Experiment(
+        agent=agent,
+        env=env,
+        agent_config=config_cls(**preset.values("agent")),
+        network_config=network_cls(**preset.values("network")) if network_cls is not None else None,
+        **preset.values("run"),
+    )
+
+
+def complete(described: Experiment) -> Experiment:
+    """`described` with `agent_config` and `network_config` at their defaults where they are None."""
+    if described.agent_config is None:
+        config_cls = naming.agent_class(described.agent).config_cls  # type: ignore[attr-defined]
+        described = dataclasses.replace(described, agent_config=config_cls())
+    if described.network_config is None:
+        network_cls = naming.network_config_class(described.network)
+        if network_cls is not None:
+            described = dataclasses.replace(described, network_config=network_cls())
+    return described
+
+
+# What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
+_CHANGEABLE = ("steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "checkpoint_every")
+_CHANGEABLE += ("replay_checkpoint_every", "log_every")
+
+
+def continued(saved: Experiment, wanted: Experiment) -> Experiment:
+    """The experiment of a resumed run: `wanted`, with the schedules of `saved`.
+
+    Raises:
+        UsageError: they differ in what a run cannot change in its middle.
+    """
+    for field in dataclasses.fields(Experiment):
+        if field.name in _CHANGEABLE:
+            continue
+        before, now = to_jsonable(getattr(saved, field.name)), to_jsonable(getattr(wanted, field.name))
+        if field.name in ("agent", "env", "network") and now is not None:
+            now = naming.absolute_name(now)
+        if now != before:
+            name, before, now = _first_difference(field.name, before, now)
+            raise UsageError(
+                f"The run was started with {name} = {before!r}; a resumed run cannot change it to {now!r}. "
+                "Start a new run, with --config RUN_DIR/config.json for the rest."
+            )
+    return dataclasses.replace(wanted, schedule_steps=saved.schedule_steps or saved.steps)
+
+
+def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            if before.get(key) != now.get(key):
+                return key, before.get(key), now.get(key)
+    return name, before, now
+
+
+def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
+    """How many updates a run of `steps` environment steps makes: where schedules end.
+
+    Steps whose action is ignored (after an episode's end) are items too, and are not counted here.
+    """
+    period = spec.item.period if isinstance(spec.item, Sequence) else 1
+    items = steps / period
+    if spec.samples_per_insert is None:
+        return max(1, int(items / (spec.batch_size or num_envs)))
+    waits = min(spec.min_size, items)
+    return max(1, int((items - waits) * spec.samples_per_insert / (spec.batch_size or num_envs)))
+
+
+def save_experiment(described: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
+    """Writes `config.json`: the experiment, and `notes` that nothing reads back (versions, preset)."""
+    names = {
+        name: naming.absolute_name(value)
+        for name in ("agent", "env", "network")
+        if (value := getattr(described, name)) is not None
+    }
+    content = {"experiment": to_jsonable(dataclasses.replace(described, **names)), "notes": to_jsonable(notes)}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load_experiment(path: str | pathlib.Path) -> Experiment:
+    """Reads `config.json` of a run directory.
+
+    Raises:
+        UsageError: there is no such file, it is no JSON, or a field in it is unknown or of a wrong type.
+    """
+    path = pathlib.Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror}. Name the config.json of a run directory.") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict) or not isinstance(content.get("experiment"), dict):
+        raise UsageError(f'{path} is no config of a run: it must hold {{"experiment": {{...}}}}.')
+    values = dict(content["experiment"])
+    agent_values, network_values = values.pop("agent_config", None), values.pop("network_config", None)
+    described = from_jsonable(Experiment, values, f"{path}: experiment")
+    config_cls = naming.agent_class(described.agent).config_cls  # type: ignore[attr-defined]
+    if agent_values is not None:
+        agent_values = from_jsonable(config_cls, agent_values, f"{path}: agent_config")
+    network_cls = naming.network_config_class(described.network)
+    if network_cls is not None and network_values is not None:
+        network_values = from_jsonable(network_cls, network_values, f"{path}: network_config")
+    return complete(dataclasses.replace(described, agent_config=agent_values, network_config=network_values))

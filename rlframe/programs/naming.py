@@ -1,0 +1,158 @@
+"""From a name, or `file.py:Name`, to the class or function that it means."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from rlframe.errors import UsageError, suggest
+
+# name -> (module, class). A class of the user's own needs no entry: it is named by its file.
+AGENTS = {
+    "dqn": ("rlframe.agents.dqn", "DQN"),
+    "ppo": ("rlframe.agents.ppo", "PPO"),
+}
+
+
+def agent_class(name: str) -> type:
+    """The `Agent` subclass that a name or `file.py:Class` means.
+
+    Raises:
+        UsageError: there is none, or it is no Agent.
+    """
+    if ":" in name:
+        found = load_object(name, "agent")
+    elif name in AGENTS:
+        module, attribute = AGENTS[name]
+        found = getattr(importlib.import_module(module), attribute)
+    else:
+        raise UsageError(
+            f"There is no agent {name!r}; there are {', '.join(sorted(AGENTS))}, or one of your own as file.py:Class."
+            f"{suggest(name, AGENTS)}"
+        )
+    from rlframe.agents import Agent
+
+    if not (isinstance(found, type) and issubclass(found, Agent)):
+        raise UsageError(f"{name} is {found!r}, which is not a subclass of rlframe.Agent.")
+    config_cls = getattr(found, "config_cls", None)
+    if not (isinstance(config_cls, type) and dataclasses.is_dataclass(config_cls)):
+        raise UsageError(f"{name}: config_cls must be the dataclass of the agent's config, got {config_cls!r}.")
+    return found
+
+
+def network_config_class(name: str | None) -> type | None:
+    """The dataclass of a named network's options; None for the agent's own network and for `file.py:make_net`.
+
+    Raises:
+        UsageError: there is no network of this name.
+    """
+    from rlframe.agents.networks import NETWORKS
+
+    if name is None or ":" in name:
+        return None
+    if name not in NETWORKS:
+        raise UsageError(
+            f"There is no network {name!r}; there are {', '.join(sorted(NETWORKS))}, or one of your own as "
+            f"file.py:make_net.{suggest(name, NETWORKS)}"
+        )
+    return NETWORKS[name]
+
+
+def network_factory(name: str | None, config: Any) -> Any:
+    """An agent's `net_factory`: a named network's config, or what `file.py:make_net` names; None: the agent's own."""
+    if name is None or ":" not in name:
+        return config
+    found = load_object(name, "network")
+    if not callable(found):
+        raise UsageError(f"{name} is {found!r}; a network must be a function make_net(observation_spec, action_spec).")
+    return found
+
+
+def env_name_or_builder(name: str) -> str | Callable[..., Any]:
+    """The name of an environment unchanged, or the function that `file.py:make_env` names."""
+    path, _, attribute = name.partition(":")
+    if not (attribute and path.endswith(".py")):
+        return name
+    found = load_object(name, "environment")
+    if not callable(found):
+        raise UsageError(f"{name} is {found!r}; it must be a function that gives an environment.")
+    return found
+
+
+def load_object(name: str, what: str) -> Any:
+    """What `file.py:Name` or `package.module:Name` names.
+
+    Args:
+        name: the file (relative to the working directory) or module, a colon, and a name in it.
+        what: named in errors: agent, network, environment.
+
+    Raises:
+        UsageError: no such file or name, or the file does not import.
+    """
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise UsageError(f"The {what} {name!r} should read file.py:Name.")
+    module = _load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, what)
+    if not hasattr(module, attribute):
+        names = [each for each in vars(module) if not each.startswith("_")]
+        raise UsageError(f"{source} defines no {attribute!r}.{suggest(attribute, names)}")
+    return getattr(module, attribute)
+
+
+def absolute_name(name: str) -> str:
+    """`name` with the path of a `file.py:Name` made absolute, so that it means the same from every directory."""
+    source, colon, attribute = name.rpartition(":")
+    return f"{pathlib.Path(source).absolute()}:{attribute}" if colon and source.endswith(".py") else name
+
+
+def _load_module(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UsageError(f"Cannot import {name} for the {what}: {_describe(error)}.") from error
+
+
+def _load_file(path: pathlib.Path, what: str) -> ModuleType:
+    path = path.absolute()
+    if not path.is_file():
+        near = suggest(path.name, [each.name for each in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
+        raise UsageError(f"There is no file {path} for the {what}.{near}")
+    # The path is part of the name: two files called agent.py, or one called like a library, do not meet.
+    name = f"rlframe_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python file.py` would: it may import its neighbours
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
+        raise UsageError(f"Cannot load {path} for the {what}: {_describe(error)}.") from error
+    _pickle_by_value(module)
+    return module
+
+
+def _pickle_by_value(module: ModuleType) -> None:
+    # A child process, perhaps on another machine, cannot import this module by its name: its classes travel whole.
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+
+
+def _describe(error: BaseException) -> str:
+    line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}{line}".rstrip(".")

@@ -1,0 +1,141 @@
+"""PPO's presets. The defaults of `PPOConfig` are the paper's; these are what others found to learn fast."""
+
+from __future__ import annotations
+
+from rlframe.programs.presets.families import ATARI, ATARI_EVALUATION, ATARI_TRAINING, MUJOCO
+from rlframe.programs.presets.table import Preset, settings
+
+ZOO = "rl-baselines3-zoo, hyperparams/ppo.yml"
+SB3 = "stable-baselines3, the default of PPO"
+CLEANRL_ATARI = "CleanRL, ppo_atari_envpool.py"
+CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py"
+
+# SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
+
+CARTPOLE = Preset(
+    name="ppo/cartpole",
+    envs=("CartPole-v[01]",),
+    fields=settings(
+        f"{ZOO}, CartPole-v1",
+        steps=100_000,
+        num_envs=8,
+        agent__unroll_length=32,
+        agent__num_epochs=20,
+        agent__num_minibatches=1,  # of 256
+        agent__discount=0.98,
+        agent__gae_lambda=0.8,
+        agent__learning_rate=1e-3,
+        agent__anneal_learning_rate=True,
+        agent__clip_epsilon=0.2,
+        agent__anneal_clip=True,
+        agent__entropy_cost=0.0,
+    ),
+)
+
+ACROBOT = Preset(
+    name="ppo/acrobot",
+    envs=("Acrobot-v1",),
+    fields={
+        **settings(
+            f"{ZOO}, Acrobot-v1",
+            num_envs=16,
+            agent__unroll_length=256,
+            agent__num_epochs=4,
+            agent__discount=0.99,
+            agent__gae_lambda=0.94,
+            agent__entropy_cost=0.0,
+        ),
+        **settings(SB3, agent__num_minibatches=64, agent__learning_rate=3e-4, agent__clip_epsilon=0.2),
+        **settings("half of the zoo's million suffices", steps=500_000),
+    },
+)
+
+MOUNTAIN_CAR = Preset(
+    name="ppo/mountain_car",
+    envs=("MountainCar-v0",),
+    fields={
+        **settings(
+            f"{ZOO}, MountainCar-v0",
+            steps=1_000_000,
+            num_envs=16,
+            agent__unroll_length=16,
+            agent__num_epochs=4,
+            agent__discount=0.99,
+            agent__gae_lambda=0.98,
+            agent__entropy_cost=0.0,
+        ),
+        **settings(SB3, agent__num_minibatches=4, agent__learning_rate=3e-4, agent__clip_epsilon=0.2),
+    },
+)
+
+PENDULUM = Preset(
+    name="ppo/pendulum",
+    envs=("Pendulum-v[01]",),
+    fields={
+        **settings(
+            f"{ZOO}, Pendulum-v1",
+            num_envs=4,
+            agent__unroll_length=1024,
+            agent__num_epochs=10,
+            agent__discount=0.9,
+            agent__gae_lambda=0.95,
+            agent__learning_rate=1e-3,
+            agent__clip_epsilon=0.2,
+            agent__entropy_cost=0.0,
+        ),
+        **settings(SB3, agent__num_minibatches=64),
+        **settings("three times the zoo's, which explores by gSDE", steps=300_000),
+    },
+)
+
+ATARI_GAMES = Preset(
+    name="ppo/atari",
+    envs=ATARI,
+    excluded_envs=MUJOCO,
+    fields={
+        **settings(
+            CLEANRL_ATARI,
+            steps=10_000_000,
+            num_envs=8,
+            env_kwargs=ATARI_TRAINING,
+            agent__unroll_length=128,
+            agent__num_epochs=4,
+            agent__num_minibatches=4,
+            agent__discount=0.99,
+            agent__gae_lambda=0.95,
+            agent__learning_rate=2.5e-4,
+            agent__anneal_learning_rate=True,
+            agent__clip_epsilon=0.1,
+            agent__value_clip=0.1,
+            agent__entropy_cost=0.01,
+            agent__value_cost=0.5,
+            agent__max_grad_norm=0.5,
+        ),
+        **settings("Mnih et al. 2015: the network", network="nature_cnn"),
+        **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
+    },
+)
+
+MUJOCO_TASKS = Preset(
+    name="ppo/mujoco",
+    envs=MUJOCO,
+    fields=settings(
+        CLEANRL_CONTINUOUS,
+        steps=1_000_000,
+        num_envs=1,
+        agent__unroll_length=2048,
+        agent__num_epochs=10,
+        agent__num_minibatches=32,
+        agent__discount=0.99,
+        agent__gae_lambda=0.95,
+        agent__learning_rate=3e-4,
+        agent__anneal_learning_rate=True,
+        agent__clip_epsilon=0.2,
+        agent__value_clip=0.2,
+        agent__entropy_cost=0.0,
+        agent__value_cost=0.5,
+        agent__max_grad_norm=0.5,
+    ),
+)
+
+PRESETS = (CARTPOLE, ACROBOT, MOUNTAIN_CAR, PENDULUM, ATARI_GAMES, MUJOCO_TASKS)

@@ -1,0 +1,62 @@
+"""What a preset is."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Setting(NamedTuple):
+    """One value of a preset, and where it is from."""
+
+    value: Any
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A table of settings for one agent on one family of environments.
+
+    The key of a setting is a field of `Experiment` (`num_envs`), of the agent's config
+    (`agent.learning_rate`) or of the network's (`network.hidden`).
+    """
+
+    name: str  # AGENT/FAMILY
+    envs: tuple[str, ...]  # names or patterns, without prefix
+    fields: Mapping[str, Setting]
+    excluded_envs: tuple[str, ...] = ()
+
+    @property
+    def agent(self) -> str:
+        """The agent that it is for."""
+        return self.name.partition("/")[0]
+
+    def fits(self, env: str) -> bool:
+        """Whether the environment is of this family."""
+        name = plain_name(env)
+        return _matches(name, self.envs) and not _matches(name, self.excluded_envs)
+
+    def values(self, group: str) -> dict[str, Any]:
+        """Field name -> value, of the group `run`, `agent` or `network`."""
+        prefix = "" if group == "run" else f"{group}."
+        return {
+            key[len(prefix) :]: setting.value
+            for key, setting in self.fields.items()
+            if key.startswith(prefix) and (prefix or "." not in key)
+        }
+
+
+def plain_name(env: str) -> str:
+    """The environment's name without `gymnasium:`, `envpool:`, `dm_control:` and without a namespace (`ALE/`)."""
+    return env.rpartition(":")[2].rpartition("/")[2]
+
+
+def settings(source: str, /, **values: Any) -> dict[str, Setting]:
+    """Settings that share a source; `agent__learning_rate` stands for the key `agent.learning_rate`."""
+    return {key.replace("__", "."): Setting(value, source) for key, value in values.items()}
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,97 @@
+"""Where the time of an inline run goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from rlframe.programs.assemble import Parts
+
+
+class Line(NamedTuple):
+    """One part of the table."""
+
+    name: str
+    calls: int
+    seconds: float
+    microseconds_per_call: float
+    share: float  # of the whole, 0 to 1
+
+
+class Profile:
+    """Times the calls between the objects of a run, and waits for each update before the next call.
+
+    The first call of each part, which compiles, is counted on its own.
+
+    Args:
+        trace_dir: where to write a trace of JAX (for TensorBoard or Perfetto) as well; None writes none.
+    """
+
+    def __init__(self, trace_dir: str | None = None) -> None:
+        self._trace_dir = trace_dir
+        self._seconds: dict[str, float] = {}
+        self._calls: dict[str, int] = {}
+        self._compiling = 0.0
+        self._began = 0.0
+        self._tracing = False
+
+    def attach(self, parts: Parts) -> None:
+        """Puts a clock around what the run calls."""
+        assert parts.actor is not None
+        env = parts.env_builder.pool
+        self._clock(env, "step" if env.is_sync else "recv", "environment")
+        if not env.is_sync:
+            self._clock(env, "send", "environment")
+        self._clock(parts.inferencer, "inference", "inference")
+        self._clock(parts.replay_buffer, "add", "replay add")
+        self._clock(parts.replay_buffer, "sample", "replay sample")
+        self._clock(parts.learner, "step", "learner", wait=True)
+        self._began = time.perf_counter()
+        if self._trace_dir is not None:
+            jax.profiler.start_trace(self._trace_dir)
+            self._tracing = True
+
+    def stop(self) -> None:
+        """Ends the trace and the clock."""
+        if self._tracing:
+            self._tracing = False
+            jax.profiler.stop_trace()
+        if self._began:
+            self._total = time.perf_counter() - self._began
+
+    def lines(self) -> list[Line]:
+        """The table, the largest part first; `rlframe` is what is left: the loop, the Actor, the logs."""
+        rows = {**self._seconds, "compilation (first calls)": self._compiling}
+        rows["rlframe (loop, actor, logs)"] = max(0.0, self._total - sum(rows.values()))
+        calls = {**self._calls, "compilation (first calls)": len(self._calls)}
+        calls["rlframe (loop, actor, logs)"] = self._calls.get("inference", 0)
+        return [
+            Line(name, calls[name], seconds, 1e6 * seconds / max(calls[name], 1), seconds / max(self._total, 1e-9))
+            for name, seconds in sorted(rows.items(), key=lambda row: -row[1])
+        ]
+
+    def _clock(self, owner: Any, method: str, name: str, wait: bool = False) -> None:
+        function: Callable[..., Any] = getattr(owner, method)
+        self._seconds.setdefault(name, 0.0)
+        self._calls.setdefault(name, 0)
+        first = True
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            if wait:
+                jax.block_until_ready(result)
+            seconds = time.perf_counter() - start
+            if first and name in ("inference", "learner"):
+                self._compiling += seconds
+                first = False
+            else:
+                self._seconds[name] += seconds
+                self._calls[name] += 1
+            return result
+
+        setattr(owner, method, timed)

@@ -1,0 +1,118 @@
+"""The directory of a run: its name, its config, its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+import shutil
+from importlib import metadata
+from typing import Any
+
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.programs.experiment import Experiment, save_experiment
+from rlframe.programs.presets import plain_name
+
+_VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
+
+
+class RunDir:
+    """Paths of one run. Nothing is created before `create`."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = pathlib.Path(path)
+        self.config = self.path / "config.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.replay = self.path / "replay"
+        self.learning_curve = self.path / "learning_curve.png"
+        self.result = self.path / "result.json"
+
+    def create(self) -> None:
+        """Makes the directory.
+
+        Raises:
+            UsageError: there is something in it already, or it cannot be made.
+        """
+        try:
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise UsageError(
+                    f"{self.path} exists already. Choose another --run-dir, or go on with the run in it by --resume."
+                )
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"Cannot write to {self.path}: {error.strerror}.") from error
+
+    def remove(self) -> None:
+        """Removes the directory that `create` made: the run did not begin."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def check_resumable(self) -> None:
+        """Raises UsageError where there is no run to go on with."""
+        if not self.config.is_file():
+            raise UsageError(f"There is no run in {self.path}: it has no config.json. Start it without --resume.")
+
+    def write_config(self, described: Experiment, notes: dict[str, Any]) -> None:
+        """Writes `config.json` in one piece."""
+        temporary = self.config.with_suffix(".tmp")
+        try:
+            save_experiment(described, temporary, {**notes, "versions": versions()})
+            os.replace(temporary, self.config)
+        except OSError as error:
+            raise CheckpointError(f"Cannot write {self.config}: {error.strerror}.") from error
+
+    def write_result(self, values: dict[str, Any]) -> None:
+        """Writes `result.json`, the object that `--json` prints."""
+        try:
+            self.result.write_text(json.dumps(values) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
+
+
+def default_path(described: Experiment) -> pathlib.Path:
+    """`runs/AGENT-ENV-SEED-TIME`, with a number behind it where that exists."""
+    agent = described.agent.rpartition(":")[2]
+    env = plain_name(described.env)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = pathlib.Path("runs") / f"{agent}-{env}-seed{described.seed}-{stamp}"
+    count = 2
+    while path.exists():
+        path = path.with_name(f"{agent}-{env}-seed{described.seed}-{stamp}-{count}")
+        count += 1
+    return path
+
+
+def versions() -> dict[str, str]:
+    """What the run ran with, for a reader of its config."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    env_steps: int  # of the whole run, the resumed parts included
+    learner_steps: int
+    return_mean: float | None  # of the final evaluation; None where the run was interrupted before it
+    return_std: float | None
+    episodes: int  # of the final evaluation
+    steps_per_second: float  # environment steps of this session over its training time
+    wall_seconds: float  # of this session, evaluation included
+    params_version: int
+    run_dir: str
+    signal: int | None = None  # the number of the signal that stopped it
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        values = dataclasses.asdict(self)
+        if self.signal is None:
+            del values["signal"]
+        return values

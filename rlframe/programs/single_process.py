@@ -1,0 +1,284 @@
+"""Everything in one process: the loop of the design document, with logs, evaluation and checkpoints around it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rlframe.errors import EnvError, UsageError
+from rlframe.metrics import (
+    CallbackLogger,
+    CSVLogger,
+    JSONLLogger,
+    Logger,
+    MultiLogger,
+    TensorBoardLogger,
+    plot_learning_curve,
+)
+from rlframe.programs import run_checkpoint
+from rlframe.programs.assemble import Parts, assemble, make_evaluator
+from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
+from rlframe.programs.profile import Profile
+from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.stopping import StopSignal
+from rlframe.programs.window import Window
+from rlframe.types import Logs
+
+Callback = Callable[[int, dict[str, Any]], Any]
+
+_PROGRESS_SECONDS = 0.25
+
+
+def train(
+    described: Experiment,
+    *,
+    run_dir: str | os.PathLike | None = None,
+    resume: bool = False,
+    stop_at: int | None = None,
+    callback: Callback | None = None,
+    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
+    progress: Logger | None = None,
+    profile: Profile | None = None,
+    notes: dict[str, Any] | None = None,
+) -> Result:
+    """Trains an experiment's agent to its last step, and evaluates the final policy.
+
+    The first Ctrl-C (or SIGTERM) finishes the step under way, saves everything and returns without
+    an evaluation; a second one leaves at once.
+
+    Args:
+        described: what to run; on resume what ran before, perhaps with other `steps` (see `continued`).
+        run_dir: where everything is written; None: a new directory under `runs/`.
+        resume: go on from the latest checkpoint in `run_dir`.
+        stop_at: environment steps at which this session stops and saves; schedules still end at `described.steps`.
+        callback: `callback(env_steps, values)` is called with each row of the logs.
+        open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
+        progress: a logger that is also written to, without values, a few times a second.
+        profile: measures where the time goes.
+        notes: kept in `config.json` for a reader.
+
+    Returns:
+        See `Result`.
+
+    Raises:
+        UsageError: the experiment or the directory cannot be.
+        RlframeError: the run failed; what was saved is kept.
+    """
+    described = complete(described)
+    directory = RunDir(run_dir if run_dir is not None else default_path(described))
+    if stop_at is not None and stop_at < 1:
+        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
+    if resume:
+        directory.check_resumable()
+        described = continued(load_experiment(directory.config), described)
+    else:
+        directory.create()
+    with StopSignal() as stop, contextlib.ExitStack() as undo:
+        if not resume:
+            undo.callback(directory.remove)  # until training has begun
+        run = _Run(described, directory, assemble(described, str(directory.checkpoints)), stop, progress, profile)
+        try:
+            run.start(resume)
+            more = list(open_loggers(directory.path)) if open_loggers is not None else []
+            run.open_loggers([*more, *([CallbackLogger(callback)] if callback else [])])
+            directory.write_config(described, notes or {})
+            undo.pop_all()
+            result = run.to_end(min(described.steps, stop_at or described.steps))
+        finally:
+            run.close()
+    directory.write_result(result.to_json())
+    plot_learning_curve(directory.path, directory.learning_curve)
+    return result
+
+
+class _Run:
+    """One session of a run: from its start, or a checkpoint, to its stop."""
+
+    def __init__(
+        self,
+        described: Experiment,
+        directory: RunDir,
+        parts: Parts,
+        stop: StopSignal,
+        progress: Logger | None,
+        profile: Profile | None,
+    ) -> None:
+        self._described = described
+        self._directory = directory
+        self._parts = parts
+        self._stop = stop
+        self._progress = progress
+        self._profile = profile
+        self._logger: Logger = MultiLogger([])
+        self._learns_once = parts.replay_buffer.spec.samples_per_insert is None
+        self._began = time.monotonic()
+        self._not_training = 0.0
+        self._replay_saved_at = 0
+
+    def start(self, resume: bool) -> None:
+        """Makes the Actor, or takes everything over from the latest checkpoint."""
+        self._resumed = resume
+        if resume:
+            self._replay_saved_at = run_checkpoint.restore(self._parts, self._described, self._directory)
+        else:
+            self._parts.make_actor(self._described.seed)
+        assert self._parts.actor is not None
+        self._actor = self._parts.actor
+        if self._profile is not None:
+            self._profile.attach(self._parts)
+        self._first_step = self._actor.env_steps
+        self._window = Window(self._first_step)
+        self._due = {
+            "row": self._next(self._described.row_every),
+            "evaluation": self._next(self._described.eval_every),
+            "checkpoint": self._next(self._described.checkpoint_every),
+        }
+
+    def open_loggers(self, more: list[Logger]) -> None:
+        """Opens the files of the run directory; on resume, rows after the checkpoint go."""
+        path, at = self._directory.path, self._first_step if self._resumed else None
+        shown = [self._progress] if self._progress is not None else []
+        self._logger = MultiLogger(
+            [
+                JSONLLogger(path / "metrics.jsonl", resume_at=at),
+                CSVLogger(path / "metrics.csv", resume_at=at),
+                TensorBoardLogger(path / "tensorboard", resume_at=at),
+                *shown,
+                *more,
+            ]
+        )
+
+    def to_end(self, until: int) -> Result:
+        """Trains until `until` environment steps or a signal, saves, evaluates."""
+        began = time.monotonic()
+        try:
+            self._loop(until)
+        except EnvError:
+            run_checkpoint.save(self._parts, self._directory, with_actor=False, with_replay=True, final=True)
+            raise
+        seconds = time.monotonic() - began - self._not_training
+        if self._actor.env_steps > self._first_step:
+            self._write_row()
+        self._save(final=True)
+        evaluation = self._evaluate() if self._stop.number is None else None
+        if evaluation is None and self._stop.number is None:
+            raise KeyboardInterrupt
+        return self._result(evaluation, seconds)
+
+    def close(self) -> None:
+        """Closes all that was opened."""
+        try:
+            self._logger.close()
+        finally:
+            self._parts.close()
+
+    def _loop(self, until: int) -> None:
+        actor, window, stop = self._actor, self._window, self._stop
+        shown = time.monotonic()
+        due = min(self._due.values())
+        now = actor.env_steps
+        while now < until and stop.number is None:
+            episodes = actor.step()
+            if episodes is not None:
+                window.add_episodes(episodes)
+            update = self._learn()
+            if update is not None:
+                window.add_update(update)
+            now = actor.env_steps
+            if now >= due:
+                self._periodic(now, until)
+                due = min(self._due.values())
+            if self._progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
+                shown = time.monotonic()
+                self._progress.write(now, {})
+
+    def _learn(self) -> Logs | None:
+        """Takes the updates that are due. The buffer holds batches back as `samples_per_insert` says."""
+        learner, replay_buffer = self._parts.learner, self._parts.replay_buffer
+        batch = replay_buffer.sample()
+        if batch is None or self._learns_once:
+            return learner.step(batch)
+        logs = None
+        while batch is not None:
+            logs = learner.step(batch)
+            batch = replay_buffer.sample()
+        return logs
+
+    def _periodic(self, now: int, until: int) -> None:
+        if now >= self._due["row"]:
+            self._write_row()
+            self._due["row"] = self._next(self._described.row_every)
+        if now >= until:  # what follows is done at the end in any case
+            return
+        began = time.monotonic()
+        if now >= self._due["evaluation"]:
+            self._evaluate()
+            self._due["evaluation"] = self._next(self._described.eval_every)
+        if now >= self._due["checkpoint"]:
+            self._save(final=False)
+            self._due["checkpoint"] = self._next(self._described.checkpoint_every)
+        seconds = time.monotonic() - began
+        self._window.leave_out(seconds)
+        self._not_training += seconds
+
+    def _next(self, every: int) -> float:
+        """The next multiple of `every` environment steps; never, where that is 0."""
+        return (self._actor.env_steps // every + 1) * every if every else math.inf
+
+    def _write_row(self) -> None:
+        learner = self._parts.learner
+        values = self._window.row(self._actor.env_steps)
+        values["learner_steps"] = learner.learner_steps
+        values["params_version"] = learner.params_version
+        values["replay_size"] = self._parts.replay_buffer.size
+        values["wall_seconds"] = time.monotonic() - self._began
+        self._logger.write(self._actor.env_steps, values)
+
+    def _evaluate(self) -> Logs | None:
+        described, parts = self._described, self._parts
+        self._stop.interruptible(True)
+        evaluator = None
+        try:
+            evaluator = make_evaluator(described, parts.agent, parts.learner, described.eval_episodes, described.seed)
+            values = evaluator.evaluate()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            self._stop.interruptible(False)
+            if evaluator is not None:
+                evaluator.close()
+        kept = {name: values[name] for name in ("return_mean", "return_std", "length_mean", "episodes")}
+        self._logger.write(self._actor.env_steps, kept)
+        return values
+
+    def _save(self, *, final: bool) -> None:
+        now = self._actor.env_steps
+        if self._resumed and now == self._first_step:
+            return  # nothing has happened since the checkpoint that this session began with
+        every = self._described.replay_checkpoint_every
+        with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
+        saved_replay = run_checkpoint.save(
+            self._parts, self._directory, with_actor=True, with_replay=with_replay, final=final
+        )
+        if saved_replay:
+            self._replay_saved_at = now
+
+    def _result(self, evaluation: Logs | None, seconds: float) -> Result:
+        learner = self._parts.learner
+        return Result(
+            env_steps=self._actor.env_steps,
+            learner_steps=learner.learner_steps,
+            return_mean=evaluation["return_mean"] if evaluation else None,
+            return_std=evaluation["return_std"] if evaluation else None,
+            episodes=evaluation["episodes"] if evaluation else 0,
+            steps_per_second=(self._actor.env_steps - self._first_step) / max(seconds, 1e-9),
+            wall_seconds=time.monotonic() - self._began,
+            params_version=learner.params_version,
+            run_dir=str(self._directory.path),
+            signal=self._stop.number,
+        )
