@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -86,6 +87,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
             f"Could not write {os.fspath(path)}: {error.strerror or error}. What was written before is kept: "
             "make room (or make the folder writable), then continue the run with --resume."
         ) from error
+
+
+def append(fd: int, data: bytes, path: str | os.PathLike[str]) -> None:
+    """Appends all of `data` to the file open as `fd`, or nothing.
+
+    One system call, so that neither a reader nor a kill meets half of it. Raises RlframeError.
+    """
+    with writing(path):
+        written = os.write(fd, data)
+        if written != len(data):
+            os.ftruncate(fd, os.fstat(fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _on_host(value: Any) -> Any:

@@ -88,7 +88,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     trained = [row for row in rows if row.get("episode_return") is not None]
     evaluated = [row for row in rows if row.get("return_mean") is not None]
     return Run(
-        agent=_plain(experiment.pop("agent", directory.resolve().name)),
+        agent=_plain(experiment.pop("agent")) if "agent" in experiment else directory.resolve().name,
         env=_plain(experiment.pop("env", "")),
         config=experiment,
         steps=np.array([row["step"] for row in trained], np.int64),

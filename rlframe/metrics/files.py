@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.metrics.base import Values, on_host, scalars, writing
+from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
 Path = str | os.PathLike[str]
 
@@ -89,13 +89,7 @@ class _Lines:
             os.ftruncate(self._fd, _kept_bytes(self._path, step_of, resume_at))
 
     def append(self, line: str) -> None:
-        data = line.encode()
-        with writing(self._path):
-            # One system call, so that a reader or a kill never meets half a line.
-            written = os.write(self._fd, data)
-            if written != len(data):
-                os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-                raise OSError("no space left on the device")
+        append(self._fd, line.encode(), self._path)
 
     def replace(self, text: str) -> None:
         """Puts `text` in the place of everything written so far, all at once."""

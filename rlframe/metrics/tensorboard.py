@@ -1,24 +1,27 @@
-"""TensorBoard's event files, written by tensorboardX: no TensorFlow."""
+"""TensorBoard's event files, in tensorboardX's message classes: no TensorFlow."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import pathlib
+import socket
+import struct
 import time
 from typing import Any
 
 import numpy as np
 
-from rlframe.metrics.base import Values, on_host, writing
+from rlframe.metrics.base import Values, append, on_host, writing
 
-_FILES = itertools.count()
+_FILES = itertools.count()  # two loggers made in one second have a file each
 
 
 class TensorBoardLogger:
     """Numbers become curves, arrays histograms; strings are left out.
 
-    Written by the caller's thread: tensorboardX's own `SummaryWriter` writes from a thread that dies when the
-    disk is full, after which its caller waits for ever.
+    Each row is in the file once `write` returns. tensorboardX's own `SummaryWriter` writes from a thread that dies
+    when the disk is full, after which its caller waits for ever, and its file writer calls fsync for each flush.
 
     Args:
         directory: gets a new event file each time, as TensorBoard expects.
@@ -26,15 +29,17 @@ class TensorBoardLogger:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_at: int | None = None) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.record_writer import masked_crc32c
 
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._directory = os.fspath(directory)
-        with writing(self._directory):
-            os.makedirs(self._directory, exist_ok=True)
-            # tensorboardX names files by the second: two in one second would be one file.
-            self._writer: Any = EventsWriter(os.path.join(self._directory, "events"), f".{os.getpid()}.{next(_FILES)}")
+        self._event, self._summary, self._checksum = event_pb2.Event, summary_pb2.Summary, masked_crc32c
+        self._histogram_proto = summary_pb2.HistogramProto
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}"
+        self._path = pathlib.Path(directory) / name
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("xb", buffering=0)
+        self._put(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         if resume_at is not None:
             log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._put(event_pb2.Event(wall_time=time.time(), step=resume_at + 1, session_log=log))
@@ -50,22 +55,19 @@ class TensorBoardLogger:
         self._put(self._event(wall_time=time.time(), step=int(step), summary=summary))
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with writing(self._directory):
-                writer.close()
+        self._file.close()
 
     def _put(self, event: Any) -> None:
-        with writing(self._directory):
-            self._writer.write_event(event)
-            self._writer.flush()
+        """Appends one record as TFRecord files have it: length, its checksum, data, its checksum."""
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = struct.pack("<I", self._checksum(length)), struct.pack("<I", self._checksum(data))
+        append(self._file.fileno(), b"".join([length, checksums[0], data, checksums[1]]), self._path)
 
     def _histogram(self, array: np.ndarray) -> Any:
-        from tensorboardX.proto import summary_pb2
-
         finite = array[np.isfinite(array)].astype(np.float64)
         counts, edges = np.histogram(finite, bins=30)
-        return summary_pb2.HistogramProto(
+        return self._histogram_proto(
             min=finite.min(),
             max=finite.max(),
             num=finite.size,

@@ -16,7 +16,7 @@ _SHOWN = (
     ("loss", "loss", "{:.3g}"),
     ("staleness", "staleness", "{:.1f}"),
 )
-_SECONDS_BETWEEN_DRAWINGS = 0.2
+_SECONDS_BETWEEN_DRAWINGS = 0.4  # one takes about 2 ms
 _SPEED_WINDOW_SECONDS = 15.0
 
 
@@ -48,10 +48,11 @@ class TerminalLogger:
         self._speed = _Speed()
         self._started = time.monotonic()
         self._next_drawing = self._started
-        self._drawn_step = -1
+        self._drawn_step = start_step
         self._live = _Live(self._file) if self._file.isatty() else None
         self._pause = seconds_between_lines if self._live is None else _SECONDS_BETWEEN_DRAWINGS
-        self._draw()
+        if self._live is not None:
+            self._draw()
 
     def write(self, step: int, values: Values) -> None:
         self._step = step
@@ -73,8 +74,6 @@ class TerminalLogger:
             self._live = None
 
     def _draw(self) -> None:
-        if self._step == 0 and self._live is None:
-            return
         self._drawn_step = self._step
         if self._live is not None:
             self._live.draw(self._title, self._step, self._total_steps, self._facts(), self._times())

@@ -91,6 +91,8 @@ class TrackioLogger:
             import trackio
         except ImportError as error:
             raise _not_installed("Trackio", "trackio") from error
+        # `trackio.finish` forgets the run too, or Trackio ends it again, talking, when the process exits.
+        self._finish = trackio.finish
         # Trackio greets on stdout, which belongs to the result of the command.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = trackio.init(
@@ -109,7 +111,10 @@ class TrackioLogger:
         run, self._run = self._run, None
         if run is not None:
             with contextlib.redirect_stdout(sys.stderr):
-                run.finish()
+                try:
+                    self._finish()
+                except RuntimeError:  # closed by another thread than the one that opened it
+                    run.finish()
 
 
 def _not_installed(name: str, extra: str) -> UsageError:

@@ -1,0 +1,66 @@
+"""Rows handed on to functions and to several loggers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlframe.metrics import CallbackLogger, JSONLLogger, MultiLogger, read_jsonl
+
+
+class Broken:
+    def write(self, step, values):
+        raise RuntimeError("broken")
+
+    def close(self):
+        raise RuntimeError("broken")
+
+
+def test_a_callback_gets_step_and_values_as_python_numbers():
+    rows = []
+    CallbackLogger(lambda step, values: rows.append((step, values))).write(5, {"loss": np.float32(1.5)})
+    assert rows == [(5, {"loss": 1.5})]
+    assert type(rows[0][1]["loss"]) is float
+
+
+def test_what_a_callback_raises_reaches_the_caller():
+    def stop(step, values):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        MultiLogger([CallbackLogger(stop)]).write(1, {})
+
+
+def test_every_logger_gets_the_row_even_where_one_fails(tmp_path):
+    after = JSONLLogger(tmp_path / "m.jsonl")
+    logger = MultiLogger([Broken(), after])
+    with pytest.raises(RuntimeError, match="broken"):
+        logger.write(1, {"loss": 2.0})
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": 2.0}]
+
+
+def test_every_logger_is_closed_even_where_one_fails():
+    closed = []
+
+    class Closing(CallbackLogger):
+        def close(self):
+            closed.append(True)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        MultiLogger([Broken(), Closing(print)]).close()
+    assert closed == [True]
+
+
+def test_a_device_value_is_fetched_once_for_all_loggers():
+    fetched = []
+
+    class OnDevice:
+        def __array__(self, dtype=None, copy=None):
+            fetched.append(True)
+            return np.array(2.0)
+
+    rows = []
+    callbacks = [CallbackLogger(lambda step, values: rows.append(values["loss"])) for _ in range(3)]
+    MultiLogger(callbacks).write(1, {"loss": OnDevice()})
+    assert rows == [2.0, 2.0, 2.0]
+    assert len(fetched) == 1

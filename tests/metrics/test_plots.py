@@ -1,0 +1,81 @@
+"""Pictures of learning curves, checked in the figure's own objects and in the file."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib import image
+
+from rlframe.errors import RlframeError, UsageError
+from rlframe.metrics import plot_learning_curve, plots
+from tests.metrics.test_curves import make_run
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure that is saved."""
+    kept = []
+    save = plots._save
+    monkeypatch.setattr(plots, "_save", lambda figure, out: (kept.append(figure), save(figure, out)))
+    return kept
+
+
+def labels(axis) -> list[str]:
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def test_one_run_shows_training_and_its_evaluation(tmp_path, figures):
+    run = make_run(
+        tmp_path / "run", {0: 10.0, 1_500: 20.0, 3_000: 30.0}, {3_000: 28.5}, agent="ppo", env="CartPole-v1", seed=1
+    )
+    picture = plot_learning_curve(run)
+    assert picture == run / "learning_curve.png"
+    assert image.imread(picture).shape == (675, 1200, 4)
+    (axis,) = figures[0].axes
+    assert axis.get_title(loc="left") == "PPO on CartPole-v1"
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("environment steps", "episode return")
+    assert labels(axis) == ["training", "evaluation: 28.5 at the end"]
+    raw, line = axis.get_lines()[:2]
+    assert raw.get_ydata().tolist() == [10.0, 20.0, 30.0]
+    assert line.get_ydata().tolist() == [15.0, 20.0, 25.0]
+
+
+def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path, figures):
+    runs = [
+        make_run(tmp_path / f"{agent}{env}{seed}", {0: 0.0, 9: 9.0}, {9: 9.0}, agent=agent, env=env, seed=seed)
+        for agent, env in (("ppo", "A-v1"), ("dqn", "A-v1"), ("ppo", "B-v1"))
+        for seed in (1, 2)
+    ]
+    plot_learning_curve(runs, tmp_path / "out" / "all.png")
+    first, second = figures[0].axes
+    assert first.get_title(loc="left") == "A-v1"
+    assert labels(first) == ["PPO, 2 seeds: evaluated 9.0", "DQN, 2 seeds: evaluated 9.0"]
+    assert second.get_title(loc="left") == "PPO on B-v1"
+    assert labels(second) == ["training, mean and std of 2 seeds", "evaluation: 9.0 at the end"]
+
+
+def test_a_run_in_which_no_episode_ended_says_so(tmp_path, figures):
+    plot_learning_curve(make_run(tmp_path / "run", {}, agent="ppo", env="CartPole-v1"))
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["no episode has ended yet"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (500, "500"), (50_000, "50k"), (1_500_000, "1.5M")])
+def test_steps_are_labelled_shortly(value, text):
+    assert plots._steps(value) == text
+
+
+def test_an_unknown_format_names_the_known_ones(tmp_path):
+    run = make_run(tmp_path / "run", {1: 1.0})
+    with pytest.raises(UsageError, match=r"curve\.gif cannot be drawn: the suffix must be one of .*png.*svg"):
+        plot_learning_curve(run, tmp_path / "curve.gif")
+
+
+def test_no_run_at_all_is_an_error():
+    with pytest.raises(UsageError, match="at least one run directory"):
+        plot_learning_curve([])
+
+
+def test_a_picture_that_cannot_be_written_is_one_clear_error(tmp_path):
+    run = make_run(tmp_path / "run", {1: 1.0})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RlframeError, match="Could not write"):
+        plot_learning_curve(run, tmp_path / "file" / "curve.png")

@@ -1,0 +1,106 @@
+"""What a person sees while a run goes on."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from rlframe.metrics import TerminalLogger, terminal
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(terminal, "time", clock)
+    return clock
+
+
+def test_plain_lines_show_steps_speed_return_staleness_and_time_left(clock):
+    out = io.StringIO()
+    logger = TerminalLogger(10_000, title="PPO on CartPole-v1", file=out)
+    logger.write(1_000, {"episode_return": 20.0})
+    clock.now += 6
+    logger.write(4_000, {"episode_return": 31.25, "loss": 0.01234, "staleness": 1.0, "other": 7})
+    assert out.getvalue().splitlines()[-1] == (
+        "PPO on CartPole-v1: steps 4,000 / 10,000  steps/s 500  return 31.2  loss 0.0123  staleness 1.0"
+        "  time 0:06, 0:12 left"
+    )
+
+
+def test_plain_lines_come_at_intervals_but_every_evaluation_is_shown(clock):
+    out = io.StringIO()
+    logger = TerminalLogger(100, file=out, seconds_between_lines=5.0)
+    for step in range(1, 21):
+        logger.write(step, {"episode_return": 1.0})
+        clock.now += 1
+    logger.write(21, {"return_mean": 500.0})
+    logger.close()
+    steps = [line.split()[1] for line in out.getvalue().splitlines()]
+    assert steps == ["1", "6", "11", "16", "21"]
+    assert "evaluated 500.0" in out.getvalue().splitlines()[-1]
+
+
+def test_closing_shows_the_last_row_once(clock):
+    out = io.StringIO()
+    logger = TerminalLogger(100, file=out)
+    logger.write(1, {})
+    logger.write(100, {"episode_return": 9.0})
+    logger.close()
+    logger.close()
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1", "100"]
+
+
+def test_nothing_is_printed_for_a_run_without_rows():
+    out = io.StringIO()
+    TerminalLogger(100, file=out).close()
+    assert out.getvalue() == ""
+
+
+def test_a_terminal_shows_a_bar_with_the_share_done(clock):
+    out = Tty()
+    logger = TerminalLogger(200, title="DQN on Acrobot-v1", file=out)
+    logger.write(100, {"episode_return": -80.0})
+    logger.close()
+    assert "DQN on Acrobot-v1" in out.getvalue()
+    assert " 50%" in out.getvalue()
+    assert "-80.0" in out.getvalue()
+
+
+def test_speed_is_that_of_the_last_seconds(clock):
+    out = io.StringIO()
+    logger = TerminalLogger(1_000_000, file=out, seconds_between_lines=0.0)
+    step = 0
+    for speed in [10] * 60 + [1000] * 60:
+        clock.now += 1
+        step += speed
+        logger.write(step, {})
+    assert "steps/s 1,000 " in out.getvalue().splitlines()[-1]
+
+
+def test_a_result_on_a_piped_stdout_is_not_caught(capsys, clock):
+    logger = TerminalLogger(10, file=Tty())
+    print('{"return_mean": 1}')
+    logger.close()
+    assert capsys.readouterr().out == '{"return_mean": 1}\n'
+
+
+def test_progress_goes_to_stderr(capsys):
+    logger = TerminalLogger(10)
+    logger.write(5, {})
+    logger.close()
+    captured = capsys.readouterr()
+    assert captured.out == "" and "steps 5 / 10" in captured.err

@@ -1,0 +1,46 @@
+"""`import rlframe` is quick and light; what is heavy comes with the file that is about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "wandb", "trackio")
+PUBLIC = (
+    "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.metrics rlframe.replay"
+)
+
+
+def modules_after(statement: str) -> tuple[set[str], float]:
+    """Top-level modules that a fresh process holds after `statement`, and the seconds that it took."""
+    program = (
+        f"import time; start = time.perf_counter(); {statement}; seconds = time.perf_counter() - start\n"
+        "import sys; print(seconds, *{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    seconds, *names = done.stdout.split()
+    return set(names), float(seconds)
+
+
+def test_import_rlframe_is_quick_and_pulls_in_no_engine():
+    # The best of three: another program may have had the processor.
+    loaded, seconds = min((modules_after("import rlframe") for _ in range(3)), key=lambda result: result[1])
+    assert seconds < 2.0
+    assert loaded.isdisjoint({*ENGINES, "jax", "numpy", "matplotlib", "rich"})
+
+
+@pytest.mark.parametrize("package", PUBLIC.split())
+def test_no_package_pulls_in_an_engine_or_an_environment_library(package):
+    loaded, _ = modules_after(f"import {package}")
+    assert loaded.isdisjoint({*ENGINES, "envpool", "gymnasium", "dm_control", "matplotlib", "tensorboardX", "rich"})
+
+
+def test_every_public_name_resolves():
+    import rlframe
+
+    for name in rlframe.__all__:
+        assert getattr(rlframe, name) is not None
+    with pytest.raises(AttributeError, match="Lerner"):
+        rlframe.Lerner  # noqa: B018
