@@ -1,7 +1,7 @@
 """How steps become items when they are added, and batches when they are sampled.
 
 An item is known by the number of its first timestep. `put` stores what the steps hold beside observations and
-returns the numbers of the items that they completed, the longest first; `assemble` gathers items.
+tells the table which items they completed, the longest first; `assemble` gathers items.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import numpy as np
 from rlframe.replay.layout import TreeLayout
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.stores import TreeStore
-from rlframe.replay.timeline import Index, Numbers, Timeline, Writer
+from rlframe.replay.tables import ItemTable
+from rlframe.replay.timeline import Index, Timeline, Writer
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
+# Step types as bytes: looking for a LAST costs a tenth of a comparison of arrays, which matters at 64 environments.
 _LAST_BYTE = int(LAST)
+_IS_LAST = bytes(int(t == _LAST_BYTE) for t in range(256))
+_IS_NOT_LAST = bytes(int(t != _LAST_BYTE) for t in range(256))
 
 
 class _Items:
@@ -25,8 +29,8 @@ class _Items:
     columns: dict[str, str]
     fields: tuple[str, ...]
 
-    def __init__(self, spec: StepSpec, timeline: Timeline):
-        self._timeline = timeline
+    def __init__(self, spec: StepSpec, timeline: Timeline, table: ItemTable):
+        self._timeline, self._table = timeline, table
         self._columns = {name: np.zeros(timeline.slots, dtype) for name, dtype in self.columns.items()}
         self._trees = {name: TreeStore(TreeLayout(name, getattr(spec, name)), timeline.slots) for name in self.fields}
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
@@ -60,8 +64,8 @@ class Transitions(_Items):
     columns = {"reward": "f4", "discount": "f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras")
 
-    def __init__(self, item: Transition, spec: StepSpec, timeline: Timeline):
-        super().__init__(spec, timeline)
+    def __init__(self, item: Transition, spec: StepSpec, timeline: Timeline, table: ItemTable):
+        super().__init__(spec, timeline, table)
         self.period, self.history = 1, item.n_step
         self._n = item.n_step
         self._gamma = np.float32(item.discount)
@@ -74,77 +78,87 @@ class Transitions(_Items):
     def discard(self, writer: Writer, envs: np.ndarray) -> None:
         """Forgets the open fragments of `envs`: none of their starts is in this episode any more."""
         writer.ages[envs] = 0
-        writer.calm = 0
 
-    def put(self, writer: Writer, envs: np.ndarray | None, now: Numbers, new: Numbers, step: Step) -> list[Numbers]:
-        """Stores `step`, taken at the timesteps `now` and answered by `new`; returns the completed items."""
-        types, after = step.timestep.step_type, step.next_timestep
-        count = len(types)
-        index = self._timeline.index(now, count)
+    def put(self, writer: Writer, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
+        """Stores a step of all the environments of a writer in lockstep."""
+        after, index, count = step.next_timestep, writer.index, writer.num_envs
         discount = after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
         self._span[index] = new - now
         self._write(index, step)
-        acting = None if _LAST_BYTE not in types.tobytes() else types != LAST
+        acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else None
         if self._n == 1:
-            return [now if acting is None else _numbers(now, count)[acting]]
-        writer.begin(now, envs)
-        ended = after.step_type == LAST if _LAST_BYTE in after.step_type.tobytes() else None
-        if acting is None and ended is None and envs is None:
-            writer.calm += 1
-            if writer.calm >= self._n:
-                return self._extend_all(writer, new, count, after.reward, discount)
-        else:
-            writer.calm = 0
-        return self._extend(writer, envs, now, new, step, acting, ended, discount)
-
-    def _extend_all(
-        self, writer: Writer, new: int, count: int, reward: np.ndarray, discount: np.ndarray
-    ) -> list[Numbers]:
-        """Adds the reward to the n - 1 steps before, all of the same episodes."""
-        start = new
+            self._table.append_block(now, index, count, acting)
+            return
+        writer.blocks[writer.position % self._n] = now
+        writer.acting.insert(0, acting)
+        writer.acting.pop()
+        within, start = acting, now
+        unbroken = [acting]
         for k in range(1, self._n):
-            start = writer.start(writer.position - k, None)
-            index = self._timeline.index(start, count)
-            self._reward[index] += self._powers[k] * reward
-            self._discount[index] *= discount
-            self._span[index] = new - start
-        return [start]
+            within = _both(within, writer.acting[k])
+            unbroken.append(within)
+            start = writer.blocks[(writer.position - k) % self._n]
+            if start < self._timeline.floor:
+                within = _both(within, start + writer.range >= max(0, self._timeline.floor))
+            self._extend(k, self._timeline.index(start, count), new - start, after.reward, discount, within)
+        self._table.append_block(start, self._timeline.index(start, count), count, within)
+        if _LAST_BYTE in after_types:
+            ended = np.frombuffer(after_types.translate(_IS_LAST), bool)
+            self._finish(writer, ended, unbroken)
 
     def _extend(
-        self,
-        writer: Writer,
-        envs: np.ndarray | None,
-        now: Numbers,
-        new: Numbers,
-        step: Step,
-        acting: np.ndarray | None,
-        ended: np.ndarray | None,
-        discount: np.ndarray,
-    ) -> list[Numbers]:
-        """Adds the reward to those of the n - 1 steps before that are of the same episode."""
-        rows = slice(None) if envs is None else envs
-        position = writer.position if envs is None else writer.positions[envs]
-        ages, reward, count = writer.ages[rows], step.next_timestep.reward, len(discount)
-        if acting is None:
-            acting = np.ones(count, bool)
-        new_numbers = _numbers(new, count)
-        completed: list[Numbers] = []
+        self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, within: np.ndarray | None
+    ) -> None:
+        """Adds the reward to the items that began k steps before, in the episodes that are the same (`within`)."""
+        if within is None:
+            self._reward[index] += self._powers[k] * reward
+            self._discount[index] *= discount
+            self._span[index] = span
+            return
+        gained, faded = self._powers[k] * reward, discount
+        old = self._reward[index], self._discount[index], self._span[index]
+        self._reward[index] = np.where(within, old[0] + gained, old[0])
+        self._discount[index] = np.where(within, old[1] * faded, old[1])
+        self._span[index] = np.where(within, span, old[2])
+
+    def _finish(self, writer: Writer, ended: np.ndarray, unbroken: list[np.ndarray | None]) -> None:
+        """Completes the items of fewer than n steps of the episodes that `ended`."""
+        envs = ended.nonzero()[0]
+        shorter = []
+        for k in range(min(len(unbroken), self._n - 1) - 1, -1, -1):
+            start, within = writer.blocks[(writer.position - k) % self._n], unbroken[k]
+            shorter.append(start + (envs if within is None else envs[within[envs]]))
+        self._table.append(np.concatenate(shorter))
+
+    def put_scattered(
+        self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step
+    ) -> None:
+        """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
+        after, slots = step.next_timestep, self._timeline.slots
+        index, positions, ages = now % slots, writer.positions[envs], writer.ages[envs]
+        discount = after.discount * self._gamma
+        self._reward[index] = after.reward
+        self._discount[index] = discount
+        self._span[index] = new - now
+        self._write(index, step)
+        writer.begin(now, envs)
+        acting, ended = step.timestep.step_type != LAST, after.step_type == LAST
+        completed = []
         for k in range(self._n - 1, -1, -1):
-            within = acting if k == 0 else acting & (ages >= k)
-            starts = _numbers(now if k == 0 else writer.start(position - k, envs), count)[within]
+            within = (acting & (ages >= k)).nonzero()[0]
+            starts = writer.starts[(positions[within] - k) % self._n, envs[within]]
             if k:
-                index = starts % self._timeline.slots
-                self._reward[index] += self._powers[k] * reward[within]
+                living = starts >= self._timeline.floor
+                within, starts = within[living], starts[living]
+                index = starts % slots
+                self._reward[index] += self._powers[k] * after.reward[within]
                 self._discount[index] *= discount[within]
-                self._span[index] = new_numbers[within] - starts
-            if k == self._n - 1:
-                completed.append(starts)
-            elif ended is not None:
-                completed.append(starts[ended[within]])
-        writer.ages[rows] = np.where(acting, np.minimum(ages + 1, self._n), 0)
-        return completed
+                self._span[index] = new[within] - starts
+            completed.append(starts if k == self._n - 1 else starts[ended[within]])
+        writer.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
+        self._table.append(np.concatenate(completed))
 
     def assemble(self, starts: np.ndarray, observations: Any, outputs: Outputs) -> TransitionBatch:
         """Gathers the items `starts` [B]."""
@@ -166,8 +180,8 @@ class Sequences(_Items):
     columns = {"step_type": "u1", "reward": "f4", "discount": "f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras", "agent_state")
 
-    def __init__(self, item: Sequence, spec: StepSpec, timeline: Timeline):
-        super().__init__(spec, timeline)
+    def __init__(self, item: Sequence, spec: StepSpec, timeline: Timeline, table: ItemTable):
+        super().__init__(spec, timeline, table)
         self._length = item.length
         self.period, self.history = item.period, -(-item.length // item.period)
 
@@ -179,25 +193,37 @@ class Sequences(_Items):
         """Forgets the open fragments of `envs`: the next sequence starts at the next step."""
         writer.positions[envs] = 0
 
-    def put(self, writer: Writer, envs: np.ndarray | None, now: Numbers, new: Numbers, step: Step) -> list[Numbers]:
-        """Stores `step`, taken at the timesteps `now` and answered by `new`; returns the completed items."""
-        after, count = step.next_timestep, len(step.timestep.step_type)
-        index, new_index = self._timeline.index(now, count), self._timeline.index(new, count)
+    def put(self, writer: Writer, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
+        """Stores a step of all the environments of a writer in lockstep."""
+        index, count = writer.index, writer.num_envs
+        self._store(index, self._timeline.index(new, count), new - now, step)
+        j, rest = divmod(writer.position, self.period)
+        if rest == 0:
+            writer.blocks[j % self.history] = now
+        j, rest = divmod(writer.position + 1 - self._length, self.period)
+        if j >= 0 and rest == 0:
+            start = writer.blocks[j % self.history]
+            self._table.append_block(start, self._timeline.index(start, count), count, None)
+
+    def put_scattered(
+        self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step
+    ) -> None:
+        """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
+        slots = self._timeline.slots
+        self._store(now % slots, new % slots, new - now, step)
+        writer.begin(now, envs)
+        j, rest = np.divmod(writer.positions[envs] + 1 - self._length, self.period)
+        done = (j >= 0) & (rest == 0)
+        self._table.append(writer.starts[j[done] % self.history, envs[done]])
+
+    def _store(self, index: Index, new_index: Index, span: Any, step: Step) -> None:
+        after = step.next_timestep
         self._columns["step_type"][new_index] = after.step_type
         self._columns["reward"][new_index] = after.reward
         self._columns["discount"][new_index] = after.discount
-        self._span[index] = new - now
+        self._span[index] = span
         self._write(index, step)
         self._trees["agent_state"].write(index, step.agent_state)
-        writer.begin(now, envs)
-        position = writer.position if envs is None else writer.positions[envs]
-        j, rest = np.divmod(position + 1 - self._length, self.period) if envs is not None else divmod(
-            position + 1 - self._length, self.period
-        )
-        if envs is None:
-            return [writer.start(j, None)] if j >= 0 and rest == 0 else []
-        done = (j >= 0) & (rest == 0)
-        return [writer.start(j[done], envs[done])]
 
     def assemble(self, starts: np.ndarray, observations: Any, outputs: Outputs) -> SequenceBatch:
         """Gathers the items `starts` [B]."""
@@ -218,6 +244,8 @@ class Sequences(_Items):
         )
 
 
-def _numbers(numbers: Numbers, count: int) -> np.ndarray:
-    """One number per environment, also of a block."""
-    return numbers + np.arange(count) if isinstance(numbers, int) else numbers
+def _both(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    """The conjunction of two masks, of which None is all True."""
+    if a is None:
+        return b
+    return a if b is None else a & b

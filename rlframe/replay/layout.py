@@ -37,14 +37,14 @@ class TreeLayout:
         self.leaves = [
             Leaf(name + jtu.keystr(path), tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in paths
         ]
-        self._is_leaf = len(paths) == 1 and not paths[0][0]
+        self.is_leaf = len(paths) == 1 and not paths[0][0]
         getters = [_getter(path) for path, _ in paths]
         self._getters = None if any(get is None for get in getters) else getters
         self._name = name
 
     def split(self, tree: Tree) -> list[Any]:
         """Returns the leaves of `tree`, in the order of `leaves`."""
-        if self._is_leaf:
+        if self.is_leaf:
             return [tree]
         if self._getters is None:
             return self._treedef.flatten_up_to(tree)
@@ -52,7 +52,7 @@ class TreeLayout:
 
     def build(self, leaves: list[Any]) -> Tree:
         """The inverse of `split`."""
-        return leaves[0] if self._is_leaf else self._treedef.unflatten(leaves)
+        return leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
 
     def map(self, tree: Tree, rows: np.ndarray) -> Tree:
         """Returns the tree of `leaf[rows]`."""

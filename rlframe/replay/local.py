@@ -15,9 +15,10 @@ from rlframe.replay.layout import TreeLayout, check_array, check_memory, Leaf
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.stores import TreeStore
 from rlframe.replay.tables import QueueTable, UniformTable
-from rlframe.replay.timeline import Numbers, Timeline, Writer
+from rlframe.replay.timeline import Index, Timeline, Writer
 from rlframe.types import Batch, Step, StepSpec, Transition, split_env_ids
 
+_CHUNK = 1024  # timesteps that are given up at once
 _TABLES = {"uniform": UniformTable, "queue": QueueTable}
 
 
@@ -81,67 +82,55 @@ class ReplayBuffer(BaseReplayBuffer):
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         with self._lock:
             writer, envs = self._find(env_ids)
-            before, after = step.timestep, step.next_timestep
+            types, after = step.timestep.step_type.tobytes(), step.next_timestep
             if not writer.checked:
                 self._check(writer, len(env_ids), step)
-            count = len(env_ids)
-            if envs is None and writer.block is not None and writer.type_bytes == before.step_type.tobytes():
-                now: Numbers = writer.block
-                new = self._take(count, writer)
-                self._observations.write(self._timeline.index(new, count), after.observation)
-                completed = self._items.put(writer, None, now, new, step)
-                writer.block, writer.type_bytes = new, after.step_type.tobytes()
+            if envs is None and writer.type_bytes == types and writer.block >= self._timeline.safe(writer.num_envs):
+                after_types = after.step_type.tobytes()
+                new, index = self._take(writer.num_envs, writer)
+                self._observations.write(index, after.observation)
+                self._items.put(writer, writer.block, new, step, types, after_types)
+                writer.block, writer.index, writer.type_bytes = new, index, after_types
                 writer.position += 1
             else:
-                completed = self._add_scattered(writer, writer.range if envs is None else envs, step)
-            for starts in completed:
-                number = count if isinstance(starts, int) else len(starts)
-                if number:
-                    self._table.append(starts, number)
-            self._steps += count
+                self._add_scattered(writer, writer.range if envs is None else envs, step)
+            self._steps += len(env_ids)
             if self._waiting:
                 self._added.notify_all()
 
-    def _add_scattered(self, writer: Writer, envs: np.ndarray, step: Step) -> list[Numbers]:
+    def _add_scattered(self, writer: Writer, envs: np.ndarray, step: Step) -> None:
         """Adds a step of some of a writer's environments, or of ones whose fragments are broken."""
         writer.scatter()
         before, after, count = step.timestep, step.next_timestep, len(envs)
         now = writer.open[envs]
         # What this call may overwrite (two timesteps for each environment) counts as gone.
-        kept = (now >= max(0, self._timeline.head + 2 * count - self._timeline.slots)) & (
-            writer.types[envs] == before.step_type
-        )
+        kept = (now >= self._timeline.safe(2 * count)) & (writer.types[envs] == before.step_type)
         if not kept.all():
             lost = ~kept
-            number = int(np.count_nonzero(lost))
-            first = self._take(number, writer)
-            now[lost] = first + np.arange(number)
-            index = self._timeline.index(first, number)
+            first, index = self._take(int(np.count_nonzero(lost)), writer)
+            now[lost] = first + np.arange(np.count_nonzero(lost))
             self._observations.write(index, self._layouts["observation"].map(before.observation, lost))
             self._items.open(index, before.step_type[lost])
             self._items.discard(writer, envs[lost])
-        first = self._take(count, writer)
+        first, index = self._take(count, writer)
         new = first + np.arange(count)
-        self._observations.write(self._timeline.index(first, count), after.observation)
-        completed = self._items.put(writer, envs, now, new, step)
+        self._observations.write(index, after.observation)
+        self._items.put_scattered(writer, envs, now, new, step)
         writer.open[envs], writer.types[envs] = new, after.step_type
         writer.positions[envs] += 1
-        if count == writer.num_envs and envs[0] == 0 and (envs == writer.range).all():
+        if count == writer.num_envs and (envs == writer.range).all():
             writer.gather()
-        return completed
+            writer.index = index
 
-    def _take(self, count: int, writer: Writer) -> int:
-        """Allocates `count` timesteps and drops the items that started in their slots."""
-        first = self._timeline.head
-        index = self._timeline.index(first, count)
-        if first + count > self._timeline.slots:
-            self._timeline.head += count
+    def _take(self, count: int, writer: Writer) -> tuple[int, Index]:
+        """Allocates `count` timesteps, and drops the items that are given up for them."""
+        first, given_up = self._timeline.take(count)
+        for index in given_up:
             self._table.evict(index)
-        else:
-            self._timeline.head += count
-        if writer.origin or first >= self._timeline.slots:
+        index = self._timeline.index(first, count)
+        if writer.origin or len(self._origins) > 1:
             self._origin[index] = writer.origin
-        return first
+        return first, index
 
     def _find(self, env_ids: np.ndarray) -> tuple[Writer, np.ndarray | None]:
         """Returns the writer that `env_ids` belong to, and the environments' indices (None: all in order)."""
@@ -188,7 +177,7 @@ class ReplayBuffer(BaseReplayBuffer):
             slots = self._timeline.relative(starts)
             keys = np.empty((count, 3), np.int64)
             if len(self._origins) == 1:
-                keys[:, :2] = self._origins[0]
+                keys[:, 0], keys[:, 1] = self._origins[0]
             else:
                 keys[:, :2] = np.asarray(self._origins).take(self._origin.take(slots, mode="wrap"), axis=0)
             keys[:, 2] = starts
@@ -281,19 +270,19 @@ class ReplayBuffer(BaseReplayBuffer):
         item = self.spec.item
         # An item of each environment, the open timesteps, and those that one call may allocate.
         needed = all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
-        if self._timeline is not None and (needed <= self._timeline.slots):
+        if self._timeline is not None and needed + self._timeline.chunk <= self._timeline.slots:
             return
         if self._timeline is not None and self._timeline.head:
             raise UsageError(
                 f"The replay buffer keeps {self._timeline.slots} timesteps, but {all_envs} environments need {needed} for one "
                 f"item each. Give it a capacity of at least {needed}."
             )
-        slots = max(self.spec.capacity + num_envs, needed)
-        slots = -(-slots // num_envs) * num_envs
+        chunk = -(-min(_CHUNK, max(1, self.spec.capacity // 16)) // num_envs) * num_envs
+        slots = -(-max(self.spec.capacity + num_envs, needed) // num_envs) * num_envs + chunk
         check_memory(self._bytes_needed(slots), slots, f"{all_envs} environments")
-        timeline = self._timeline = Timeline(slots)
+        timeline = self._timeline = Timeline(slots, chunk)
         kind = Transitions if isinstance(item, Transition) else Sequences
-        self._items = kind(item, self._step_spec, timeline)
-        self._observations = TreeStore(self._layouts["observation"], slots)
         self._table = _TABLES[self.spec.kind](timeline)
+        self._items = kind(item, self._step_spec, timeline, self._table)
+        self._observations = TreeStore(self._layouts["observation"], slots)
         self._origin = np.zeros(slots, np.int32)

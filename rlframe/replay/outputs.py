@@ -22,7 +22,7 @@ class Outputs:
 
     def take(self, data: np.ndarray, slots: np.ndarray, name: str = "") -> np.ndarray:
         """Returns `data[slots]`, `[*slots.shape, *data.shape[1:]]`. Slots below 0 count from the end."""
-        if slots.size * data[0].nbytes < _LARGE:
+        if slots.size * data.strides[0] < _LARGE:
             return data.take(slots, axis=0, mode="wrap")
         out = self.empty((*slots.shape, *data.shape[1:]), data.dtype, name)
         # Any mode but "raise" writes straight into `out`; "raise" would gather into a buffer first.

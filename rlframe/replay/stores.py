@@ -42,14 +42,20 @@ class TreeStore:
     def __init__(self, layout: TreeLayout, slots: int):
         self._layout = layout
         self.stores = [RowStore(leaf, slots) for leaf in layout.leaves]
+        self._single = self.stores[0] if layout.is_leaf else None
 
     def write(self, index: Index, tree: Any) -> None:
         """Stores the tree of `[B, ...]` at `index`."""
+        if self._single is not None:
+            self._single.data[index] = tree
+            return
         for store, values in zip(self.stores, self._layout.split(tree)):
             store.data[index] = values
 
     def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
         """Returns the tree of the rows `slots`."""
+        if self._single is not None:
+            return self._single.read(slots, outputs)
         return self._layout.build([store.read(slots, outputs) for store in self.stores])
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.timeline import Index, Numbers, Timeline
+from rlframe.replay.timeline import Index, Timeline
 
 
 class ItemTable:
@@ -21,14 +21,41 @@ class ItemTable:
         self.size = 0
         self.added = self.evicted = self.evicted_unsampled = 0
 
-    def append(self, starts: Numbers, count: int) -> None:
-        """Notes the items `starts`: a block of `count` numbers, or an array."""
-        self._present[self._timeline.index(starts, count)] = True
+    def append_block(self, first: int, index: Index, count: int, mask: np.ndarray | None) -> None:
+        """Notes the items that start at the `count` numbers from `first`, where `mask` says so, in the slots `index`."""
+        if first < self._timeline.floor:  # a slow writer's: at least some are gone already
+            starts = np.arange(first, first + count)
+            self.append(starts if mask is None else starts[mask])
+            return
+        if mask is None:
+            self._present[index] = True
+        else:
+            self._present[index] |= mask
+            count = int(np.count_nonzero(mask))
         self.size += count
         self.added += count
+        self._push(np.arange(first, first + len(mask))[mask] if mask is not None else np.arange(first, first + count))
+
+    def append(self, starts: np.ndarray) -> None:
+        """Notes the items that start at the numbers `starts`, of which some may be gone already."""
+        late = starts < self._timeline.floor
+        if late.any():
+            gone = int(np.count_nonzero(late))
+            self.added += gone
+            self.evicted += gone
+            self.evicted_unsampled += gone
+            starts = starts[~late]
+        if len(starts):
+            self._present[starts % self._timeline.slots] = True
+            self.size += len(starts)
+            self.added += len(starts)
+            self._push(starts)
+
+    def _push(self, starts: np.ndarray) -> None:
+        """The living items `starts` are new."""
 
     def evict(self, index: Index) -> None:
-        """Drops the items that start in the slots `index`, which are about to be overwritten."""
+        """Drops the items that start in the slots `index`, which are given up."""
         gone = int(np.count_nonzero(self._present[index]))
         if gone:
             self._present[index] = False
@@ -38,7 +65,7 @@ class ItemTable:
 
     def holds(self, starts: np.ndarray) -> np.ndarray:
         """[B] bool: whether the items `starts` are still there."""
-        living = (starts >= self._timeline.oldest) & (starts < self._timeline.head)
+        living = (starts >= self._timeline.floor) & (starts < self._timeline.head)
         return living & self._present[starts % self._timeline.slots]
 
     def _advance(self, gone: int) -> None:
@@ -77,21 +104,21 @@ class _Ring(ItemTable):
         self.ordered = True  # no entry started before the one to its left
         self.last = -1
 
-    def append(self, starts: Numbers, count: int) -> None:
-        super().append(starts, count)
-        if isinstance(starts, int):
-            first, last, starts = starts, starts + count - 1, np.arange(starts, starts + count)
+    def _push(self, starts: np.ndarray) -> None:
+        if self.ordered:
+            size = len(starts)
+            first, last = starts.item(0) if size else self.last, starts.item(size - 1) if size else self.last
+            # Numbers of one call are distinct: they rise by one each unless there are gaps, and only then need a look.
+            gaps = last - first != size - 1
+            if first < self.last or (gaps and not (starts[1:] > starts[:-1]).all()):
+                self.ordered = False
+            self.last = last
+        low, size = self.end % len(self._starts), len(starts)
+        self.end += size
+        if low + size <= len(self._starts):
+            self._starts[low : low + size] = starts
         else:
-            first, last = int(starts[0]), int(starts[-1])
-            self.ordered = self.ordered and bool((starts[1:] > starts[:-1]).all())
-        self.ordered = self.ordered and first > self.last
-        self.last = last
-        low = self.end % len(self._starts)
-        if low + count <= len(self._starts):
-            self._starts[low : low + count] = starts
-        else:
-            self._starts[np.arange(low, low + count) % len(self._starts)] = starts
-        self.end += count
+            self._starts[np.arange(low, low + size) % len(self._starts)] = starts
 
     def _advance(self, gone: int) -> None:
         if self.ordered:
@@ -107,7 +134,7 @@ class _Ring(ItemTable):
             self.tail += len(window)
 
     def _living(self, positions: np.ndarray) -> np.ndarray:
-        return self._starts.take(positions, mode="wrap") >= self._timeline.oldest
+        return self._starts[positions % len(self._starts)] >= self._timeline.floor
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {**super().arrays(), "starts": self._starts}
@@ -118,13 +145,21 @@ class UniformTable(_Ring):
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (starts [count] int64, probabilities [count] float32)."""
-        starts = self._starts.take(rng.integers(self.tail, self.end, count), mode="wrap")
+        starts = self._starts.take(self._positions(count, rng), mode="wrap")
         if not self.ordered:
-            oldest = self._timeline.oldest
-            while (dead := starts < oldest).any():
-                again = rng.integers(self.tail, self.end, int(np.count_nonzero(dead)))
+            # Dead entries are few: draw again instead of them, so that all living ones keep the same chance.
+            while 1 in (dead := starts < self._timeline.floor).tobytes():
+                again = self._positions(int(np.count_nonzero(dead)), rng)
                 starts[dead] = self._starts.take(again, mode="wrap")
-        return starts, np.full(count, 1.0 / self.size, np.float32)
+        return starts, _full(count, 1.0 / self.size)
+
+    def _positions(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        # A fifth of the time of `rng.integers`, and as even as doubles are: to one part in 2^53 / size.
+        draws = rng.random(count)
+        draws *= self.end - self.tail
+        positions = draws.astype(np.int64)
+        positions += self.tail % len(self._starts)
+        return positions
 
 
 class QueueTable(_Ring):
@@ -132,11 +167,11 @@ class QueueTable(_Ring):
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Takes `count` items, of which there must be enough, out of the queue."""
-        probabilities = np.full(count, 1.0 / self.size, np.float32)
+        probabilities = _full(count, 1.0 / self.size)
         chosen = np.arange(self.tail, self.tail + count if self.ordered else self.end)
         if not self.ordered:
             chosen = chosen[self._living(chosen)][:count]
-        starts = self._starts.take(chosen, mode="wrap")
+        starts = self._starts[chosen % len(self._starts)]
         self.tail = int(chosen[-1]) + 1
         self._present[starts % self._timeline.slots] = False
         self.size -= count
@@ -145,3 +180,9 @@ class QueueTable(_Ring):
     def _advance(self, gone: int) -> None:
         self.evicted_unsampled += gone
         super()._advance(gone)
+
+
+def _full(count: int, value: float) -> np.ndarray:
+    array = np.empty(count, np.float32)
+    array.fill(value)
+    return array

@@ -16,23 +16,39 @@ from rlframe.types import global_env_ids
 
 Index = Union[slice, np.ndarray]
 Numbers = Union[int, np.ndarray]  # the first number of a block, or one number per environment
+_NOTHING: list[Index] = []
 _NONE = 255  # not a step type
 
 
 class Timeline:
-    """Hands out timestep numbers and turns them into slots."""
+    """Hands out timestep numbers and turns them into slots.
 
-    def __init__(self, slots: int):
-        self.slots = slots
+    Room is made `chunk` timesteps at a time: to look for evicted items at every call would cost more than to write.
+    """
+
+    def __init__(self, slots: int, chunk: int):
+        self.slots, self.chunk = slots, chunk
         self.head = 0  # the next number
+        self.floor = 0  # the lowest number that is still there
 
-    @property
-    def oldest(self) -> int:
-        """The lowest number that has not been overwritten."""
-        return max(0, self.head - self.slots)
+    def take(self, count: int) -> tuple[int, list[Index]]:
+        """Allocates a block of `count`; returns its first number, and the slots that are given up for it."""
+        first = self.head
+        self.head = first + count
+        if self.head - self.floor <= self.slots:
+            return first, _NOTHING
+        floor, self.floor = self.floor, self.head - self.slots + self.chunk
+        low, high = floor % self.slots, self.floor % self.slots
+        if low < high:
+            return first, [slice(low, high)]
+        return first, [slice(low, self.slots), slice(0, high)]
+
+    def safe(self, count: int) -> int:
+        """The lowest number that will still be there when `count` more are allocated."""
+        return max(0, self.head + count + self.chunk - self.slots)
 
     def index(self, numbers: Numbers, count: int) -> Index:
-        """Returns an index of the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
+        """Returns the slots of a block of `count` numbers (a slice where it does not wrap), or of an array."""
         if isinstance(numbers, int):
             low = numbers % self.slots
             if low + count <= self.slots:
@@ -42,7 +58,7 @@ class Timeline:
 
     def relative(self, numbers: np.ndarray) -> np.ndarray:
         """Slots of living numbers for `take(mode="wrap")`: may be negative, and costs no division."""
-        return numbers - (self.head // self.slots) * self.slots
+        return numbers - (self.head - self.head % self.slots)
 
 
 class Writer:
@@ -58,12 +74,14 @@ class Writer:
         self.range = np.arange(num_envs)
         self.checked = False  # whether a first step was compared with the spec
         self.origin = 0  # index of (rank, incarnation) in the buffer's table
-        self.calm = 0  # adds since an episode ended, or began, in any of the environments
         # Lockstep: the block of open timesteps, their step types, the position in the fragment, the starts' blocks.
-        self.block: int | None = None
+        self.block = -1
+        self.index: Index = slice(0, 0)  # the block's slots
         self.type_bytes = b""
         self.position = 0
         self.blocks = [-1] * history
+        # The last `history` steps, newest first: who acted [num_envs] (not at LAST), None where all did.
+        self.acting: list[np.ndarray | None] = [None] * history
         # Otherwise the same for each environment.
         self.open = np.full(num_envs, -1, np.int64)
         self.types = np.full(num_envs, _NONE, np.uint8)
@@ -73,13 +91,19 @@ class Writer:
 
     def scatter(self) -> None:
         """Leaves lockstep."""
-        if self.block is None:
+        if self.block < 0:
             return
         self.open[:] = self.block + self.range
         self.types[:] = np.frombuffer(self.type_bytes, np.uint8)
         self.positions[:] = self.position
         self.starts[:] = np.asarray(self.blocks, np.int64)[:, None] + self.range
-        self.block = None
+        self.ages[:] = 0
+        unbroken = np.ones(self.num_envs, bool)
+        for acting in self.acting:
+            if acting is not None:
+                unbroken &= acting
+            self.ages += unbroken
+        self.block = -1
 
     def gather(self) -> None:
         """Enters lockstep where all that an environment has open lies beside its neighbours'."""
@@ -90,19 +114,11 @@ class Writer:
         if (known == known[:, :1] + self.range).all():
             self.block, self.position, self.type_bytes = int(self.open[0]), position, self.types.tobytes()
             self.blocks = [int(x) for x in self.starts[:, 0]]
+            self.acting = [None if (acted := self.ages > k).all() else acted for k in range(self.history)]
 
-    def start(self, j: Numbers, envs: np.ndarray | None) -> Numbers:
-        """Returns the numbers of the starts j: a block in lockstep (`envs` None), else one for each of `envs`."""
-        if envs is None:
-            return self.blocks[j % self.history]
-        return self.starts[j % self.history, envs]
-
-    def begin(self, now: Numbers, envs: np.ndarray | None) -> None:
-        """Notes the open timesteps `now` as starts, where their position is a multiple of the period."""
-        if envs is None:
-            if self.position % self.period == 0:
-                self.blocks[self.position // self.period % self.history] = now
-        elif self.period == 1:
+    def begin(self, now: np.ndarray, envs: np.ndarray) -> None:
+        """Notes the open timesteps `now` of `envs` as starts, where their position is a multiple of the period."""
+        if self.period == 1:
             self.starts[self.positions[envs] % self.history, envs] = now
         else:
             j, rest = np.divmod(self.positions[envs], self.period)

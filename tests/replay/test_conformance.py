@@ -1,0 +1,222 @@
+"""What every replay buffer promises, checked against one in plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.types import Sequence, Transition, global_env_ids
+from tests.replay.factories import FACTORIES
+from tests.replay.streams import Stream, Twin, assert_batch_matches, fake_agent, first_ids
+
+ITEMS = [
+    Transition(1),
+    Transition(3, 0.9),
+    Transition(5, 0.97),
+    Sequence(4),
+    Sequence(5, period=2),
+    Sequence(2, period=3),
+    Sequence(1),
+]
+SCENES = ["lockstep", "subsets", "broken fragments", "two writers", "reclaimed rank", "one slow environment"]
+
+
+@pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
+def make(request: pytest.FixtureRequest) -> Any:
+    made = []
+
+    def build(*args: Any, seed: int = 0, **kwargs: Any) -> Any:
+        made.append(request.param(fake_agent(*args, **kwargs), seed=seed))
+        return made[-1]
+
+    yield build
+    for buffer in made:
+        buffer.close()
+
+
+def play(scene: str, buffer: Any, twin: Twin, steps: int, num_envs: int = 6, seed: int = 0, end: float = 0.2) -> Any:
+    """Feeds buffer and twin with the same experience; yields after every step."""
+    rng = np.random.default_rng(seed)
+    streams = [Stream(num_envs, rank, seed, end) for rank in range(2 if scene == "two writers" else 1)]
+    for stream in streams:
+        assert buffer.claim_rank(stream.num_envs, stream.rank) == (stream.rank, 0)
+        twin.claim_rank(stream.num_envs, stream.rank)
+    for t in range(steps):
+        stream = streams[int(rng.integers(len(streams)))]
+        envs = None
+        if scene == "subsets":
+            envs = rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)]
+        elif scene == "broken fragments" and rng.random() < 0.3:
+            stream.restart(rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)], unless_first=True)
+        elif scene == "reclaimed rank" and t % 11 == 10:
+            stream.restart(np.arange(num_envs))
+            assert buffer.claim_rank(num_envs, 0) == (0, (t + 1) // 11)
+            twin.claim_rank(num_envs, 0)
+        elif scene == "one slow environment" and t % 9:
+            envs = np.arange(1, num_envs)
+        ids, step = stream.step(envs)
+        buffer.add(ids, step)
+        twin.add(ids, step)
+        yield t
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("item", ITEMS, ids=str)
+def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scene: str) -> None:
+    buffer, twin = make("uniform", item, 8, 10_000), Twin(item)
+    for _ in play(scene, buffer, twin, 60):
+        assert buffer.size == len(twin.items)
+        batch = buffer.sample()
+        assert (batch is None) == (not twin.items)
+        if batch is not None:
+            assert_batch_matches(batch, twin)
+            np.testing.assert_allclose(batch.probabilities, 1 / len(twin.items), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("item", ITEMS, ids=str)
+def test_a_queue_gives_each_item_once_and_in_order(make: Any, item: Any, scene: str) -> None:
+    buffer, twin, seen = make("queue", item, 4, 10_000), Twin(item), []
+    for _ in play(scene, buffer, twin, 60):
+        while (batch := buffer.sample()) is not None:
+            assert_batch_matches(batch, twin)
+            seen += first_ids(batch).tolist()
+        assert buffer.size == len(twin.items) - len(seen) < 4
+    order = {first: i for i, first in enumerate(twin.items)}
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(order)
+    # A call may complete several items, whose order among each other is free.
+    assert max((abs(order[first] - i) for i, first in enumerate(seen)), default=0) <= 6 * 5
+
+
+@pytest.mark.parametrize("kind", ["uniform", "queue"])
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("item", ITEMS, ids=str)
+def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, kind: str) -> None:
+    capacity = 96
+    buffer, twin = make(kind, item, 4, capacity), Twin(item)
+    sampled = 0
+    for t in play(scene, buffer, twin, 300):
+        if t % 40 == 39:
+            batch = buffer.sample()
+            if batch is not None:
+                assert_batch_matches(batch, twin)
+                sampled += 4
+    stats = buffer.stats()
+    # An item whose first step left before its last one came is never there.
+    slow = scene in ("one slow environment", "two writers")
+    assert stats["added"] <= len(twin.items) if slow else stats["added"] == len(twin.items)
+    assert stats["added"] == stats["items"] + stats["evicted"] + (sampled if kind == "queue" else 0)
+    assert stats["evicted"] > 0
+    if kind == "uniform":
+        drawn = {first for _ in range(400) for first in first_ids(buffer.sample()).tolist()}
+        must_stay = {first for first in twin.items if first >= Stream.next_id - capacity}
+        assert must_stay <= drawn
+        assert len(drawn) == stats["items"]
+
+
+def test_every_item_is_drawn_with_the_same_chance(make: Any) -> None:
+    buffer, twin = make("uniform", Transition(3), 100, 200), Twin(Transition(3))
+    for _ in play("subsets", buffer, twin, 200):
+        pass
+    size = buffer.size
+    ids, counts = np.unique(np.concatenate([first_ids(buffer.sample()) for _ in range(400)]), return_counts=True)
+    expected = 40_000 / size
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert len(ids) == size
+    assert abs(chi_square - size) < 5 * np.sqrt(2 * size)
+
+
+def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
+    first, second, other = (make("uniform", Transition(1), 16, 1000, seed=seed) for seed in (1, 1, 2))
+    stream = Stream(4)
+    for buffer in (first, second, other):
+        buffer.claim_rank(4)
+    for _ in range(20):
+        ids, step = stream.step()
+        for buffer in (first, second, other):
+            buffer.add(ids, step)
+    draws = [np.concatenate([first_ids(buffer.sample()) for _ in range(5)]) for buffer in (first, second, other)]
+    np.testing.assert_array_equal(draws[0], draws[1])
+    assert (draws[0] != draws[2]).any()
+
+
+def test_a_batch_of_none_is_one_item_per_environment(make: Any) -> None:
+    buffer = make("queue", Sequence(3), None, 1000)
+    buffer.claim_rank(5)
+    stream = Stream(5, end=0.0)
+    for _ in range(2):
+        buffer.add(*stream.step())
+        assert buffer.sample() is None
+    buffer.add(*stream.step())
+    batch = buffer.sample()
+    assert batch.data.action.shape == (5, 3)
+    assert batch.data.observation["image"].shape == (5, 4, 2, 3)
+    assert len(set(first_ids(batch))) == 5
+    assert buffer.sample() is None
+
+
+def test_min_size_and_samples_per_insert_hold_sampling_back(make: Any) -> None:
+    buffer = make("uniform", Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0)
+    buffer.claim_rank(2)
+    stream, given = Stream(2, end=0.0), []
+    for _ in range(25):
+        buffer.add(*stream.step())
+        given.append(0)
+        while buffer.sample() is not None:
+            given[-1] += 1
+    assert given[:4] == [0, 0, 0, 0]
+    assert given[4] == 1
+    assert sum(given) * 8 == pytest.approx(2 * (50 - 10), abs=8)
+
+
+def test_a_batch_is_not_changed_by_what_comes_later(make: Any) -> None:
+    buffer = make("uniform", Transition(1), 8, 100)
+    buffer.claim_rank(4)
+    stream = Stream(4)
+    for _ in range(30):
+        buffer.add(*stream.step())
+    batch = buffer.sample()
+    copies = [np.array(batch.data.reward), np.array(batch.data.observation["image"])]
+    for _ in range(60):
+        buffer.add(*stream.step())
+        buffer.sample()
+    np.testing.assert_array_equal(batch.data.reward, copies[0])
+    np.testing.assert_array_equal(batch.data.observation["image"], copies[1])
+
+
+def test_ranks_are_given_in_order_and_taken_again_with_a_new_incarnation(make: Any) -> None:
+    buffer = make("uniform", Transition(1), 8, 1000)
+    assert [buffer.claim_rank(4), buffer.claim_rank(4), buffer.claim_rank(4, rank=0)] == [(0, 0), (1, 0), (0, 1)]
+
+
+def test_steps_of_an_unclaimed_rank_are_refused(make: Any) -> None:
+    buffer = make("uniform", Transition(1), 8, 1000)
+    buffer.claim_rank(4)
+    ids, step = Stream(4, rank=3).step()
+    with pytest.raises(UsageError, match="claim_rank"):
+        buffer.add(ids, step)
+    with pytest.raises(UsageError, match="Claimed: 0"):
+        buffer.add(global_env_ids(0, np.array([2, 3, 4, 5])), step)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "spoil"),
+    [
+        ("image", lambda step: step.timestep.observation.update(image=np.zeros((4, 2, 4), np.uint8))),
+        ("image", lambda step: step.next_timestep.observation.update(image=np.zeros((4, 2, 3), np.float32))),
+        ("id", lambda step: step.timestep.observation.pop("id")),
+        ("log_prob", lambda step: step.agent_output.extras.clear()),
+    ],
+)
+def test_a_leaf_that_is_not_what_the_spec_says_is_named(make: Any, leaf: str, spoil: Any) -> None:
+    buffer = make("uniform", Transition(1), 8, 1000)
+    buffer.claim_rank(4)
+    ids, step = Stream(4).step()
+    spoil(step)
+    with pytest.raises(UsageError, match=leaf):
+        buffer.add(ids, step)
+    assert buffer.size == 0
