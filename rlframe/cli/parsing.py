@@ -7,8 +7,12 @@ import dataclasses
 import io
 import json
 import re
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from rlframe.errors import UsageError, suggest
 
@@ -28,8 +32,6 @@ def parse(options: type[T], arguments: Sequence[str], prog: str, description: st
     Raises:
         UsageError: an option is unknown or its value does not fit.
     """
-    import tyro
-
     errors = io.StringIO()
     extra = {} if default is None else {"default": default}
     try:
@@ -68,14 +70,13 @@ def peek(arguments: Sequence[str], name: str) -> str | None:
 
 def flags(options: type, prefix: str = "") -> Iterable[str]:
     """Every option that a dataclass gives, as `--learning-rate`."""
-    import typing
-
-    import tyro
-
     for name, hint in typing.get_type_hints(options, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
         plain = getattr(hint, "__origin__", hint)
+        if tyro.conf.Positional in marks or tyro.conf.Suppress in marks:
+            continue
         own = name
-        for mark in getattr(hint, "__metadata__", ()):
+        for mark in marks:
             own = getattr(mark, "name", None) or own
             if mark is tyro.conf.OmitArgPrefixes:
                 own = ""
@@ -109,8 +110,6 @@ def _sentence(box: str) -> str:
 
 
 def _registry() -> Any:
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
     registry = ConstructorRegistry()
 
     @registry.primitive_rule

@@ -7,6 +7,8 @@ import pathlib
 import sys
 from typing import Annotated, Any, Union
 
+import tyro
+
 from rlframe.cli.parsing import parse, peek
 from rlframe.errors import UsageError
 from rlframe.programs import naming
@@ -99,9 +101,7 @@ def _saved(arguments: list[str]) -> Experiment | None:
 
 
 def _options(defaults: Experiment) -> type:
-    """The dataclass that tyro parses: an experiment, a session, the agent's config without prefix, the network's with."""
-    import tyro
-
+    """What tyro parses: an experiment, a session, the agent's config without prefix, the network's with one."""
     # The configs are options of their own; among the experiment's they would only be noise.
     hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in ("agent_config", "network_config")]
     own = dataclasses.make_dataclass("Experiment", hidden, bases=(Experiment,), frozen=True)

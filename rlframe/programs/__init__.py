@@ -15,7 +15,7 @@ _PUBLIC = {
     "train": "rlframe.programs.single_process",
 }
 
-__all__ = sorted(_PUBLIC)
+__all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -49,10 +49,10 @@ class RunDir:
         """Removes the directory that `create` made: the run did not begin."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def check_resumable(self) -> None:
+    def check_holds_run(self) -> None:
         """Raises UsageError where there is no run to go on with."""
         if not self.config.is_file():
-            raise UsageError(f"There is no run in {self.path}: it has no config.json. Start it without --resume.")
+            raise UsageError(f"There is no run in {self.path}: it has no config.json.")
 
     def write_config(self, described: Experiment, notes: dict[str, Any]) -> None:
         """Writes `config.json` in one piece."""

@@ -74,7 +74,7 @@ def train(
     if stop_at is not None and stop_at < 1:
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if resume:
-        directory.check_resumable()
+        directory.check_holds_run()
         described = continued(load_experiment(directory.config), described)
     else:
         directory.create()

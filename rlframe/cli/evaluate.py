@@ -1,0 +1,50 @@
+"""`rlframe evaluate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Annotated, Any, Union
+
+import tyro
+
+from rlframe.cli.parsing import parse
+
+PROG = "rlframe evaluate"
+DESCRIPTION = "Play episodes greedily with the latest checkpoint of a run."
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `rlframe evaluate` takes."""
+
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # the run's directory
+    episodes: int = 20
+    seed: Union[int, None] = None  # of the environments; None: the run's, which repeats its own evaluation
+    video: Union[str, None] = None  # write a video of one episode as well (.mp4, .mkv, .webm)
+    json: bool = False  # print the result as one JSON object, the last line of stdout
+    traceback: bool = False  # show where an error came from
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = parse(Options, arguments, PROG, DESCRIPTION)
+    from rlframe.programs.evaluation import evaluate, record
+
+    result = evaluate(options.run_dir, episodes=options.episodes, seed=options.seed)
+    names = ("return_mean", "return_std", "episodes", "length_mean", "params_version")
+    values: dict[str, Any] = {name: result[name] for name in names}
+    values["run_dir"] = options.run_dir
+    print(
+        f"return {values['return_mean']:.1f} ± {values['return_std']:.1f} over {values['episodes']} episodes "
+        f"of {values['length_mean']:.1f} steps",
+        file=sys.stderr,
+    )
+    if options.video is not None:
+        filmed = record(options.run_dir, options.video, seed=options.seed)
+        values["video"] = options.video
+        print(f"{options.video}: return {filmed['return_mean']:.1f}, {filmed['frames']} frames", file=sys.stderr)
+    if options.json:
+        print(json.dumps(values))
+    return 0

@@ -1,0 +1,39 @@
+"""`rlframe plot`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Union
+
+import tyro
+
+from rlframe.cli.parsing import parse
+from rlframe.errors import UsageError
+
+PROG = "rlframe plot"
+DESCRIPTION = (
+    "Draw the learning curves of runs, one panel per environment. Runs that differ by their seed alone become one "
+    "line, their mean, in a band of one standard deviation."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `rlframe plot` takes."""
+
+    run_dirs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR...")
+    ]  # directories of runs
+    out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in the run where there is one
+    traceback: bool = False  # show where an error came from
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = parse(Options, arguments, PROG, DESCRIPTION)
+    if not options.run_dirs:
+        raise UsageError(f"Name one run directory or several. See `{PROG} --help`.")
+    from rlframe.metrics import plot_learning_curve
+
+    print(plot_learning_curve(options.run_dirs, options.out))
+    return 0
