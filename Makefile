@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-# Two steps, so that the demo need not wait for TensorFlow, Launchpad, Reverb and Ray, which are half of it.
+# Two steps, so that the demo need not wait for TensorFlow, Launchpad, Reverb and Ray, two thirds of it.
 CORE := $(VENV)/.rlframe-core
 ALL := $(VENV)/.rlframe-all
 
@@ -62,12 +62,12 @@ $(CORE): setup.py constraints/py310.txt
 	  '                make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo 'rlframe: PYTHON=$(PYTHON) does not start, or is not Python 3.10 to 3.13.' >&2; exit 1; }
-	@echo "Setting up $(VENV): the core (about a minute, 1.5 GB)."
+	@echo "Setting up $(VENV): the core (about a minute, 1.2 GB)."
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(call install,gymnasium)
 	@touch $@
 
 $(ALL): $(CORE)
-	@echo "Setting up $(VENV): every extra, the tests and the linters (about two minutes, 2 GB more)."
+	@echo "Setting up $(VENV): every extra, the tests and the linters (about two minutes, 2.2 GB more)."
 	@$(call install,all)
 	@touch $@
