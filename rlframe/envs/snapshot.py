@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import sys
 from typing import Any
@@ -55,15 +54,22 @@ def _module_of(value: Any) -> Any:
 
 
 def _is_importable(module: Any) -> bool:
-    try:
-        spec = importlib.util.find_spec(module.__name__)
-    except (ImportError, ValueError, AttributeError):
-        return False
-    # A module that a loader put in sys.modules by hand has a spec, but no finder on sys.path knows it.
-    return spec is not None and _found_on_path(module.__name__)
+    """Whether another process with the same `sys.path` finds this very module under its name."""
+    path = None
+    spec = None
+    parts = module.__name__.split(".")
+    # Not importlib.util.find_spec, which answers from sys.modules: a loader may have put the module there by hand.
+    for depth in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:depth]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and spec.origin in (getattr(module, "__file__", None), "built-in", "frozen")
 
 
-def _found_on_path(name: str) -> bool:
-    parent, _, _ = name.rpartition(".")
-    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    return any(finder.find_spec(name, path) is not None for finder in sys.meta_path if hasattr(finder, "find_spec"))
+def _find(name: str, path: Any) -> Any:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            return spec
+    return None

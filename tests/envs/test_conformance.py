@@ -1,0 +1,213 @@
+"""What every type of pool must do, on a hand-made environment, on Gymnasium and on EnvPool."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from rlframe.envs import AsyncEnv, SyncEnv
+from rlframe.errors import UsageError
+from rlframe.types import FIRST, LAST, MID
+
+from tests.envs.scripted import NUM_ACTIONS, ScriptedDictEnv, ScriptedDmEnv, ScriptedEnv, Stream, rows
+
+PYTHON_TYPES = ("loop", "thread", "process")
+SIZE = 5
+
+
+def numbers_of(observation):
+    return observation["numbers"] if isinstance(observation, dict) else observation
+
+
+@pytest.mark.parametrize("builder", [ScriptedEnv, ScriptedDictEnv, ScriptedDmEnv])
+@pytest.mark.parametrize("type", PYTHON_TYPES)
+def test_sync_gives_every_step_that_the_environments_made(type, builder):
+    twins = [Stream(7, i) for i in range(SIZE)]
+    random = np.random.RandomState(0)
+    with SyncEnv(builder, SIZE, type, seed=7, num_workers=2) as pool:
+        timestep = pool.reset()
+        assert rows(timestep, numbers_of(timestep.observation)) == [twin.step(0) for twin in twins]
+        for _ in range(30):
+            actions = random.randint(NUM_ACTIONS, size=SIZE)
+            timestep = pool.step(actions)
+            expected = [twin.step(int(action)) for twin, action in zip(twins, actions, strict=True)]
+            assert rows(timestep, numbers_of(timestep.observation)) == expected
+            if builder is ScriptedDictEnv:
+                assert timestep.observation["more"][0].tolist() == [row[3][2] for row in expected]
+                assert (timestep.observation["more"][1][:, 1, 0] == [row[3][1] for row in expected]).all()
+
+
+@pytest.mark.parametrize("builder", [ScriptedEnv, ScriptedDictEnv])
+@pytest.mark.parametrize("type", ["thread", "process"])
+def test_async_gives_every_step_that_the_environments_made(type, builder):
+    twins = [Stream(7, i) for i in range(SIZE)]
+    actions = np.zeros(SIZE, np.int64)
+    random = np.random.RandomState(0)
+    received = np.zeros(SIZE, np.int64)
+    with AsyncEnv(builder, SIZE, 2, type, seed=7, num_workers=2) as pool:
+        for _ in range(60):
+            env_ids, timestep = pool.recv()
+            expected = [twins[i].step(int(actions[i])) for i in env_ids]
+            assert rows(timestep, numbers_of(timestep.observation)) == expected
+            received[env_ids] += 1
+            actions[env_ids] = random.randint(NUM_ACTIONS, size=2)
+            pool.send(env_ids, actions[env_ids])
+    assert received.sum() == 120 and received.min() >= 3
+
+
+@pytest.mark.parametrize("type", PYTHON_TYPES)
+def test_specs_and_dtypes_agree(type):
+    with SyncEnv(ScriptedDictEnv, 2, type, num_workers=2) as pool:
+        timestep = pool.reset()
+        spec = pool.observation_spec
+        assert (pool.action_spec.num_values, pool.action_spec.dtype) == (NUM_ACTIONS, np.int32)
+        assert (spec["numbers"].dtype, spec["more"][0].dtype, spec["more"][1].dtype) == (np.float32, np.int32, np.uint8)
+        for leaf, array in [
+            (spec["numbers"], timestep.observation["numbers"]),
+            *zip(spec["more"], timestep.observation["more"], strict=True),
+        ]:
+            assert (array.dtype, array.shape) == (leaf.dtype, (2, *leaf.shape))
+        assert [array.dtype.name for array in timestep[:3]] == ["uint8", "float32", "float32"]
+
+
+def play(make, num_steps, action):
+    """([T, B] step types, rewards, discounts, [T, B, ...] observations) of a sync pool under one constant action."""
+    with make() as pool:
+        actions = np.full((pool.num_envs, *pool.action_spec.shape), action, pool.action_spec.dtype)
+        steps = [pool.reset()] + [pool.step(actions) for _ in range(num_steps)]
+    return [np.stack([step[field] for step in steps]) for field in range(4)]
+
+
+def play_async(make, num_steps, action):
+    """The same of an async pool, whose environments are brought in step."""
+    with make() as pool:
+        actions = np.full((pool.wait_num, *pool.action_spec.shape), action, pool.action_spec.dtype)
+        streams = [[] for _ in range(pool.num_envs)]
+        while min(map(len, streams)) < num_steps + 1:
+            env_ids, timestep = pool.recv()
+            for k, i in enumerate(env_ids):
+                streams[i].append([np.array(field[k]) for field in timestep])
+            pool.send(env_ids, actions)
+    return [np.stack([[stream[t][f] for stream in streams] for t in range(num_steps + 1)]) for f in range(4)]
+
+
+MAKERS = {
+    **{f"sync {t}": (play, functools.partial(SyncEnv, size=3, type=t, num_workers=2)) for t in PYTHON_TYPES},
+    **{f"async {t}": (play_async, functools.partial(AsyncEnv, size=3, wait_num=2, type=t, num_workers=2))
+       for t in ("thread", "process")},
+    "sync envpool": (play, functools.partial(SyncEnv, size=3, type="envpool")),
+    "async envpool": (play_async, functools.partial(AsyncEnv, size=3, wait_num=2, type="envpool")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_cart_pole_terminates_with_discount_zero_and_resets_itself(maker):
+    run, make = MAKERS[maker]
+    step_type, reward, discount, observation = run(functools.partial(make, "CartPole-v1", seed=3), 60, 1)
+    last = step_type == LAST
+    assert (step_type[0] == FIRST).all() and last.sum() > 9 and not last[0].any()
+    np.testing.assert_array_equal(step_type[1:] == FIRST, last[:-1])
+    np.testing.assert_array_equal(discount, np.where(last, 0.0, 1.0))
+    np.testing.assert_array_equal(reward, np.where(step_type == FIRST, 0.0, 1.0))
+    assert (np.abs(observation[step_type == FIRST]) <= 0.05).all()
+    # The observation at LAST is the true final one: the pole has fallen over (12 degrees).
+    assert (np.abs(observation[last][:, 2]) > 0.2095).all()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_pendulum_is_cut_by_its_limit_with_discount_one(maker):
+    run, make = MAKERS[maker]
+    step_type, reward, discount, observation = run(functools.partial(make, "Pendulum-v1", seed=3), 202, 0.5)
+    assert (step_type[200] == LAST).all() and (step_type[201] == FIRST).all() and (step_type[202] == MID).all()
+    assert (step_type == LAST).sum() == 3
+    assert (discount == 1.0).all()
+    assert (reward[200] != 0.0).all() and (reward[201] == 0.0).all()
+    assert observation.dtype == np.float32 and observation.shape == (203, 3, 3)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_seeds_decide_every_step(maker):
+    run, make = MAKERS[maker]
+    first, again, other = [run(functools.partial(make, "CartPole-v1", seed=seed), 25, 1) for seed in (1, 1, 2)]
+    for one, two in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, two)
+    starts, other_starts = first[3][0].tolist(), other[3][0].tolist()
+    assert len({tuple(row) for row in starts + other_starts}) == 6
+    if "envpool" not in maker:
+        np.testing.assert_array_equal(first[3], play(functools.partial(SyncEnv, "CartPole-v1", 3, seed=1), 25, 1)[3])
+
+
+@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
+def test_what_a_step_returned_is_never_written_again(type):
+    with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
+        kept = [pool.reset()]
+        copies = [[array.copy() for array in kept[0]]]
+        for _ in range(15):
+            kept.append(pool.step(np.ones(3, np.int32)))
+            copies.append([array.copy() for array in kept[-1]])
+    for timestep, copy in zip(kept, copies, strict=True):
+        for array, expected in zip(timestep, copy, strict=True):
+            np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
+def test_a_slice_of_an_observation_keeps_it_too(type):
+    with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
+        pool.reset()
+        slices = [pool.step(np.ones(3, np.int32)).observation[1:2, :2] for _ in range(8)]
+        values = [part.tolist() for part in slices]
+        for _ in range(8):
+            pool.step(np.ones(3, np.int32))
+        assert [part.tolist() for part in slices] == values
+
+
+@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
+def test_reset_starts_every_episode_anew(type):
+    with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
+        pool.reset()
+        for _ in range(3):
+            pool.step(np.ones(3, np.int32))
+        timestep = pool.reset()
+        assert (timestep.step_type == FIRST).all() and (np.abs(timestep.observation) <= 0.05).all()
+        assert (pool.step(np.ones(3, np.int32)).step_type == MID).all()
+
+
+@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        (np.zeros(2, np.int32), r"'action' must be int32 of shape \(3,\), got int32 of shape \(2,\)"),
+        (np.zeros(3, np.float32), r"'action' must be int32 of shape \(3,\), got float32"),
+        (np.array([0, 1, 2]), "'action' must be between 0 and 1, got 0 to 2"),
+    ],
+)
+def test_a_wrong_action_is_refused(type, actions, message):
+    with SyncEnv("CartPole-v1", 3, type, num_workers=1) as pool:
+        pool.reset()
+        with pytest.raises(UsageError, match=message):
+            pool.step(actions)
+
+
+@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
+def test_a_closed_pool_says_so(type):
+    pool = SyncEnv("CartPole-v1", 3, type, num_workers=1)
+    pool.reset()
+    pool.step(np.zeros(3, np.int32))
+    pool.close()
+    pool.close()
+    for call in (pool.reset, lambda: pool.step(np.zeros(3, np.int32))):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("type", ["thread", "process", "envpool"])
+def test_async_refuses_what_would_wait_for_ever(type):
+    with AsyncEnv("CartPole-v1", 3, 2, type, num_workers=1) as pool:
+        env_ids, _ = pool.recv()
+        with pytest.raises(UsageError, match="only 1 were sent"):
+            pool.recv()
+        pool.send(env_ids, np.zeros(2, np.int32))
+        with pytest.raises(UsageError, match="not received since"):
+            pool.send(env_ids[:1], np.zeros(1, np.int32))
