@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import sys
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +49,7 @@ class WandbLogger:
             directory.mkdir(parents=True, exist_ok=True)
             id_file = directory / "wandb_run_id"
             if not id_file.exists():
-                id_file.write_text(wandb.util.generate_id())
+                id_file.write_text(uuid.uuid4().hex)
             run_id = id_file.read_text()
         self._run: Any = wandb.init(
             project=project,

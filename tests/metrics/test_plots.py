@@ -65,8 +65,8 @@ def test_steps_are_labelled_shortly(value, text):
 
 def test_an_unknown_format_names_the_known_ones(tmp_path):
     run = make_run(tmp_path / "run", {1: 1.0})
-    with pytest.raises(UsageError, match=r"curve\.gif cannot be drawn: the suffix must be one of .*png.*svg"):
-        plot_learning_curve(run, tmp_path / "curve.gif")
+    with pytest.raises(UsageError, match=r"curve\.doc cannot be drawn: the suffix must be one of .*png.*svg"):
+        plot_learning_curve(run, tmp_path / "curve.doc")
 
 
 def test_no_run_at_all_is_an_error():
