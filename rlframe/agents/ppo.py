@@ -151,7 +151,8 @@ class PPO(Agent):
             return (flat - learning_rate * updates, opt_state), logs
 
         carry = (flat, learner_state.opt_state)
-        (flat, opt_state), logs = jax.lax.scan(minibatch, carry, indices, length=self.cfg.num_epochs)
+        length = self.cfg.num_epochs * self.cfg.num_minibatches
+        (flat, opt_state), logs = jax.lax.scan(minibatch, carry, indices, length=length)
         logs = jax.tree.map(jnp.mean, logs)
         learner_state = self.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
         return unravel(flat), learner_state, {**logs, "learning_rate": learning_rate}
