@@ -94,12 +94,9 @@ class DmEnv:
         self.env.close()
 
 
-def is_gymnasium(env: Any) -> bool:
-    return hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")
-
-
-def is_dm_env(env: Any) -> bool:
-    return callable(getattr(env, "observation_spec", None)) and callable(getattr(env, "action_spec", None))
+def is_environment(env: Any) -> bool:
+    """Whether this is one gymnasium or dm_env environment (and not the class of one)."""
+    return not isinstance(env, type) and (_is_gymnasium(env) or _is_dm_env(env))
 
 
 def wrap(env: Any) -> SingleEnv:
@@ -109,11 +106,19 @@ def wrap(env: Any) -> SingleEnv:
             f"{type(env).__name__} holds several environments: expected a builder that returns one. "
             "Pass the pool itself where an env_builder is asked for, or the name of the task."
         )
-    if is_gymnasium(env):
+    if _is_gymnasium(env):
         return GymnasiumEnv(env)
-    if is_dm_env(env):
+    if _is_dm_env(env):
         return DmEnv(env)
     raise UsageError(
         f"A builder returned {type(env).__name__}: expected a gymnasium.Env (observation_space, action_space, "
         "reset, step) or a dm_env.Environment (observation_spec(), action_spec(), reset, step)."
     )
+
+
+def _is_gymnasium(env: Any) -> bool:
+    return hasattr(env, "observation_space") and hasattr(env, "action_space") and hasattr(env, "step")
+
+
+def _is_dm_env(env: Any) -> bool:
+    return callable(getattr(env, "observation_spec", None)) and callable(getattr(env, "action_spec", None))

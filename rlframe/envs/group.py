@@ -46,7 +46,7 @@ class EnvGroup:
         self._shapes = [leaf.shape for leaf in self.layout.leaves]
         # The dtypes that each leaf has come in so far and that were found to fit.
         self._accepted: list[set[np.dtype]] = [set() for _ in self.layout.leaves]
-        self._check_same_specs()
+        self._check_specs(envs)
 
     def reset(self, rows: Rows) -> None:
         """Starts a new episode in every environment."""
@@ -118,12 +118,13 @@ class EnvGroup:
 
     def set_state(self, states: list[EnvState]) -> None:
         """Replaces every environment by the saved one, which continues where it was."""
+        envs = [wrap(snapshot.load(pickled)) for pickled, _, _ in states]
+        self._check_specs(envs)
         self.close()
-        self.envs = [wrap(snapshot.load(pickled)) for pickled, _, _ in states]
+        self.envs = envs
         self._last = [last for _, last, _ in states]
         self._seeds = [seed for _, _, seed in states]
-        self._steppers = [env.step for env in self.envs]
-        self._check_same_specs()
+        self._steppers = [env.step for env in envs]
 
     def close(self) -> None:
         for env in self.envs:
@@ -150,9 +151,9 @@ class EnvGroup:
                 f"space says {spec.dtype} of shape {spec.shape}. Correct the environment's observation space."
             )
 
-    def _check_same_specs(self) -> None:
+    def _check_specs(self, envs: list[SingleEnv]) -> None:
         wanted = self.observation_spec, self.action_spec
-        for i, env in enumerate(self.envs):
+        for i, env in enumerate(envs):
             came = env.observation_spec, env.action_spec
             if came != wanted:
                 raise different_specs(self.first_id, wanted, self.first_id + i, came)

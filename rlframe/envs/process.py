@@ -126,6 +126,7 @@ class AsyncProcesses:
         self._taken = [0] * len(slices)
         self._ready: list[int] = []  # finished, in order, but not yet received
         self._workers.headers[0][shared.WANTED] = _NOBODY_WAITS
+        self._next_look = 0.0
 
     def start(self) -> None:
         self.send(np.arange(self.num_envs), np.zeros(self._actions.shape, self._actions.dtype))
@@ -144,6 +145,11 @@ class AsyncProcesses:
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         self._collect()
+        now = time.monotonic()
+        # The others may be quick enough that we never wait for a worker that failed or died.
+        if now > self._next_look or any(header[shared.FAILED] for header in self._workers.headers):
+            self._next_look = now + LOOK
+            self._look(now + ANSWER_TIMEOUT)
         missing = self._wait_num - len(self._ready)
         if missing > 0:
             self._workers.headers[0][shared.WANTED] = sum(self._taken) + missing

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.adapters import env_seed, is_dm_env, is_gymnasium, wrap
+from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import EnvPoolPool
 from rlframe.envs.group import EnvGroup, build_group
 from rlframe.envs.loop import LoopPool
@@ -133,7 +133,7 @@ def as_pool(env: Any, *, seed: int = 0) -> Any:
     """
     if hasattr(env, "is_sync"):
         return env
-    if is_gymnasium(env) or is_dm_env(env):
+    if is_environment(env):
         return SyncEnv.from_env(env, seed=seed)
     if callable(env):
         return as_pool(env(seed=seed) if takes_seed(env) else env(), seed=seed)

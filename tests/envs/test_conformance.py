@@ -10,7 +10,6 @@ import pytest
 from rlframe.envs import AsyncEnv, SyncEnv
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST, MID
-
 from tests.envs.scripted import NUM_ACTIONS, ScriptedDictEnv, ScriptedDmEnv, ScriptedEnv, Stream, rows
 
 PYTHON_TYPES = ("loop", "thread", "process")

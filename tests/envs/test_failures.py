@@ -1,0 +1,221 @@
+"""Environments that raise, hang, die or lie: one named error, and nothing left behind."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlframe.envs import AsyncEnv, SyncEnv
+from rlframe.errors import EnvError, UsageError
+from tests.envs.scripted import FaultyEnv, ScriptedEnv
+
+SYNC_TYPES = ("loop", "thread", "process")
+
+
+def run_sync(fault, type, victim=2):
+    with SyncEnv(functools.partial(FaultyEnv, fault, victim), 4, type, num_workers=2) as pool:
+        pool.reset()
+        for _ in range(4):
+            pool.step(np.zeros(4, np.int32))
+
+
+def run_async(fault, type, victim=2):
+    with AsyncEnv(functools.partial(FaultyEnv, fault, victim), 4, 2, type, num_workers=2) as pool:
+        for _ in range(100_000):  # the others go on until the failure has arrived
+            env_ids, _ = pool.recv()
+            pool.send(env_ids, np.zeros(2, np.int32))
+
+
+RUNS = [(run_sync, type) for type in SYNC_TYPES] + [(run_async, type) for type in ("thread", "process")]
+
+
+@pytest.mark.parametrize(("run", "type"), RUNS)
+def test_an_exception_arrives_with_its_traceback_and_env_id(run, type):
+    with pytest.raises(EnvError, match=r"Environment 2 raised KeyError in step\(\): 'the wheel came off'") as caught:
+        run("raise", type)
+    assert "scripted.py" in caught.value.traceback_text
+    assert 'raise KeyError("the wheel came off")' in caught.value.traceback_text
+    # It is the cause too, so that an uncaught error prints it.
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError) or str(cause).strip() == caught.value.traceback_text.strip()
+
+
+@pytest.mark.parametrize(("run", "type"), RUNS)
+def test_a_wrong_observation_names_the_environment_the_leaf_and_both_shapes(run, type):
+    with pytest.raises(
+        UsageError, match=r"Environment 2 gave 'observation' as float64 of shape \(2,\).*float32.*\(3,\)"
+    ):
+        run("shape", type)
+    with pytest.raises(UsageError, match=r"Environment 2 gave 'observation' as <U"):
+        run("dtype", type)
+
+
+@pytest.mark.parametrize(("run", "type"), RUNS)
+def test_a_builder_that_raises_is_named(run, type):
+    with pytest.raises(EnvError, match="Building environment 2 failed: RuntimeError: no such level"):
+        run("build", type)
+
+
+@pytest.mark.parametrize(("run", "type"), RUNS)
+def test_environments_that_differ_are_refused(run, type):
+    for victim in (2, 3):  # the first of the second worker, and one in the middle
+        with pytest.raises(UsageError, match="different specs"):
+            run("spec", type, victim)
+
+
+@pytest.mark.parametrize("is_sync", [True, False])
+def test_a_killed_worker_is_a_named_error_within_five_seconds(is_sync):
+    if is_sync:
+        pool = SyncEnv(ScriptedEnv, 4, "process", num_workers=2)
+        pool.reset()
+    else:
+        pool = AsyncEnv(ScriptedEnv, 4, 4, "process", num_workers=2)
+        env_ids, _ = pool.recv()
+    with pool:
+        pid = worker_pids(pool)[1]
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(
+            EnvError, match=rf"worker process 1 \(pid {pid}\) of environments 2 to 3 was killed by SIGKILL"
+        ):
+            for _ in range(3):
+                if is_sync:
+                    pool.step(np.zeros(4, np.int32))
+                else:
+                    pool.send(env_ids, np.zeros(4, np.int32))
+                    env_ids, _ = pool.recv()
+        assert time.monotonic() - started < 5.0
+
+
+def test_a_worker_killed_in_the_middle_of_a_step_is_a_named_error():
+    with SyncEnv(functools.partial(FaultyEnv, "hang", 2), 4, "process", num_workers=2) as pool:
+        pool.reset()
+        pool.step(np.zeros(4, np.int32))
+        pid = worker_pids(pool)[1]
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        started = time.monotonic()
+        with pytest.raises(EnvError, match="killed by SIGKILL"):
+            pool.step(np.zeros(4, np.int32))
+        assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize("type", ["thread", "process"])
+def test_close_leaves_nothing_behind(type):
+    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # what is made once and stays: caches, imports
+        pool.reset()
+    del pool
+    gc.collect()
+    threads, descriptors = threading.active_count(), open_descriptors()
+    pids = []
+    for make in (SyncEnv, functools.partial(AsyncEnv, wait_num=2)):
+        pool = make(ScriptedEnv, 4, type=type, num_workers=2)
+        pool.reset() if pool.is_sync else pool.recv()
+        pids += worker_pids(pool) if type == "process" else []
+        pool.close()
+    del pool
+    gc.collect()
+    assert threading.active_count() == threads
+    assert open_descriptors() == descriptors
+    assert not any(map(alive, pids))
+
+
+def test_a_pool_that_nobody_refers_to_ends_its_workers():
+    pool = SyncEnv(ScriptedEnv, 2, "process", num_workers=2)
+    pids = worker_pids(pool)
+    assert all(map(alive, pids))
+    del pool
+    gc.collect()
+    assert not any(map(alive, pids))
+
+
+def test_a_failed_start_leaves_no_worker_behind():
+    before = children()
+    with pytest.raises(EnvError):
+        run_sync("build", "process")
+    assert children() == before
+
+
+ORPHAN = """
+import functools, sys
+import numpy as np
+from rlframe.envs import SyncEnv
+from tests.envs.scripted import FaultyEnv
+pool = SyncEnv(functools.partial(FaultyEnv, sys.argv[1], 1), 2, "process", num_workers=2)
+pool.reset()
+print(*[process.pid for process in pool._pool._workers.processes], flush=True)
+while True:
+    pool.step(np.zeros(2, np.int32))
+"""
+
+
+@pytest.mark.parametrize("fault", ["none", "hang"])
+def test_workers_do_not_outlive_a_parent_that_was_killed(fault):
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, fault], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(alive, pids))
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 8.0
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("as_name", ["lambda", "closure", "file"])
+def test_builders_that_no_import_finds_work_in_processes(as_name, tmp_path):
+    if as_name == "lambda":
+        builder = lambda seed: FaultyEnv("none", 0, seed)  # noqa: E731
+    elif as_name == "closure":
+        victim = 0
+        builder = functools.partial(lambda fault, seed: FaultyEnv(fault, victim, seed), "none")
+    else:
+        path = tmp_path / "my_envs.py"
+        path.write_text(
+            "from tests.envs.scripted import ScriptedEnv\n"
+            "class Mine(ScriptedEnv):\n    pass\n"
+            "def make_env(seed):\n    return Mine()\n"
+        )
+        spec = importlib.util.spec_from_file_location("my_envs_from_a_path", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        builder = module.make_env
+    with SyncEnv(builder, 2, "process", num_workers=1) as pool:
+        assert pool.reset().observation.shape == (2, 3)
+
+
+def test_a_builder_that_cannot_be_sent_says_what_to_do():
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"cannot be sent to a worker process.*use type 'thread'"):
+        SyncEnv(lambda: (lock, ScriptedEnv())[1], 2, "process")
+
+
+def worker_pids(pool):
+    return [process.pid for process in pool._pool._workers.processes]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children():
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return file.read().split()
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,106 @@
+"""Names, prefixes, default types, and what is said about names that nothing has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlframe.envs import AsyncEnv, SyncEnv, default_type, list_envs
+from rlframe.envs.names import backend
+from rlframe.errors import UsageError
+
+
+def test_a_name_is_an_envpool_task_where_envpool_has_it_else_a_gymnasium_id():
+    assert backend("CartPole-v1") == "envpool"
+    assert backend("Pong-v5") == "envpool"
+    assert backend("Ant-v5") == "gymnasium"
+    assert backend("gymnasium:CartPole-v1") == "gymnasium"
+    assert backend("dm_control:cartpole-swingup") == "dm_control"
+
+
+def test_default_type_is_envpool_where_it_has_the_task():
+    assert default_type("CartPole-v1") == "envpool"
+    assert default_type("gymnasium:CartPole-v1") == "loop"
+    assert default_type("Ant-v5") == "loop"
+    assert default_type(lambda: None) == "loop"
+
+
+def test_a_prefix_decides_which_library_makes_it():
+    with SyncEnv("gymnasium:CartPole-v1", 1) as pool:
+        assert "gymnasium" in type(pool._pool._group.envs[0].env.unwrapped).__module__
+    with SyncEnv("envpool:CartPole-v1", 2, "envpool") as pool:
+        assert pool.reset().observation.shape == (2, 4)
+
+
+@pytest.mark.parametrize("type", ["loop", "process"])
+def test_dm_control_suite_tasks_work_and_are_seeded(type):
+    pytest.importorskip("dm_control")
+    starts = []
+    for seed in (0, 0, 1):
+        with SyncEnv("dm_control:point_mass-easy", 2, type, seed=seed, num_workers=1) as pool:
+            assert pool.observation_spec["position"].dtype == np.float32
+            np.testing.assert_array_equal(pool.action_spec.maximum, [1.0, 1.0])
+            pool.reset()
+            starts.append(pool.step(np.ones((2, 2), np.float32)).observation["position"])
+    np.testing.assert_array_equal(starts[0], starts[1])
+    assert len({tuple(row) for start in starts[1:] for row in start.tolist()}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "type", "message"),
+    [
+        ("CartPol-v1", "loop", "Unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'?"),
+        ("CartPol-v1", "envpool", "Did you mean 'CartPole-v1'?"),
+        ("Pong-v5", "loop", "use type 'envpool'"),
+        ("envpool:CartPole-v1", "process", "use type 'envpool'"),
+        ("Ant-v5", "envpool", "EnvPool has no task 'Ant-v5'"),
+        ("dm_control:cartpole-swingip", "loop", "Did you mean 'cartpole-swingup'?"),
+        ("ALE/Pong-v5", "loop", "ale-py"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_advice(name, type, message):
+    with pytest.raises(UsageError) as caught:
+        SyncEnv(name, 1, type)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(size=0), "size must be"),
+        (dict(size=2, type="proces"), "Did you mean 'process'?"),
+        (dict(size=2, seed=-1), "seed must be"),
+        (dict(size=2, num_workers=0), "num_workers must be"),
+        (dict(size=2, type="envpool", env_kwargs={"no_such_option": 1}), "no_such_option"),
+        (dict(size=2, type="loop", env_kwargs={"no_such_option": 1}), "no_such_option"),
+        (dict(size=2, type="envpool", env_kwargs={"seed": 1}), "the pool sets itself"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(UsageError) as caught:
+        SyncEnv("CartPole-v1", **arguments)
+    assert message in str(caught.value)
+
+
+def test_async_refuses_a_wait_num_that_cannot_be():
+    for wait_num in (0, 4):
+        with pytest.raises(UsageError, match="wait_num must be between 1 and the size, 3"):
+            AsyncEnv("CartPole-v1", 3, wait_num)
+
+
+def test_a_builder_cannot_go_to_envpool():
+    with pytest.raises(UsageError, match="not a builder"):
+        SyncEnv(lambda: None, 1, "envpool")
+
+
+def test_options_reach_the_environment():
+    with SyncEnv("CartPole-v1", 1, env_kwargs={"max_episode_steps": 2}) as pool:
+        pool.reset()
+        steps = [pool.step(np.zeros(1, np.int32)) for _ in range(2)]
+    assert [(int(step.step_type[0]), float(step.discount[0])) for step in steps] == [(1, 1.0), (2, 1.0)]
+
+
+def test_envs_are_listed_with_their_backend():
+    rows = list_envs()
+    assert ("CartPole-v1", "envpool") in rows and ("CartPole-v1", "gymnasium") in rows
+    assert rows == sorted(rows)

@@ -1,0 +1,142 @@
+"""Spaces and specs in the framework's own form."""
+
+from __future__ import annotations
+
+import dm_env
+import gymnasium
+import numpy as np
+import pytest
+from dm_env import specs
+from gymnasium import spaces as g
+
+from rlframe.envs import SyncEnv, as_pool, spaces
+from rlframe.errors import UsageError
+from tests.envs.scripted import ScriptedDmEnv, ScriptedEnv
+
+
+class Echo(gymnasium.Env):
+    """Observes the action that it was given; keeps it, as some environments do."""
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+        self.observation_space = g.Box(-100, 100, action_space.shape, np.float32)
+        self.given = np.zeros(action_space.shape)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.action_space.shape, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), (action, self.action_space)
+        before, self.given = self.given, action
+        return np.asarray(before, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("space", "spec", "actions"),
+    [
+        (g.Discrete(3), specs.DiscreteArray(3, np.int32), [0, 2]),
+        (g.MultiDiscrete([3, 5]), specs.BoundedArray((2,), np.int32, 0, [2, 4]), [[2, 4], [0, 1]]),
+        (g.MultiBinary(2), specs.BoundedArray((2,), np.int32, 0, 1), [[1, 0], [0, 1]]),
+        (g.Box(-2.0, 2.0, (1,)), specs.BoundedArray((1,), np.float32, -2.0, 2.0), [[1.5], [-1.5]]),
+        (g.Box(-2.0, 2.0, (1,), np.float64), specs.BoundedArray((1,), np.float32, -2.0, 2.0), [[1.5], [-1.5]]),
+    ],
+)
+def test_actions_arrive_as_the_space_wants_them_and_stay(space, spec, actions):
+    with SyncEnv(lambda: Echo(space), 1) as pool:
+        assert pool.action_spec == spec.replace(name="action")
+        given = np.zeros((1, *spec.shape), spec.dtype)
+        pool.reset()
+        for action in actions:
+            given[0] = action  # the same array again: what the environment kept must not change
+            kept = pool.step(given).observation
+        np.testing.assert_array_equal(kept[0], actions[0])
+
+
+def test_discrete_actions_start_where_the_space_does():
+    with SyncEnv(lambda: Echo(g.Discrete(3, start=-1)), 1) as pool:
+        pool.reset()
+        seen = [float(pool.step(np.array([action])).observation[0]) for action in (0, 2, 1)]
+    assert seen == [0.0, -1.0, 1.0]
+
+
+@pytest.mark.parametrize("space", [g.Dict(a=g.Discrete(2)), g.Tuple((g.Discrete(2),)), g.Text(5)])
+def test_an_action_space_that_cannot_be_batched_is_refused_by_name(space):
+    with pytest.raises(UsageError, match=f"action space {type(space).__name__}"):
+        spaces.action_spec_of_space(space)
+
+
+def test_an_observation_space_without_a_fixed_shape_is_refused_with_its_path():
+    with pytest.raises(UsageError, match=r"'observation\.a\.0', Text"):
+        spaces.observation_spec_of_space(g.Dict(a=g.Tuple((g.Text(5),))))
+
+
+def test_dtypes_are_narrowed_and_bounds_with_them():
+    spec = spaces.observation_spec_of_space(g.Box(-np.inf, np.finfo(np.float64).max, (2,), np.float64))
+    assert spec.dtype == np.float32
+    np.testing.assert_array_equal(spec.minimum, [-np.inf, -np.inf])
+    np.testing.assert_array_equal(spec.maximum, [np.inf, np.inf])
+    assert spaces.observation_spec_of_space(g.Box(0, 255, (2,), np.uint8)).dtype == np.uint8
+    assert spaces.observation_spec_of_space(g.Discrete(4, start=2)).maximum == 5
+    wide = spaces.observation_spec_of_space(g.Box(0, 2**40, (1,), np.int64))
+    assert (wide.dtype, wide.maximum[0]) == (np.int32, 2**31 - 1)
+
+
+def test_dm_env_specs_become_the_same():
+    spec, codec = spaces.action_spec_of_specs(specs.BoundedArray((), np.int64, 3, 6))
+    assert spec == specs.DiscreteArray(4, np.int32, "action") and codec.offset == 3
+    assert codec.decode(np.array([0, 3], np.int32)) == [3, 6]
+    with pytest.raises(UsageError, match="StringArray"):
+        spaces.observation_spec_of_specs({"a": specs.StringArray(())})
+
+
+def test_layout_goes_to_leaves_and_back():
+    layout = spaces.Layout({"a": specs.Array((), np.float32), "b": (specs.Array((2,), np.uint8),)})
+    tree = {"b": (2,), "a": 1}
+    assert layout.flatten(tree) == [1, 2]
+    assert layout.unflatten([1, 2]) == {"a": 1, "b": (2,)}
+    with pytest.raises(UsageError, match=r"observation must be a dict with the keys \['a', 'b'\], got \['a'\]"):
+        layout.flatten({"a": 1})
+
+
+def test_as_pool_takes_pools_environments_and_builders():
+    with SyncEnv(ScriptedEnv, 2) as pool:
+        assert as_pool(pool) is pool
+    for env in (ScriptedEnv(), ScriptedDmEnv(), ScriptedEnv, lambda: SyncEnv(ScriptedEnv, 1)):
+        with as_pool(env, seed=3) as pool:
+            assert pool.num_envs == 1 and pool.reset().observation.shape == (1, 3)
+    marks = [float(as_pool(ScriptedDmEnv, seed=seed).reset().observation[0, 0]) for seed in (3, 3, 4)]
+    assert marks == [3.0, 3.0, 4.0]
+    with pytest.raises(UsageError, match="got int"):
+        as_pool(3)
+
+
+class Wrong(ScriptedEnv):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0]
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (Wrong, "Gym before 0.26"),
+        (lambda: 3, "returned int"),
+        (lambda: SyncEnv(ScriptedEnv, 2), "several environments"),
+    ],
+)
+def test_what_is_no_environment_is_refused(builder, message):
+    with pytest.raises(UsageError, match=message):
+        SyncEnv(builder, 1).reset()
+
+
+class Fractional(ScriptedDmEnv):
+    """A dm_env whose discount is its own."""
+
+    def step(self, action):
+        return dm_env.TimeStep(dm_env.StepType.MID, None, 0.5, np.zeros(3))
+
+
+def test_a_dm_env_keeps_its_own_discount():
+    with SyncEnv(Fractional, 1) as pool:
+        pool.reset()
+        timestep = pool.step(np.zeros(1, np.int32))
+    assert (timestep.discount[0], timestep.reward[0]) == (0.5, 0.0)
