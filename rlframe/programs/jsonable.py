@@ -27,9 +27,7 @@ def to_jsonable(value: Any) -> Any:
         return value
     if hasattr(value, "item"):  # a numpy scalar
         return value.item()
-    raise UsageError(
-        f"{value!r} ({type(value).__name__}) cannot be written to config.json: use numbers, strings, lists."
-    )
+    raise UsageError(f"{value!r} ({type(value).__name__}) does not go into config.json: use numbers, strings, lists.")
 
 
 def from_jsonable(cls: type, values: Any, where: str) -> Any:

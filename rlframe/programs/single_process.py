@@ -162,7 +162,7 @@ class _Run:
             run_checkpoint.save(self._parts, self._directory, with_actor=False, with_replay=True, final=True)
             raise
         seconds = time.monotonic() - began - self._not_training
-        if self._actor.env_steps > self._first_step:
+        if self._actor.env_steps > self._window.first_step:
             self._write_row()
         self._save(final=True)
         evaluation = self._evaluate() if self._stop.number is None else None

@@ -15,6 +15,11 @@ class Window:
         self._learner_logs: Logs | None = None
         self._clear(env_steps)
 
+    @property
+    def first_step(self) -> int:
+        """The environment steps at which it began."""
+        return self._env_steps
+
     def add_episodes(self, logs: Logs) -> None:
         """Counts what `Actor.step` gave."""
         count = logs["episodes"]

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.programs.experiment import (
+    Experiment,
+    continued,
+    load_experiment,
+    make_experiment,
+    save_experiment,
+    total_learner_steps,
+)
+from rlframe.types import ReplaySpec, Sequence, Transition
+
+
+def test_an_experiment_survives_config_json(tmp_path):
+    described = make_experiment(
+        "dqn", "Acrobot-v1", seed=7, env_kwargs={"a": 1}, learning_rate=0.125, eval_every=500, double=True
+    )
+    save_experiment(described, tmp_path / "config.json", {"preset": "x"})
+    assert load_experiment(tmp_path / "config.json") == described
+    assert load_experiment(tmp_path) == described
+
+
+def test_config_json_keeps_paths_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.py").write_text("")
+    save_experiment(make_experiment("ppo", "env.py:make"), tmp_path / "config.json", {})
+    assert load_experiment(tmp_path).env == f"{tmp_path}/env.py:make"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "is no config of a run"),
+        ('{"experiment": {"sead": 1}}', "Did you mean 'seed'"),
+        ('{"experiment": {"agent_config": {"learning_rat": 1}}}', "Did you mean 'learning_rate'"),
+        ('{"experiment": {"steps": "many"}}', "experiment.steps: expected int, got 'many'"),
+    ],
+)
+def test_a_damaged_config_is_explained(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        load_experiment(tmp_path)
+
+
+def test_a_missing_config_is_explained(tmp_path):
+    with pytest.raises(UsageError, match="Cannot read .*config.json: No such file or directory"):
+        load_experiment(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("field", ["steps", "num_envs", "eval_episodes"])
+def test_counts_are_at_least_one(field):
+    with pytest.raises(UsageError, match=f"{field} must be at least 1, got 0"):
+        Experiment(**{field: 0})
+
+
+def test_a_run_of_unrolls_makes_one_update_for_each():
+    spec = ReplaySpec("queue", Sequence(32), batch_size=None, capacity=512)
+    assert total_learner_steps(spec, steps=100_000, num_envs=8) == 100_000 // (32 * 8)
+
+
+def test_a_run_with_replay_makes_updates_after_the_buffer_has_filled():
+    spec = ReplaySpec("uniform", Transition(1), batch_size=64, capacity=10_000, min_size=1_000, samples_per_insert=32.0)
+    assert total_learner_steps(spec, steps=101_000, num_envs=8) == 50_000
+
+
+def test_a_run_that_ends_before_the_buffer_has_filled_has_one_update():
+    spec = ReplaySpec("uniform", Transition(1), batch_size=64, capacity=10_000, min_size=1_000, samples_per_insert=1.0)
+    assert total_learner_steps(spec, steps=500, num_envs=1) == 1
+
+
+def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
+    saved = make_experiment("ppo", steps=1000)
+    longer = continued(saved, make_experiment("ppo", steps=3000))
+    assert (longer.steps, longer.schedule_steps) == (3000, 1000)
+    again = continued(longer, make_experiment("ppo", steps=5000))
+    assert (again.steps, again.schedule_steps) == (5000, 1000)
+
+
+def test_a_resumed_run_cannot_change_its_numbers():
+    saved = make_experiment("ppo")
+    with pytest.raises(UsageError, match="started with seed = 1; a resumed run cannot change it to 2"):
+        continued(saved, make_experiment("ppo", seed=2))
+    with pytest.raises(UsageError, match=r"started with learning_rate = 0\.001"):
+        continued(saved, make_experiment("ppo", learning_rate=0.5))
+
+
+def test_config_json_is_for_people_too(tmp_path):
+    save_experiment(make_experiment("ppo"), tmp_path / "config.json", {"preset": "ppo/cartpole"})
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["notes"] == {"preset": "ppo/cartpole"}
+    assert content["experiment"]["agent_config"]["learning_rate"] == 1e-3

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.programs import naming
+from rlframe.programs.experiment import Experiment, make_experiment, with_preset
+from rlframe.programs.presets import PRESETS, find_preset
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+def test_every_preset_fits_the_configs_and_names_its_sources(preset):
+    described = with_preset(preset, preset.agent, preset.envs[0])
+    groups = {"run": described, "agent": described.agent_config, "network": described.network_config}
+    shown = 0
+    for group, owner in groups.items():
+        for name, value in preset.values(group).items():
+            assert getattr(owner, name) == value
+            shown += 1
+    assert shown == len(preset.fields)
+    assert all(len(setting.source) > 5 for setting in preset.fields.values())
+
+
+@pytest.mark.parametrize(
+    ("agent", "env", "name"),
+    [
+        ("ppo", "CartPole-v1", "ppo/cartpole"),
+        ("ppo", "gymnasium:CartPole-v1", "ppo/cartpole"),
+        ("ppo", "Pong-v5", "ppo/atari"),
+        ("ppo", "ALE/Breakout-v5", "ppo/atari"),
+        ("ppo", "HalfCheetah-v5", "ppo/mujoco"),
+        ("dqn", "MountainCar-v0", "dqn/mountain_car"),
+        ("dqn", "Breakout-v5", "dqn/atari"),
+        ("dqn", "HalfCheetah-v5", None),
+        ("ppo", "MyOwn-v0", None),
+        ("file.py:Mine", "CartPole-v1", None),
+    ],
+)
+def test_the_preset_of_an_agent_and_environment(agent, env, name):
+    found = find_preset("auto", agent, env)
+    assert (found.name if found is not None else None) == name
+
+
+def test_one_preset_at_most_fits():
+    for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1"):
+        for agent in naming.AGENTS:
+            assert len([preset for preset in PRESETS if preset.agent == agent and preset.fits(env)]) <= 1
+
+
+def test_none_switches_presets_off():
+    assert find_preset("none", "ppo", "CartPole-v1") is None
+    config_cls = naming.agent_class("ppo").config_cls
+    assert make_experiment("ppo", "CartPole-v1", preset="none").agent_config == config_cls()
+
+
+def test_a_preset_can_be_named_for_another_environment():
+    assert find_preset("ppo/cartpole", "ppo", "Acrobot-v1").name == "ppo/cartpole"
+
+
+def test_an_unknown_preset_suggests_the_nearest():
+    with pytest.raises(UsageError, match="Did you mean 'ppo/cartpole'"):
+        find_preset("ppo/cart_pole", "ppo", "CartPole-v1")
+
+
+def test_fields_that_are_given_win_over_the_preset():
+    described = make_experiment("ppo", "CartPole-v1", num_envs=3, learning_rate=0.5)
+    preset = find_preset("auto", "ppo", "CartPole-v1")
+    assert described.num_envs == 3
+    assert described.agent_config.learning_rate == 0.5
+    assert described.agent_config.unroll_length == preset.values("agent")["unroll_length"]
+
+
+def test_a_misspelt_field_is_refused():
+    with pytest.raises(UsageError, match="Did you mean 'learning_rate'"):
+        make_experiment("ppo", "CartPole-v1", learning_rat=0.5)
+
+
+def test_another_network_leaves_the_presets_one():
+    described = make_experiment("dqn", "CartPole-v1", network=None)
+    assert described.network is None and described.network_config is None
+    assert dataclasses.replace(described, agent_config=None, network_config=None).env == Experiment().env
