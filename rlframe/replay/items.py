@@ -32,7 +32,7 @@ class _Items:
     def __init__(self, spec: StepSpec, timeline: Timeline, table: ItemTable):
         self._timeline, self._table = timeline, table
         self._columns = {name: np.zeros(timeline.slots, dtype) for name, dtype in self.columns.items()}
-        self._trees = {name: TreeStore(TreeLayout(name, getattr(spec, name)), timeline.slots) for name in self.fields}
+        self._trees = {name: TreeStore(TreeLayout(name, getattr(spec, name)), timeline) for name in self.fields}
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
         # Versions only rise, so the first step's is the oldest of an item.
         self.params_version = self._columns["params_version"]
@@ -45,7 +45,7 @@ class _Items:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint must hold."""
-        arrays = dict(self._columns)
+        arrays = {name: self._timeline.used(column) for name, column in self._columns.items()}
         for tree in self._trees.values():
             arrays.update(tree.arrays())
         return arrays

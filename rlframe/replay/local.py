@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 import numpy as np
 
-from rlframe.errors import UsageError
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.replay import contents
 from rlframe.replay.base import BaseReplayBuffer, override
+from rlframe.replay.contents import Contents, bytes_needed
 from rlframe.replay.dataset import Dataset
-from rlframe.replay.items import Sequences, Transitions
-from rlframe.replay.layout import TreeLayout, check_array, check_memory, Leaf
+from rlframe.replay.layout import Leaf, TreeLayout, check_array, check_memory
 from rlframe.replay.outputs import Outputs
-from rlframe.replay.stores import TreeStore
-from rlframe.replay.tables import QueueTable, UniformTable
-from rlframe.replay.timeline import Index, Timeline, Writer
-from rlframe.types import Batch, Step, StepSpec, Transition, split_env_ids
+from rlframe.replay.timeline import Index, Writer
+from rlframe.types import Batch, Step, StepSpec, split_env_ids
 
-_CHUNK = 1024  # timesteps that are given up at once
-_TABLES = {"uniform": UniformTable, "queue": QueueTable}
+_STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
 
 
 class ReplayBuffer(BaseReplayBuffer):
@@ -48,14 +47,15 @@ class ReplayBuffer(BaseReplayBuffer):
         self._waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._outputs = Outputs()
+        self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
         self._writers: dict[int, Writer] = {}
-        self._incarnations: dict[int, int] = {}  # of each claimed rank
-        self._origins: list[tuple[int, int]] = []
+        self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
         self._datasets: list[Dataset] = []
-        self._timeline: Timeline | None = None
-        self._sampled = self._dropped = self._steps = 0
+        self._contents: Contents | None = None
+        self._sampled = self._steps = 0
         self._closed = False
-        check_memory(self._bytes_needed(self.spec.capacity), self.spec.capacity, "all leaves of the agent's step_spec")
+        needed = bytes_needed(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
+        check_memory(needed, self.spec.capacity, "observations and what the agent stores of each step")
 
     # --- writing
 
@@ -73,7 +73,7 @@ class ReplayBuffer(BaseReplayBuffer):
             raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
         with self._lock:
             others = sum(writer.num_envs for writer in self._writers.values() if writer.rank != rank)
-            self._allocate(num_envs, others + num_envs)
+            self._make_room(num_envs, others + num_envs)
             incarnation = self._incarnations[rank]
             self._writers[rank] = Writer(rank, incarnation, num_envs, self._items.period, self._items.history)
             self._writers[rank].origin = len(self._origins)
@@ -88,7 +88,7 @@ class ReplayBuffer(BaseReplayBuffer):
             if envs is None and writer.type_bytes == types and writer.block >= self._timeline.safe(writer.num_envs):
                 after_types = after.step_type.tobytes()
                 new, index = self._take(writer.num_envs, writer)
-                self._observations.write(index, after.observation)
+                self._observations.write(new, index, after.observation, writer.block)
                 self._items.put(writer, writer.block, new, step, types, after_types)
                 writer.block, writer.index, writer.type_bytes = new, index, after_types
                 writer.position += 1
@@ -109,18 +109,18 @@ class ReplayBuffer(BaseReplayBuffer):
             lost = ~kept
             first, index = self._take(int(np.count_nonzero(lost)), writer)
             now[lost] = first + np.arange(np.count_nonzero(lost))
-            self._observations.write(index, self._layouts["observation"].map(before.observation, lost))
+            rows = self._layouts["observation"].map(before.observation, lost)
+            self._observations.write(first, index, rows, None)
             self._items.open(index, before.step_type[lost])
             self._items.discard(writer, envs[lost])
         first, index = self._take(count, writer)
         new = first + np.arange(count)
-        self._observations.write(index, after.observation)
+        self._observations.write(first, index, after.observation, now)
         self._items.put_scattered(writer, envs, now, new, step)
         writer.open[envs], writer.types[envs] = new, after.step_type
         writer.positions[envs] += 1
         if count == writer.num_envs and (envs == writer.range).all():
-            writer.gather()
-            writer.index = index
+            writer.gather(self._timeline)
 
     def _take(self, count: int, writer: Writer) -> tuple[int, Index]:
         """Allocates `count` timesteps, and drops the items that are given up for them."""
@@ -190,7 +190,7 @@ class ReplayBuffer(BaseReplayBuffer):
         return sum(writer.num_envs for writer in self._writers.values())
 
     def _ready(self, count: int) -> bool:
-        if self._timeline is None or self._closed:
+        if self._contents is None or self._closed:
             return False
         spec, table = self.spec, self._table
         if table.size < max(spec.min_size, count if spec.kind == "queue" else 1):
@@ -221,33 +221,41 @@ class ReplayBuffer(BaseReplayBuffer):
             return self.sample()
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+        if self.spec.kind != "prioritised":
+            raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+        keys = np.asarray(keys)
+        with self._lock:
+            if self._contents is not None:
+                starts = keys[:, 2]
+                written_by = np.asarray(self._origins)[self._origin[starts % self._timeline.slots]]
+                mine = (written_by == keys[:, :2]).all(axis=1)
+                self._table.update(np.where(mine, starts, -1), np.asarray(priorities))
 
     @property
     def size(self) -> int:
-        return self._table.size if self._timeline is not None else 0
+        return self._table.size if self._contents is not None else 0
 
     @property
     def slots(self) -> int:
-        """Timesteps that are kept; 0 before the first writer came."""
-        return self._timeline.slots if self._timeline is not None else 0
+        """Timesteps that there is room for; 0 before the first writer came."""
+        return self._timeline.slots if self._contents is not None else 0
 
     def stats(self) -> dict[str, int]:
         with self._lock:
-            if self._timeline is None:
-                names = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
-                return dict.fromkeys(names, 0)
-            table = self._table
-            return {
-                "items": table.size,
-                "steps": self._steps,
-                "added": table.added,
-                "sampled": self._sampled,
-                "evicted": table.evicted,
-                "evicted_unsampled": table.evicted_unsampled,
-                "dropped_priorities": self._dropped,
-                "bytes": self._bytes_needed(self._timeline.slots),
-            }
+            if self._contents is None:
+                return dict.fromkeys(_STATS, 0)
+            table, slots, num_envs = self._table, self._timeline.slots, self._contents.num_envs
+            values = (
+                table.size,
+                self._steps,
+                table.added,
+                self._sampled,
+                table.evicted,
+                table.evicted_unsampled,
+                getattr(table, "dropped", 0),
+                bytes_needed(self.spec, self._step_spec, slots, num_envs, self._single_frame),
+            )
+            return dict(zip(_STATS, values))
 
     def close(self) -> None:
         with self._lock:
@@ -257,32 +265,60 @@ class ReplayBuffer(BaseReplayBuffer):
             dataset.close()
         self._datasets.clear()
 
-    # --- memory
+    # --- memory and disk
 
-    def _bytes_needed(self, slots: int) -> int:
-        kind = Transitions if isinstance(self.spec.item, Transition) else Sequences
-        observation = sum(leaf.nbytes for leaf in self._layouts["observation"].leaves)
-        bookkeeping = 1 + 16 + 4  # whether an item starts there, the table's entries, and the writer
-        return slots * (observation + kind.row_bytes(self._step_spec) + bookkeeping)
-
-    def _allocate(self, num_envs: int, all_envs: int) -> None:
+    def _make_room(self, num_envs: int, all_envs: int) -> None:
         """Allocates for the first writer; a later one must fit in."""
-        item = self.spec.item
-        # An item of each environment, the open timesteps, and those that one call may allocate.
-        needed = all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
-        if self._timeline is not None and needed + self._timeline.chunk <= self._timeline.slots:
-            return
-        if self._timeline is not None and self._timeline.head:
-            raise UsageError(
-                f"The replay buffer keeps {self._timeline.slots} timesteps, but {all_envs} environments need {needed} for one "
-                f"item each. Give it a capacity of at least {needed}."
-            )
-        chunk = -(-min(_CHUNK, max(1, self.spec.capacity // 16)) // num_envs) * num_envs
-        slots = -(-max(self.spec.capacity + num_envs, needed) // num_envs) * num_envs + chunk
-        check_memory(self._bytes_needed(slots), slots, f"{all_envs} environments")
-        timeline = self._timeline = Timeline(slots, chunk)
-        kind = Transitions if isinstance(item, Transition) else Sequences
-        self._table = _TABLES[self.spec.kind](timeline)
-        self._items = kind(item, self._step_spec, timeline, self._table)
-        self._observations = TreeStore(self._layouts["observation"], slots)
-        self._origin = np.zeros(slots, np.int32)
+        if self._contents is not None:
+            enough = contents.needed(self.spec, all_envs) + self._timeline.chunk <= self._timeline.slots
+            if enough or self._timeline.head:
+                contents.check_room(self.spec, self._timeline.slots, self._timeline.chunk, all_envs)
+                return
+        slots, chunk = contents.sizes(self.spec, num_envs, all_envs)
+        self._install(Contents(self.spec, self._step_spec, slots, chunk, num_envs, self._single_frame))
+
+    def _install(self, made: Contents) -> None:
+        self._contents = made
+        self._timeline, self._table, self._items = made.timeline, made.table, made.items
+        self._observations, self._origin = made.observations, made.origin
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes items, open fragments, priorities, counters and the state of the draws to the file `path`.
+
+        The file is streamed and renamed when complete. Adding and sampling wait meanwhile.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is untouched.
+        """
+        with self._lock:
+            if self._contents is None:
+                raise CheckpointError(f"The replay buffer cannot be saved to {path}: no writer has claimed a rank yet.")
+            state = {
+                "rng": self._rng.bit_generator.state,
+                "incarnations": list(self._incarnations.items()),
+                "origins": self._origins,
+                "sampled": self._sampled,
+                "steps": self._steps,
+            }
+            try:
+                contents.save(path, self._contents, self._writers, state)
+            finally:
+                for writer in self._writers.values():
+                    writer.gather(self._timeline)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Goes on where `save` was called: the same steps added give the very same batches.
+
+        Writers keep rank and incarnation. One whose environments do not go on where they were must claim its rank again.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
+        """
+        with self._lock:
+            made, self._writers, state = contents.restore(path, self.spec, self._step_spec, self._single_frame)
+            self._install(made)
+            self._rng.bit_generator.state = state["rng"]
+            self._incarnations = {rank: incarnation for rank, incarnation in state["incarnations"]}
+            self._origins = [tuple(origin) for origin in state["origins"]]
+            self._sampled, self._steps = state["sampled"], state["steps"]
+            self._added.notify_all()

@@ -1,4 +1,4 @@
-"""Arrays with one row per slot."""
+"""Arrays with a row per slot."""
 
 from __future__ import annotations
 
@@ -6,58 +6,151 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.layout import Leaf, TreeLayout
+from rlframe.errors import UsageError
+from rlframe.replay.frames import FrameStore, looks_stacked
+from rlframe.replay.layout import Leaf, TreeLayout, check_memory
 from rlframe.replay.outputs import Outputs
-from rlframe.replay.timeline import Index
-
-
-class RowStore:
-    """Keeps rows as they came."""
-
-    def __init__(self, leaf: Leaf, slots: int):
-        self.leaf = leaf
-        self.data = np.zeros((slots, *leaf.shape), leaf.dtype)  # zero pages: memory is touched as it fills
-
-    @staticmethod
-    def bytes_needed(leaf: Leaf, slots: int) -> int:
-        """Bytes that a store of `slots` rows takes when it is full."""
-        return leaf.nbytes * slots
-
-    def write(self, index: Index, values: Any) -> None:
-        """Stores `values` [B, ...] at `index`."""
-        self.data[index] = values
-
-    def read(self, slots: np.ndarray, outputs: Outputs, name: str = "") -> np.ndarray:
-        """Returns the rows `slots` (any shape; below 0 counts from the end), `[*slots.shape, ...]`."""
-        return outputs.take(self.data, slots, name)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold."""
-        return {self.leaf.name: self.data}
+from rlframe.replay.timeline import Index, Numbers, Timeline
 
 
 class TreeStore:
-    """One `RowStore` for each leaf of a tree."""
+    """One array for each leaf of a tree, whose rows are kept as they come."""
 
-    def __init__(self, layout: TreeLayout, slots: int):
-        self._layout = layout
-        self.stores = [RowStore(leaf, slots) for leaf in layout.leaves]
-        self._single = self.stores[0] if layout.is_leaf else None
+    def __init__(self, layout: TreeLayout, timeline: Timeline):
+        self._layout, self._timeline = layout, timeline
+        # Zero pages: memory is touched only as it fills.
+        self._data = [np.zeros((timeline.slots, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+        self._single = self._data[0] if layout.is_leaf else None
 
     def write(self, index: Index, tree: Any) -> None:
-        """Stores the tree of `[B, ...]` at `index`."""
+        """Stores the tree of `[B, ...]` in the slots `index`."""
         if self._single is not None:
-            self._single.data[index] = tree
+            self._single[index] = tree
             return
-        for store, values in zip(self.stores, self._layout.split(tree)):
-            store.data[index] = values
+        for data, values in zip(self._data, self._layout.split(tree)):
+            data[index] = values
 
     def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
-        """Returns the tree of the rows `slots`."""
+        """Returns the tree of the rows in `slots` (any shape; below 0 counts from the end), `[*slots.shape, ...]`."""
         if self._single is not None:
-            return self._single.read(slots, outputs)
-        return self._layout.build([store.read(slots, outputs) for store in self.stores])
+            return outputs.take(self._single, slots)
+        return self._layout.build([outputs.take(data, slots) for data in self._data])
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint must hold."""
-        return {store.leaf.name: store.data for store in self.stores}
+        return {leaf.name: self._timeline.used(data) for leaf, data in zip(self._layout.leaves, self._data)}
+
+
+class ObservationStore:
+    """Observations, each once; frame-stacked pixels as single frames.
+
+    Args:
+        single_frame: True or False for every leaf; None: where a leaf looks stacked, until its data shows that it is not.
+        num_envs: environments of the first writer, which decides how far back a frame may lie.
+    """
+
+    def __init__(self, layout: TreeLayout, timeline: Timeline, single_frame: bool | None, num_envs: int):
+        self._layout, self._timeline, self._forced = layout, timeline, single_frame
+        rows = TreeStore(layout, timeline)
+        self._rows = rows._data
+        self._frames: dict[int, FrameStore] = {}
+        for i, leaf in enumerate(layout.leaves):
+            if stores_frames(leaf, single_frame):
+                self._rows[i] = np.zeros(0, leaf.dtype)
+                self._frames[i] = FrameStore(leaf, timeline, slack(leaf, num_envs))
+        self._single = self._rows[0] if layout.is_leaf and not self._frames else None
+
+    def write(self, first: int, index: Index, tree: Any, before: Numbers | None) -> None:
+        """Stores the tree of `[B, ...]` for the numbers from `first`; `before` are the timesteps that they follow, if any."""
+        if self._single is not None:
+            self._single[index] = tree
+            return
+        for i, values in enumerate(self._layout.split(tree)):
+            store = self._frames.get(i)
+            if store is None:
+                self._rows[i][index] = values
+            else:
+                store.write(first, index, values, before)
+                if store.failing:
+                    self._give_up(i, store)
+
+    def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
+        """Returns the tree of the observations in `slots` (any shape), `[*slots.shape, ...]`."""
+        if self._single is not None:
+            return outputs.take(self._single, slots)
+        return self._layout.build(
+            [
+                self._frames[i].read(slots, outputs) if i in self._frames else outputs.take(data, slots)
+                for i, data in enumerate(self._rows)
+            ]
+        )
+
+    def _give_up(self, i: int, store: FrameStore) -> None:
+        """Keeps whole rows from now on, as the stacks of leaf `i` do not continue each other."""
+        leaf = self._layout.leaves[i]
+        if self._forced:
+            raise UsageError(
+                f"{leaf.name}: single_frame was asked for, but in {store.rows_aside} of {store.rows_seen} observations the older "
+                "frames are not those of the step before. Leave single_frame out."
+            )
+        slots = self._timeline.slots
+        check_memory(leaf.nbytes * slots, slots, f"{leaf.name} has the shape of stacked frames but is none, so it is kept whole")
+        data = np.zeros((slots, *leaf.shape), leaf.dtype)
+        for low in range(0, min(slots, self._timeline.head), 256):
+            part = np.arange(low, min(low + 256, slots, self._timeline.head))
+            data[part] = store.read(part, Outputs())
+        self._rows[i] = data
+        del self._frames[i]
+        self._single = data if self._layout.is_leaf else None
+
+    def framed(self) -> list[str]:
+        """The names of the leaves of which single frames are kept."""
+        return [store.leaf.name for store in self._frames.values()]
+
+    def restore_framed(self, names: list[str]) -> None:
+        """Keeps the leaves whole that are not in `names`; only before anything was written."""
+        for i, store in list(self._frames.items()):
+            if store.leaf.name not in names:
+                self._give_up(i, store)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a checkpoint must hold, with `extra`."""
+        arrays: dict[str, np.ndarray] = {}
+        for i, (leaf, data) in enumerate(zip(self._layout.leaves, self._rows)):
+            arrays.update(self._frames[i].arrays() if i in self._frames else {leaf.name: self._timeline.used(data)})
+        return arrays
+
+    def extra(self) -> dict[str, np.ndarray]:
+        """Small arrays whose sizes vary."""
+        return {
+            f"{store.leaf.name} {name}": array for store in self._frames.values() for name, array in store.extra().items()
+        }
+
+    def set_extra(self, extra: dict[str, np.ndarray]) -> None:
+        """The inverse of `extra`."""
+        for store in self._frames.values():
+            prefix = f"{store.leaf.name} "
+            store.set_extra({key[len(prefix) :]: value for key, value in extra.items() if key.startswith(prefix)})
+
+
+def stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
+    """Whether single frames of a leaf are kept."""
+    if single_frame is None:
+        return looks_stacked(leaf)
+    return single_frame and len(leaf.shape) == 3 and leaf.shape[0] > 1
+
+
+def slack(leaf: Leaf, num_envs: int) -> int:
+    """How many numbers longer than timesteps frames are kept: enough for a batch a few steps behind the others."""
+    return 4 * leaf.shape[0] * num_envs
+
+
+def observation_bytes(layout: TreeLayout, single_frame: bool | None, slots: int, num_envs: int) -> int:
+    """Bytes that an `ObservationStore` takes when it is full."""
+    total = 0
+    for leaf in layout.leaves:
+        if stores_frames(leaf, single_frame):
+            total += FrameStore.bytes_needed(leaf, slots) + slack(leaf, num_envs) * (leaf.nbytes // leaf.shape[0])
+        else:
+            total += leaf.nbytes * slots
+    return total

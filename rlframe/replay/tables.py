@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.errors import UsageError
+from rlframe.replay.sum_tree import SumTree
 from rlframe.replay.timeline import Index, Timeline
+
+_LOWEST = 1e-8  # priority: so that an item with none can still be drawn
 
 
 class ItemTable:
@@ -34,7 +38,7 @@ class ItemTable:
             count = int(np.count_nonzero(mask))
         self.size += count
         self.added += count
-        self._push(np.arange(first, first + len(mask))[mask] if mask is not None else np.arange(first, first + count))
+        self._push_block(first, index, count, mask)
 
     def append(self, starts: np.ndarray) -> None:
         """Notes the items that start at the numbers `starts`, of which some may be gone already."""
@@ -53,6 +57,10 @@ class ItemTable:
 
     def _push(self, starts: np.ndarray) -> None:
         """The living items `starts` are new."""
+
+    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None) -> None:
+        """The `count` living items from `first`, at which `mask` is true, are new."""
+        self._push(np.arange(first, first + count) if mask is None else first + mask.nonzero()[0])
 
     def evict(self, index: Index) -> None:
         """Drops the items that start in the slots `index`, which are given up."""
@@ -73,7 +81,7 @@ class ItemTable:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint must hold, beside `state`."""
-        return {"present": self._present}
+        return {"present": self._timeline.used(self._present)}
 
     def state(self) -> dict[str, Any]:
         """The scalars that a checkpoint must hold."""
@@ -137,7 +145,7 @@ class _Ring(ItemTable):
         return self._starts[positions % len(self._starts)] >= self._timeline.floor
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {**super().arrays(), "starts": self._starts}
+        return {**super().arrays(), "starts": self._starts[: self.end]}
 
 
 class UniformTable(_Ring):
@@ -180,6 +188,68 @@ class QueueTable(_Ring):
     def _advance(self, gone: int) -> None:
         self.evicted_unsampled += gone
         super()._advance(gone)
+
+
+class PrioritisedTable(ItemTable):
+    """Items with chances proportional to priority^exponent (Schaul et al. 2016). New ones get the highest priority so far."""
+
+    _scalars = (*ItemTable._scalars, "highest", "dropped")
+
+    def __init__(self, timeline: Timeline, exponent: float):
+        super().__init__(timeline)
+        self._tree = SumTree(timeline.slots)
+        self._exponent = exponent
+        self.highest = 1.0
+        self.dropped = 0  # updates of items that were gone
+
+    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None) -> None:
+        leaf, leaves = self.highest**self._exponent, self._tree.leaves
+        leaves[index] = leaf if mask is None else np.where(mask, leaf, leaves[index])
+        self._tree.touch(index)
+
+    def _push(self, starts: np.ndarray) -> None:
+        index = starts % self._timeline.slots
+        self._tree.leaves[index] = self.highest**self._exponent
+        self._tree.touch(index)
+
+    def evict(self, index: Index) -> None:
+        super().evict(index)
+        self._tree.leaves[index] = 0.0
+        self._tree.touch(index)
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (starts [count] int64, probabilities [count] float32)."""
+        slots, probabilities = self._tree.draw(count, rng)
+        return self._numbers(slots), probabilities
+
+    def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets the priorities of the items `starts`; of one that comes twice, the last counts."""
+        priorities = np.asarray(priorities, np.float64)
+        if priorities.shape != starts.shape or not (priorities >= 0).all() or np.isinf(priorities).any():
+            raise UsageError(
+                f"update_priorities expected {len(starts)} finite priorities that are not negative, one for each key; got "
+                f"shape {priorities.shape}, from {priorities.min(initial=np.inf)} to {priorities.max(initial=-np.inf)}."
+            )
+        there = self.holds(starts)
+        if not there.all():
+            self.dropped += int(np.count_nonzero(~there))
+            starts, priorities = starts[there], priorities[there]
+        if not len(starts):
+            return
+        self.highest = max(self.highest, float(priorities.max()))
+        index = starts % self._timeline.slots
+        self._tree.leaves[index] = np.maximum(priorities, _LOWEST) ** self._exponent
+        self._tree.touch(index)
+
+    def _numbers(self, slots: np.ndarray) -> np.ndarray:
+        """The living numbers in `slots`."""
+        head, size = self._timeline.head, self._timeline.slots
+        numbers = slots + (head - head % size)
+        return np.where(numbers >= head, numbers - size, numbers)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        self._tree.refresh()
+        return {**super().arrays(), **{f"tree{i}": level for i, level in enumerate(self._tree.levels)}}
 
 
 def _full(count: int, value: float) -> np.ndarray:

@@ -56,6 +56,10 @@ class Timeline:
             return (numbers + np.arange(count)) % self.slots
         return numbers % self.slots
 
+    def used(self, rows: np.ndarray) -> np.ndarray:
+        """The part of an array with a row per number that was ever written."""
+        return rows[: self.head]
+
     def relative(self, numbers: np.ndarray) -> np.ndarray:
         """Slots of living numbers for `take(mode="wrap")`: may be negative, and costs no division."""
         return numbers - (self.head - self.head % self.slots)
@@ -105,14 +109,23 @@ class Writer:
             self.ages += unbroken
         self.block = -1
 
-    def gather(self) -> None:
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a checkpoint must hold. Leaves lockstep; `gather` returns to it."""
+        self.scatter()
+        names = ("open", "types", "positions", "starts", "ages")
+        return {name: getattr(self, name) for name in names}
+
+    def gather(self, timeline: Timeline) -> None:
         """Enters lockstep where all that an environment has open lies beside its neighbours'."""
+        if self.open[0] < 0:
+            return
         position = int(self.positions[0])
         if not (self.positions == position).all() or not (self.open == self.open[0] + self.range).all():
             return
         known = self.starts[: min(self.history, -(-position // self.period))]
         if (known == known[:, :1] + self.range).all():
             self.block, self.position, self.type_bytes = int(self.open[0]), position, self.types.tobytes()
+            self.index = timeline.index(self.block, self.num_envs)
             self.blocks = [int(x) for x in self.starts[:, 0]]
             self.acting = [None if (acted := self.ages > k).all() else acted for k in range(self.history)]
 

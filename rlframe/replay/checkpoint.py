@@ -1,0 +1,116 @@
+"""A replay buffer on disk: streamed array by array, so that a buffer of 7 GB needs no second 7 GB.
+
+The file is a magic line, the length and the CRC-32 of a JSON header, the header, and then each array's bytes followed by
+their CRC-32. It is written beside its name and renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rlframe.errors import CheckpointError
+
+_MAGIC = b"rlframe replay 1\n"
+_LENGTHS = struct.Struct("<QI")
+_CRC = struct.Struct("<I")
+_PIECE = 1 << 24  # bytes that are read, written and checked at once
+
+
+def write(path: str | os.PathLike[str], header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Writes `header` (JSON) and `arrays` (C-contiguous) to `path`; what was there stays until all is written.
+
+    Raises:
+        CheckpointError: it could not be written (a full disk, say). The file that was there before is untouched.
+    """
+    path = Path(path)
+    shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
+    text = json.dumps({**header, "arrays": shapes}).encode()
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(_MAGIC + _LENGTHS.pack(len(text), zlib.crc32(text)) + text)
+            for array in arrays.values():
+                _write_array(file, array)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise CheckpointError(
+            f"The replay buffer could not be saved to {path}: {error}. What was saved there before is untouched."
+        ) from error
+
+
+def read(
+    path: str | os.PathLike[str], places: Callable[[dict[str, Any], dict[str, tuple[str, list[int]]]], dict[str, np.ndarray]]
+) -> dict[str, Any]:
+    """Reads the file `path` into arrays and returns its header.
+
+    Args:
+        places: called with the header and the arrays' (dtype, shape), returns the arrays to fill.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or no replay buffer. The arrays may have been filled in part.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise CheckpointError(f"{path} is damaged, or not a replay buffer that rlframe saved.")
+            length, crc = _LENGTHS.unpack(_exactly(file, _LENGTHS.size, path))
+            if length > os.fstat(file.fileno()).st_size:
+                raise CheckpointError(f"{path} is damaged: it is shorter than its header.")
+            text = _exactly(file, length, path)
+            _check(zlib.crc32(text) == crc, path, "its header")
+            header = json.loads(text)
+            shapes = header.pop("arrays")
+            arrays = places(header, shapes)
+            for name in shapes:
+                _read_array(file, arrays[name], path, name)
+            _check(not file.read(1), path, "its end")
+            return header
+    except OSError as error:
+        raise CheckpointError(f"The replay buffer could not be read from {path}: {error}.") from error
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _write_array(file: BinaryIO, array: np.ndarray) -> None:
+    crc, data = 0, _bytes(array)
+    for low in range(0, len(data), _PIECE):
+        piece = data[low : low + _PIECE]
+        crc = zlib.crc32(piece, crc)
+        file.write(piece)
+    file.write(_CRC.pack(crc))
+
+
+def _read_array(file: BinaryIO, array: np.ndarray, path: Path, name: str) -> None:
+    crc, data = 0, _bytes(array)
+    for low in range(0, len(data), _PIECE):
+        piece = data[low : low + _PIECE]
+        _check(file.readinto(piece) == len(piece), path, name)
+        crc = zlib.crc32(piece, crc)
+    _check(_CRC.unpack(_exactly(file, _CRC.size, path))[0] == crc, path, name)
+
+
+def _exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+    data = file.read(count)
+    _check(len(data) == count, path, "its end")
+    return data
+
+
+def _check(good: bool, path: Path, where: str) -> None:
+    if not good:
+        raise CheckpointError(f"{path} is damaged ({where} is not what was written). Delete it, or restore an older one.")

@@ -1,0 +1,152 @@
+"""Frame-stacked pixels, one frame per step.
+
+A stack `[k, H, W]` mostly repeats the k - 1 newest frames of the stack before it. Only its newest frame is stored then, after
+the others have been compared, so what comes out is exactly what went in, whatever the environment stacks. Where
+they differ (a first stack, say), the older frames are kept aside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlframe.replay.layout import Leaf
+from rlframe.replay.outputs import Outputs
+from rlframe.replay.timeline import Index, Numbers, Timeline
+
+_PROBATION = 256  # rows after which a store that mostly keeps frames aside is given up
+
+
+def looks_stacked(leaf: Leaf) -> bool:
+    """Whether a leaf has the shape and type of stacked frames; only the data can tell."""
+    return (
+        leaf.dtype == np.uint8 and len(leaf.shape) == 3 and 2 <= leaf.shape[0] <= 8 and min(leaf.shape[1:]) >= 32
+    )
+
+
+class FrameStore:
+    """Stacks of k frames, each frame once.
+
+    A stack is k references: the number of the timestep whose newest frame it is, or -1 - i for frame i kept aside. Frames stay a little
+    longer (`slack` numbers) than timesteps; a stack that needs an older one keeps it aside.
+    """
+
+    def __init__(self, leaf: Leaf, timeline: Timeline, slack: int):
+        self.leaf, self._timeline, self._slack = leaf, timeline, slack
+        self._k = leaf.shape[0]
+        self._rows = timeline.slots + slack
+        self._frames = np.zeros((self._rows, *leaf.shape[1:]), leaf.dtype)
+        self._references = np.zeros((timeline.slots, self._k), np.int64)
+        self._aside = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0: black, which most first stacks hold
+        self._next_aside, self._sweep_at = 1, 1024
+        self.rows_seen = self.rows_aside = 0
+
+    @staticmethod
+    def bytes_needed(leaf: Leaf, slots: int) -> int:
+        """Bytes for `slots` rows, most of whose stacks continue."""
+        return (leaf.nbytes // leaf.shape[0] + 8 * leaf.shape[0]) * slots
+
+    @property
+    def failing(self) -> bool:
+        """Whether so few stacks continue the ones before that whole rows would take less memory."""
+        return self.rows_seen >= _PROBATION and self.rows_aside > self.rows_seen // 2
+
+    def write(self, first: int, index: Index, values: Any, before: Numbers | None) -> None:
+        """Stores `values` [B, k, H, W] for the numbers from `first`; `before` are the timesteps they follow, if any."""
+        if len(self._aside) >= self._sweep_at:
+            self._sweep()
+        values = np.asarray(values)
+        count = len(values)
+        self._frames[self._positions(first, count)] = values[:, -1]
+        references = np.empty((count, self._k), np.int64)
+        references[:, -1] = np.arange(first, first + count)
+        if before is None:
+            differ = np.ones(count, bool)
+        else:
+            references[:, :-1] = self._references[self._timeline.index(before, count), 1:]
+            differ = self._differ(references[:, :-1], values, first)
+        if differ is not None:
+            for row in differ.nonzero()[0]:
+                references[row] = self._keep_aside(values[row], first + int(row))
+            self.rows_aside += int(np.count_nonzero(differ))
+        self.rows_seen += count
+        self._references[index] = references
+
+    def _positions(self, first: int, count: int) -> Index:
+        low = first % self._rows
+        if low + count <= self._rows:
+            return slice(low, low + count)
+        return (low + np.arange(count)) % self._rows
+
+    def _differ(self, references: np.ndarray, values: np.ndarray, first: int) -> np.ndarray | None:
+        """[B] bool: which older frames of `values` are not the ones referred to, or too old; None if none."""
+        count = len(values)
+        lowest = references[0]
+        youngest = max(0, first + count - self._slack)  # what is older may be overwritten while a new stack needs it
+        in_blocks = lowest.min() >= youngest and (references == lowest + np.arange(count)[:, None]).all()
+        if in_blocks:
+            same = [
+                np.array_equal(_words(values[:, j]), _words(self._frames[self._positions(int(lowest[j]), count)]))
+                for j in range(self._k - 1)
+            ]
+            if all(same):
+                return None
+        stored = self._frames.take(references % self._rows, axis=0)
+        for row, j in zip(*(references < 0).nonzero()):
+            stored[row, j] = self._aside[-1 - int(references[row, j])]
+        differ = (stored != values[:, :-1]).any(axis=(1, 2, 3))
+        differ |= ((references >= 0) & (references < youngest)).any(axis=1)
+        return differ if differ.any() else None
+
+    def _keep_aside(self, stack: np.ndarray, number: int) -> list[int]:
+        """Returns references to the frames of `stack`, all but the newest kept aside; equal neighbours once."""
+        references = [number]
+        for j in range(self._k - 2, -1, -1):
+            if np.array_equal(stack[j], stack[j + 1]):
+                references.append(references[-1])
+            elif not stack[j].any():
+                references.append(-1)
+            else:
+                self._aside[self._next_aside] = stack[j].copy()
+                references.append(-1 - self._next_aside)
+                self._next_aside += 1
+        return references[::-1]
+
+    def _sweep(self) -> None:
+        """Drops the frames kept aside that no slot refers to any more."""
+        used = set((-1 - self._references[self._references < 0]).tolist())
+        self._aside = {i: frame for i, frame in self._aside.items() if i in used or i == 0}
+        self._sweep_at = max(1024, 2 * len(self._aside))
+
+    def read(self, slots: np.ndarray, outputs: Outputs, name: str = "") -> np.ndarray:
+        """Returns the stacks in `slots` (any shape; below 0 counts from the end), `[*slots.shape, k, H, W]`."""
+        references = self._references.take(slots, axis=0, mode="wrap")
+        out = outputs.take(self._frames, references % self._rows, name)
+        if references.min() < 0:
+            for place in zip(*(references < 0).nonzero()):
+                out[place] = self._aside[-1 - int(references[place])]
+        return out
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a checkpoint must hold, with `extra`."""
+        name, used = self.leaf.name, self._timeline.used
+        return {f"{name} frames": used(self._frames), f"{name} references": used(self._references)}
+
+    def extra(self) -> dict[str, np.ndarray]:
+        """The frames kept aside."""
+        ids = np.array(list(self._aside), np.int64)
+        frames = np.stack(list(self._aside.values())) if self._aside else np.zeros((0, *self.leaf.shape[1:]), np.uint8)
+        counters = np.array([self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside])
+        return {"ids": ids, "frames": frames, "counters": counters}
+
+    def set_extra(self, extra: dict[str, np.ndarray]) -> None:
+        """The inverse of `extra`."""
+        self._aside = dict(zip(extra["ids"].tolist(), extra["frames"]))
+        self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside = extra["counters"].tolist()
+
+
+def _words(frames: np.ndarray) -> np.ndarray:
+    """The same bytes `[B, H * W]` as 64-bit words where they divide: eight times fewer to compare."""
+    rows = frames.reshape(len(frames), -1)
+    return rows.view(np.uint64) if rows.shape[1] % 8 == 0 and rows.strides[1] == 1 else rows

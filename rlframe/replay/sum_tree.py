@@ -1,0 +1,107 @@
+"""A sum tree whose every operation is vectorised over a batch.
+
+Sixteen children per node rather than two: a level is one gather and one small matrix product, and a million leaves need
+two such levels below a root table that is searched directly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlframe.replay.timeline import Index
+
+_FAN = 16
+_ROOTS = 512  # nodes of the top level that are searched directly
+_CUMULATE = np.triu(np.ones((_FAN, _FAN)))  # row @ _CUMULATE is its running sum; quicker than cumsum along short rows
+_COUNT = np.ones(_FAN)
+
+
+class SumTree:
+    """Draws indices with chances proportional to `leaves` [size] float64, not negative.
+
+    Write to `leaves`, and say where with `touch`; sums are brought up to date when they are next needed, always from the
+    children, so no error builds up.
+    """
+
+    def __init__(self, size: int):
+        self.levels = []
+        while True:
+            padded = -(-size // _FAN) * _FAN
+            self.levels.append(np.zeros(padded))
+            if padded <= _ROOTS:
+                break
+            size = padded // _FAN
+        self.leaves = self.levels[0]
+        self._ranges: list[tuple[int, int]] = []
+        self._scattered: list[np.ndarray] = []
+
+    def touch(self, index: Index) -> None:
+        """Notes that the leaves at `index` changed."""
+        if not isinstance(index, slice):
+            self._scattered.append(index)
+            return
+        low, high = index.start, index.stop
+        if self._ranges and self._ranges[-1][0] <= low <= self._ranges[-1][1]:
+            low, before = self._ranges.pop()
+            high = max(high, before)
+        self._ranges.append((low, high))
+
+    @property
+    def total(self) -> float:
+        """The sum of all leaves."""
+        self.refresh()
+        return float(self.levels[-1].sum())
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (indices [count] int64, their leaves over the total [count] float32).
+
+        Stratified, as in Schaul et al. 2016, B.2.1: one draw from each of `count` equal parts of the total, which must be
+        above 0.
+        """
+        self.refresh()
+        running = self.levels[-1].cumsum()
+        total = running[-1]
+        mass = rng.random(count)
+        mass += np.arange(count)
+        mass *= total / count
+        indices = self._descend(mass, running)
+        values = self.leaves.take(indices)
+        while not values.all():  # rounding led to an empty leaf: draw these again
+            empty = (values == 0).nonzero()[0]
+            indices[empty] = self._descend(rng.random(len(empty)) * total, running)
+            values = self.leaves.take(indices)
+        return indices, (values / total).astype(np.float32)
+
+    def _descend(self, mass: np.ndarray, running: np.ndarray) -> np.ndarray:
+        node = running.searchsorted(mass, side="right")
+        np.minimum(node, len(running) - 1, out=node)
+        mass = mass - running.take(node) + self.levels[-1].take(node)
+        rows = np.arange(0, len(mass) * _FAN, _FAN)
+        for level in reversed(self.levels[:-1]):
+            values = level.reshape(-1, _FAN).take(node, axis=0)
+            sums = values @ _CUMULATE
+            child = ((sums <= mass[:, None]) @ _COUNT).astype(np.int64)
+            np.minimum(child, _FAN - 1, out=child)
+            at = rows + child
+            mass -= sums.ravel().take(at) - values.ravel().take(at)
+            node = node * _FAN + child
+        return node
+
+    def refresh(self) -> None:
+        """Brings the sums above the touched leaves up to date."""
+        ranges, scattered = self._ranges, self._scattered
+        if not ranges and not scattered:
+            return
+        self._ranges, self._scattered = [], []
+        if len(ranges) > 8 or len(scattered) > 8:
+            points = [np.arange(low // _FAN, -(-high // _FAN)) * _FAN for low, high in ranges]
+            ranges, scattered = [], [np.unique(np.concatenate(points + [index // _FAN * _FAN for index in scattered]))]
+        for low, high in ranges:
+            for below, above in zip(self.levels, self.levels[1:]):
+                low, high = low // _FAN, -(-high // _FAN)
+                above[low:high] = below[low * _FAN : high * _FAN].reshape(-1, _FAN) @ _COUNT
+        for index in scattered:
+            node = index
+            for below, above in zip(self.levels, self.levels[1:]):
+                node = node // _FAN
+                above[node] = below.reshape(-1, _FAN).take(node, axis=0) @ _COUNT
