@@ -63,11 +63,12 @@ def play(scene: str, buffer: Any, twin: Twin, steps: int, num_envs: int = 6, see
         yield t
 
 
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("item", ITEMS, ids=str)
-def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scene: str) -> None:
-    buffer, twin = make("uniform", item, 8, 10_000), Twin(item)
-    for _ in play(scene, buffer, twin, 60):
+def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scene: str, kind: str) -> None:
+    buffer, twin = make(kind, item, 8, 10_000), Twin(item)
+    for _ in play(scene, buffer, twin, 40):
         assert buffer.size == len(twin.items)
         batch = buffer.sample()
         assert (batch is None) == (not twin.items)
@@ -80,7 +81,7 @@ def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scene: s
 @pytest.mark.parametrize("item", ITEMS, ids=str)
 def test_a_queue_gives_each_item_once_and_in_order(make: Any, item: Any, scene: str) -> None:
     buffer, twin, seen = make("queue", item, 4, 10_000), Twin(item), []
-    for _ in play(scene, buffer, twin, 60):
+    for _ in play(scene, buffer, twin, 40):
         while (batch := buffer.sample()) is not None:
             assert_batch_matches(batch, twin)
             seen += first_ids(batch).tolist()
@@ -92,7 +93,7 @@ def test_a_queue_gives_each_item_once_and_in_order(make: Any, item: Any, scene: 
     assert max((abs(order[first] - i) for i, first in enumerate(seen)), default=0) <= 6 * 5
 
 
-@pytest.mark.parametrize("kind", ["uniform", "queue"])
+@pytest.mark.parametrize("kind", ["uniform", "queue", "prioritised"])
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("item", ITEMS, ids=str)
 def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, kind: str) -> None:
@@ -111,8 +112,8 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
     assert stats["added"] <= len(twin.items) if slow else stats["added"] == len(twin.items)
     assert stats["added"] == stats["items"] + stats["evicted"] + (sampled if kind == "queue" else 0)
     assert stats["evicted"] > 0
-    if kind == "uniform":
-        drawn = {first for _ in range(400) for first in first_ids(buffer.sample()).tolist()}
+    if kind != "queue":
+        drawn = {first for _ in range(300) for first in first_ids(buffer.sample()).tolist()}
         must_stay = {first for first in twin.items if first >= Stream.next_id - capacity}
         assert must_stay <= drawn
         assert len(drawn) == stats["items"]
@@ -128,6 +129,69 @@ def test_every_item_is_drawn_with_the_same_chance(make: Any) -> None:
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert len(ids) == size
     assert abs(chi_square - size) < 5 * np.sqrt(2 * size)
+
+
+def test_items_are_drawn_by_their_priorities(make: Any) -> None:
+    buffer, twin = make("prioritised", Transition(2), 50, 400, priority_exponent=0.5), Twin(Transition(2))
+    for _ in play("subsets", buffer, twin, 100):
+        pass
+    priorities: dict[int, float] = {}
+    for _ in range(200):  # every item gets the priority that its observation's number says
+        batch = buffer.sample()
+        ids = first_ids(batch)
+        buffer.update_priorities(batch.keys, (ids % 7 + 0.5) ** 2)
+        priorities.update(zip(ids.tolist(), ((ids % 7) + 0.5).tolist()))
+    assert len(priorities) == buffer.size
+    total, counts = sum(priorities.values()), dict.fromkeys(priorities, 0)
+    for _ in range(400):
+        batch = buffer.sample()
+        for first, probability in zip(first_ids(batch).tolist(), batch.probabilities):
+            assert probability == pytest.approx(priorities[first] / total, rel=1e-5)
+            counts[first] += 1
+    expected = {first: 20_000 * priority / total for first, priority in priorities.items()}
+    chi_square = sum((counts[first] - expected[first]) ** 2 / expected[first] for first in priorities)
+    assert chi_square < len(priorities) + 5 * np.sqrt(2 * len(priorities))
+
+
+def test_a_new_item_has_the_highest_priority_so_far(make: Any) -> None:
+    buffer = make("prioritised", Transition(1), 64, 400, priority_exponent=1.0)
+    buffer.claim_rank(1)
+    stream = Stream(1, end=0.0)
+    buffer.add(*stream.step())
+    buffer.update_priorities(buffer.sample().keys[:1], np.array([3.0]))
+    buffer.add(*stream.step())
+    np.testing.assert_allclose(buffer.sample().probabilities, 0.5)
+    batch = buffer.sample()
+    older = batch.keys[batch.keys[:, 2].argmin()]
+    buffer.update_priorities(older[None], np.array([1.0]))
+    assert set(np.round(buffer.sample().probabilities, 6)) == {np.float32(0.25), np.float32(0.75)}
+
+
+def test_late_priorities_are_dropped_and_counted(make: Any) -> None:
+    buffer, stream = make("prioritised", Transition(1), 8, 50), Stream(2)
+    buffer.claim_rank(2)
+    for _ in range(10):
+        buffer.add(*stream.step())
+    old = buffer.sample().keys
+    for _ in range(100):
+        buffer.add(*stream.step())
+    before = buffer.sample().probabilities
+    buffer.update_priorities(old, np.full(8, 100.0))
+    assert buffer.stats()["dropped_priorities"] == 8
+    np.testing.assert_allclose(buffer.sample().probabilities, before)
+    fresh = buffer.sample().keys
+    other_writer = fresh + [7, 0, 0]
+    buffer.update_priorities(other_writer, np.full(8, 100.0))
+    assert buffer.stats()["dropped_priorities"] == 16
+
+
+@pytest.mark.parametrize("wrong", [[-1.0] * 8, [np.nan] * 8, [np.inf] * 8, [1.0] * 7])
+def test_priorities_that_are_none_are_refused(make: Any, wrong: list[float]) -> None:
+    buffer, stream = make("prioritised", Transition(1), 8, 50), Stream(2)
+    buffer.claim_rank(2)
+    buffer.add(*stream.step())
+    with pytest.raises(UsageError, match="finite priorities"):
+        buffer.update_priorities(buffer.sample().keys, np.array(wrong))
 
 
 def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
