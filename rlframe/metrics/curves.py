@@ -58,17 +58,31 @@ class Group:
         return grid, each.mean(axis=0), each.std(axis=0)
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(steps [m], mean over seeds [m], lowest seed [m], highest seed [m]) of the evaluations."""
+        """(steps [m], mean over seeds [m], lowest seed [m], highest seed [m]) of the evaluations.
+
+        Seeds that were evaluated at about the same step (batches end at different ones) make one point.
+        """
         steps = np.concatenate([run.evaluated_steps for run in self.runs])
         returns = np.concatenate([run.evaluated_returns for run in self.runs])
-        at = np.unique(steps)
-        each = [returns[steps == step] for step in at]
+        point = _points(steps, [run.evaluated_steps for run in self.runs])
+        each = [point == index for index in range(point.max(initial=-1) + 1)]
         return (
-            at,
-            np.array([values.mean() for values in each]),
-            np.array([values.min() for values in each]),
-            np.array([values.max() for values in each]),
+            np.array([steps[chosen].mean() for chosen in each]),
+            np.array([returns[chosen].mean() for chosen in each]),
+            np.array([returns[chosen].min() for chosen in each]),
+            np.array([returns[chosen].max() for chosen in each]),
         )
+
+
+def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
+    """Which point [n] each of `steps` [n] belongs to: a new one begins after half of the usual distance in a run."""
+    if not len(steps):
+        return np.zeros(0, np.int64)
+    distances = [np.diff(own).min() for own in of_runs if len(own) > 1]
+    apart = min(distances) / 2 if distances else 0.01 * steps.max()
+    at = np.unique(steps)
+    index = np.concatenate([[0], np.cumsum(np.diff(at) > apart)])
+    return index[np.searchsorted(at, steps)]
 
 
 def load_run(directory: str | os.PathLike[str]) -> Run:

@@ -22,6 +22,7 @@ _MAX_COLUMNS = 3
 def plot_learning_curve(
     run_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str] | None = None,
+    target: float | None = None,
 ) -> pathlib.Path:
     """Draws return against environment steps, one panel for each environment.
 
@@ -32,6 +33,7 @@ def plot_learning_curve(
         run_dirs: one run directory or several.
         out: the picture; the suffix decides its format (.png, .svg, .pdf). None: `learning_curve.png` in the run
             directory, or in the current one where there are several runs.
+        target: a return to draw a dashed line at.
 
     Returns:
         The path of the picture.
@@ -51,7 +53,7 @@ def plot_learning_curve(
 
     figure, axes = _canvas(len(envs))
     for axis, env in zip(axes, envs, strict=True):
-        _draw_panel(axis, env, [group for group in groups if group.env == env])
+        _draw_panel(axis, env, [group for group in groups if group.env == env], target)
     _save(figure, out)
     return out
 
@@ -72,7 +74,7 @@ def _canvas(panels: int) -> tuple[Any, list[Any]]:
     return figure, axes[:panels]
 
 
-def _draw_panel(axis: Any, env: str, groups: list[Group]) -> None:
+def _draw_panel(axis: Any, env: str, groups: list[Group], target: float | None) -> None:
     from matplotlib.ticker import FuncFormatter
 
     axis.set_title(_title(env, groups), loc="left", fontsize=12, fontweight="bold", color=_INK)
@@ -88,6 +90,8 @@ def _draw_panel(axis: Any, env: str, groups: list[Group]) -> None:
     if not any(drawn):
         axis.text(0.5, 0.5, "no episode has ended yet", transform=axis.transAxes, ha="center", color=_FAINT)
         return
+    if target is not None:
+        axis.axhline(target, color=_FAINT, linewidth=1.2, linestyle="--", zorder=1, label=f"target: {target:g}")
     axis.set_xlim(left=0)
     axis.margins(x=0.02)
     axis.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")

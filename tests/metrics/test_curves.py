@@ -63,6 +63,15 @@ def test_evaluations_show_mean_and_range_over_seeds(tmp_path):
     assert [part.tolist() for part in group.evaluations()] == [[100], [4.0], [1.0], [8.0]]
 
 
+def test_evaluations_at_about_the_same_step_are_one_point(tmp_path):
+    runs = [
+        make_run(tmp_path / str(i), {}, dict(zip(steps, (1.0 * i, 10.0), strict=True)), agent="dqn", env="X", seed=i)
+        for i, steps in enumerate([(1000, 2003), (1004, 2000), (1002, 2000)])
+    ]
+    (group,) = group_runs([load_run(run) for run in runs])
+    assert [part.tolist() for part in group.evaluations()] == [[1002, 2001], [1, 10], [0, 10], [2, 10]]
+
+
 def test_an_agent_named_by_its_file_is_labelled_by_its_class(tmp_path):
     run = load_run(make_run(tmp_path / "r", {1: 1.0}, agent="/home/me/agent.py:Reinforce", env="gymnasium:CartPole-v1"))
     assert (run.agent, run.env) == ("Reinforce", "CartPole-v1")

@@ -53,6 +53,13 @@ def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path,
     assert labels(second) == ["training, mean and std of 2 seeds", "evaluation: 9.0 at the end"]
 
 
+def test_a_target_is_a_line_that_the_legend_names(tmp_path, figures):
+    plot_learning_curve(make_run(tmp_path / "run", {1: 1.0, 2: 2.0}, agent="ppo", env="X"), target=475.0)
+    (axis,) = figures[0].axes
+    assert labels(axis) == ["training", "target: 475"]
+    assert list(axis.get_lines()[-1].get_ydata()) == [475.0, 475.0]
+
+
 def test_a_run_in_which_no_episode_ended_says_so(tmp_path, figures):
     plot_learning_curve(make_run(tmp_path / "run", {}, agent="ppo", env="CartPole-v1"))
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["no episode has ended yet"]
