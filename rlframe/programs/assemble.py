@@ -16,6 +16,8 @@ from rlframe.programs.experiment import Experiment, total_learner_steps
 from rlframe.replay import ReplayBuffer
 from rlframe.types import Sequence
 
+CHECKPOINTS_KEPT = 3
+
 
 @dataclasses.dataclass
 class Parts:
@@ -104,7 +106,10 @@ def assemble(described: Experiment, checkpoint_dir: str | None) -> Parts:
     try:
         agent = make_agent(described, pool.observation_spec, pool.action_spec)
         replay_buffer = make_replay_buffer(agent, described)
-        learner = Learner(LearnerConfig(seed=described.seed, checkpoint_dir=checkpoint_dir), agent, replay_buffer)
+        learner_cfg = LearnerConfig(
+            seed=described.seed, checkpoint_dir=checkpoint_dir, checkpoints_kept=CHECKPOINTS_KEPT
+        )
+        learner = Learner(learner_cfg, agent, replay_buffer)
         inferencer = Inferencer(InferencerConfig(seed=described.seed), agent, learner)
     except BaseException:
         env_builder.close()

@@ -36,6 +36,7 @@ class Profile:
         self._calls: dict[str, int] = {}
         self._compiling = 0.0
         self._began = 0.0
+        self._total = 0.0
         self._tracing = False
 
     def attach(self, parts: Parts) -> None:
@@ -59,8 +60,7 @@ class Profile:
         if self._tracing:
             self._tracing = False
             jax.profiler.stop_trace()
-        if self._began:
-            self._total = time.perf_counter() - self._began
+        self._total = time.perf_counter() - self._began
 
     def lines(self) -> list[Line]:
         """The table, the largest part first; `rlframe` is what is left: the loop, the Actor, the logs."""

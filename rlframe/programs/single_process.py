@@ -161,6 +161,9 @@ class _Run:
         except EnvError:
             run_checkpoint.save(self._parts, self._directory, with_actor=False, with_replay=True, final=True)
             raise
+        finally:
+            if self._profile is not None:
+                self._profile.stop()
         seconds = time.monotonic() - began - self._not_training
         if self._actor.env_steps > self._window.first_step:
             self._write_row()

@@ -1,0 +1,203 @@
+"""Whole runs in one process, small enough to take a second or two."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rlframe.errors import EnvError, NonFiniteLossError, UsageError
+from rlframe.learners.checkpoints import Checkpointer
+from rlframe.metrics import read_jsonl
+from rlframe.programs import evaluate, load_experiment, make_experiment, train
+from rlframe.programs.experiment import Experiment
+
+
+def ppo(**fields) -> Experiment:
+    """16 steps of each of 2 environments between updates."""
+    values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2}
+    return make_experiment("ppo", **{**values, "unroll_length": 16, "num_epochs": 2, "num_minibatches": 2, **fields})
+
+
+def dqn(**fields) -> Experiment:
+    values = {"steps": 400, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, "min_replay_size": 50}
+    values |= {"update_period": 4, "batch_size": 8, "target_update_period": 20, "n_step": 3, "prioritised": True}
+    return make_experiment("dqn", **{**values, **fields})
+
+
+def saved_arrays(run_dir) -> list[np.ndarray]:
+    """Parameters and learner state of a run's last checkpoint."""
+    import orbax.checkpoint as ocp
+
+    steps = Checkpointer(run_dir / "checkpoints").steps()
+    with ocp.CheckpointManager(run_dir / "checkpoints") as manager:
+        saved = manager.restore(steps[-1], args=ocp.args.StandardRestore())
+    return [np.asarray(saved["leaves"][name]) for name in sorted(saved["leaves"])]
+
+
+def assert_same_arrays(run_dir, other) -> None:
+    arrays, others = saved_arrays(run_dir), saved_arrays(other)
+    assert len(arrays) == len(others) > 3
+    for array, expected in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_a_run_leaves_everything_in_its_directory(tmp_path):
+    result = train(ppo(), run_dir=tmp_path / "run")
+    assert 600 <= result.env_steps < 602
+    assert 18 <= result.learner_steps <= 20  # 600 // 32, and what steps after an episode's end add
+    assert result.params_version == result.learner_steps + 1
+    assert result.episodes == 2 and result.return_mean >= 8.0
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names >= {"config.json", "metrics.jsonl", "metrics.csv", "tensorboard", "checkpoints", "learning_curve.png"}
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result.to_json()
+    assert load_experiment(tmp_path / "run") == ppo()
+
+
+def test_rows_carry_what_happened_since_the_row_before(tmp_path):
+    train(ppo(log_every=100), run_dir=tmp_path / "run")
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
+    assert "return_mean" in rows[-1] and "return_mean" not in rows[-2]
+    assert rows[-2]["learner_steps"] in (18, 19)
+    assert {"loss", "entropy", "staleness", "steps_per_second", "episode_return"} <= set(rows[3])
+    assert rows[3]["staleness"] == 0.0  # inline PPO is on-policy
+
+
+def test_a_callback_sees_every_row(tmp_path):
+    seen = []
+    train(ppo(log_every=300), run_dir=tmp_path / "run", callback=lambda step, values: seen.append((step, values)))
+    assert [step // 300 for step, _ in seen] == [1, 2, 2]
+    assert seen[-1][1]["episodes"] == 2
+
+
+def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path):
+    train(ppo(eval_every=250), run_dir=tmp_path / "run")
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "return_mean" in row]
+    assert [row["step"] // 50 for row in rows] == [5, 10, 12]
+
+
+def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
+    result = train(ppo(), run_dir=tmp_path / "run")
+    again = evaluate(tmp_path / "run", episodes=2)
+    assert again["return_mean"] == result.return_mean
+    assert again["params_version"] == result.params_version
+
+
+@pytest.mark.parametrize("make", [ppo, dqn])
+def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_path):
+    for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
+        train(make(seed=seed), run_dir=tmp_path / name)
+    assert_same_arrays(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(AssertionError):
+        assert_same_arrays(tmp_path / "a", tmp_path / "c")
+
+
+@pytest.mark.parametrize("make", [ppo, dqn])
+def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_path):
+    described = make(anneal_learning_rate=True)
+    train(described, run_dir=tmp_path / "whole")
+    # In the middle of an episode, of an unroll, of an n-step window.
+    stopped = train(described, run_dir=tmp_path / "parts", stop_at=215)
+    assert 215 <= stopped.env_steps < 218
+    whole = train(described, run_dir=tmp_path / "parts", resume=True)
+    assert whole.env_steps == json.loads((tmp_path / "whole" / "result.json").read_text())["env_steps"]
+    assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
+    rows, others = (
+        [row for row in read_jsonl(tmp_path / name / "metrics.jsonl") if row["step"] > 400]
+        for name in ("whole", "parts")
+    )
+    timed = ("wall_seconds", "steps_per_second")
+    assert [{k: v for k, v in row.items() if k not in timed} for row in rows] == [
+        {k: v for k, v in row.items() if k not in timed} for row in others
+    ]
+
+
+def test_a_resumed_run_in_environments_that_cannot_be_saved_goes_on_after_a_reset(tmp_path):
+    described = dqn(env_type="envpool")
+    stopped = train(described, run_dir=tmp_path / "run", stop_at=200)
+    result = train(described, run_dir=tmp_path / "run", resume=True)
+    assert result.env_steps >= 400 > stopped.env_steps
+    assert result.learner_steps > stopped.learner_steps > 0
+
+
+def test_more_steps_on_resume_do_not_move_the_schedules(tmp_path):
+    described = ppo(anneal_learning_rate=True)
+    train(described, run_dir=tmp_path / "run")
+    train(dataclasses.replace(described, steps=700), run_dir=tmp_path / "run", resume=True)
+    assert load_experiment(tmp_path / "run").schedule_steps == 600
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
+    assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
+
+
+def test_a_finished_run_that_is_resumed_is_only_evaluated(tmp_path):
+    first = train(ppo(), run_dir=tmp_path / "run")
+    again = train(ppo(), run_dir=tmp_path / "run", resume=True)
+    assert (again.env_steps, again.learner_steps, again.return_mean) == (
+        first.env_steps,
+        first.learner_steps,
+        first.return_mean,
+    )
+
+
+def test_a_directory_with_a_run_in_it_is_not_touched(tmp_path):
+    train(ppo(), run_dir=tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="exists already"):
+        train(ppo(), run_dir=tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path):
+    with pytest.raises(UsageError, match="Did you mean 'CartPole-v1'"):
+        train(ppo(env="CartPol-v1"), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+BREAKING_ENV = """
+import gymnasium
+
+class Breaks(gymnasium.Wrapper):
+    steps = 0
+
+    def step(self, action):
+        Breaks.steps += 1
+        if Breaks.steps == 300:
+            raise RuntimeError("the simulator is gone")
+        observation, reward, *rest = self.env.step(action)
+        return observation, {reward}, *rest
+
+def make():
+    return Breaks(gymnasium.make("CartPole-v1"))
+"""
+
+
+def test_an_environment_that_raises_ends_the_run_with_all_saved_until_then(tmp_path):
+    (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="reward"))
+    described = ppo(env=f"{tmp_path}/env.py:make")
+    with pytest.raises(EnvError, match="the simulator is gone"):
+        train(described, run_dir=tmp_path / "run")
+    result = train(described, run_dir=tmp_path / "run", resume=True)
+    assert result.env_steps >= 600
+    assert result.learner_steps > 9
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_at_the_last_good_checkpoint(tmp_path):
+    (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="float('nan') if Breaks.steps > 200 else reward"))
+    described = ppo(env=f"{tmp_path}/env.py:make", checkpoint_every=100)
+    with pytest.raises(NonFiniteLossError, match=r"The last good checkpoint is .*/checkpoints/\d+"):
+        train(described, run_dir=tmp_path / "run")
+    assert all(np.isfinite(array).all() for array in saved_arrays(tmp_path / "run"))
+
+
+def test_a_profile_accounts_for_the_whole_time(tmp_path):
+    from rlframe.programs.profile import Profile
+
+    profile = Profile()
+    train(ppo(), run_dir=tmp_path / "run", profile=profile)
+    lines = {line.name: line for line in profile.lines()}
+    assert sum(line.share for line in lines.values()) == pytest.approx(1.0, abs=0.02)
+    assert lines["learner"].calls in (17, 18)  # the first one is compilation
+    assert lines["environment"].calls == lines["replay add"].calls == lines["inference"].calls + 1
