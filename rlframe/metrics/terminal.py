@@ -26,7 +26,6 @@ class TerminalLogger:
     Args:
         total_steps: where the run ends; None shows neither bar nor time left.
         title: what is being trained, `"PPO on CartPole-v1"`.
-        start_step: where a resumed run goes on.
         file: where to; stderr.
         seconds_between_lines: how often a line is printed where `file` is not a terminal. Evaluations always are.
     """
@@ -36,19 +35,18 @@ class TerminalLogger:
         total_steps: int | None = None,
         *,
         title: str = "",
-        start_step: int = 0,
         file: TextIO | None = None,
         seconds_between_lines: float = 5.0,
     ) -> None:
         self._total_steps = total_steps
         self._title = title
         self._file = file if file is not None else sys.stderr
-        self._step = start_step
+        self._step = 0
         self._shown: dict[str, float] = {}
         self._speed = _Speed()
         self._started = time.monotonic()
         self._next_drawing = self._started
-        self._drawn_step = start_step
+        self._drawn_step = 0
         self._live = _Live(self._file) if self._file.isatty() else None
         self._pause = seconds_between_lines if self._live is None else _SECONDS_BETWEEN_DRAWINGS
         if self._live is not None:
