@@ -1,0 +1,158 @@
+"""docs/results.md and its pictures, from the runs that are there."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+
+from benchmarks.results import runs
+from benchmarks.results.runs import ROOT, Outcome
+from benchmarks.results.tasks import TASKS, Task
+from rlframe.metrics import plot_learning_curve
+from rlframe.metrics.curves import group_runs, load_run
+
+PAGE = ROOT / "docs/results.md"
+IMAGES = ROOT / "docs/images"
+
+_INTRO = """\
+# Learning results
+
+Each run is one command, `rlframe train --agent AGENT --env ENV --seed SEED`, with the preset of its agent and
+environment and nothing tuned by seed. `make results` repeats all of them and writes this page;
+`python -m benchmarks.results NAME` does one task. Where a seed misses its target, the table says so.
+
+- **return**: of the final policy, greedy, over 20 episodes with seeds that training never used: mean ± deviation
+  over the episodes.
+- **first at target**: environment steps of the first evaluation at or above the target. Evaluations are of 20
+  episodes each, at fixed intervals during training.
+- **wall time**: of the whole process, with imports, compilation and all those evaluations. **steps/s**: of training
+  alone.
+- **curves**: returns of the training episodes, with the agent's exploration, smoothed; the band is one standard
+  deviation over seeds. Points are the evaluations: mean over seeds, bars from the lowest to the highest seed.
+- **published** figures were measured by others, in their own ways and often over more steps. They show what level to
+  expect; they are no ranking.
+"""
+
+
+def write() -> None:
+    """Writes the page over the tasks of which at least one run is finished."""
+    outcomes = {task.name: _outcomes(task) for task in TASKS}
+    shown = [task for task in TASKS if outcomes[task.name]]
+    if not shown:
+        raise SystemExit(f"No run in {runs.RUNS} is finished.")
+    parts = [_INTRO, _conditions([one for task in shown for one in outcomes[task.name]])]
+    parts.append(_summary([(task, outcomes[task.name]) for task in shown]))
+    parts += [_section(task, outcomes[task.name]) for task in shown]
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text("\n".join(parts))
+
+
+def _outcomes(task: Task) -> list[Outcome]:
+    return [runs.load(task, seed) for seed in task.seeds if runs.is_finished(task, seed)]
+
+
+def _conditions(outcomes: list[Outcome]) -> str:
+    """The machine, the versions and the days."""
+    machines = " and ".join(sorted({one.machine for one in outcomes}))
+    dates = sorted({one.date for one in outcomes})
+    versions: dict[str, set[str]] = {}
+    for one in outcomes:
+        for name, version in one.versions.items():
+            versions.setdefault(name, set()).add(version)
+    used = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in versions.items())
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    text = f"Machine: {machines}, no accelerator. {used}. {days}."
+    loads = sorted(one.load for one in outcomes)
+    if loads[-1] > 3.0:
+        text += f"\nOther work ran beside the runs (load average {loads[0]:.1f} to {loads[-1]:.1f}): "
+        text += "times are upper bounds, and steps/s lower ones."
+    return text + "\n"
+
+
+def _summary(shown: list[tuple[Task, list[Outcome]]]) -> str:
+    rows = []
+    for task, outcomes in shown:
+        passed = sum(one.passed(task) for one in outcomes)
+        reached = [one.reached for one in outcomes if one.reached is not None]
+        returns = ", ".join(_number(one.return_mean) for one in outcomes)
+        rows.append(
+            (
+                f"[{task.title}](#{task.title.lower().replace(' ', '-')})",
+                _number(task.target),
+                _limit(task),
+                returns,
+                f"{passed} of {len(outcomes)}",
+                f"{statistics.median(reached):,.0f}" if reached else "never",
+                _time(statistics.median(one.seconds for one in outcomes)),
+            )
+        )
+    names = (
+        "task",
+        "target",
+        "within",
+        "returns",
+        "seeds that reach it",
+        "first at target, median",
+        "wall time, median",
+    )
+    return _table(names, rows)
+
+
+def _section(task: Task, outcomes: list[Outcome]) -> str:
+    directories = [ROOT / runs.run_dir(task, one.seed) for one in outcomes]
+    if len(group_runs([load_run(directory) for directory in directories])) > 1:
+        raise SystemExit(f"The runs of {task.name} differ by more than their seed: remove the older ones.")
+    picture = plot_learning_curve(directories, IMAGES / f"results-{task.name}.png", target=task.target)
+    ours = [
+        (
+            str(one.seed),
+            f"{one.env_steps:,}",
+            _time(one.seconds),
+            f"{one.steps_per_second:,.0f}",
+            f"{_number(one.return_mean)} ± {_number(one.return_std)}",
+            f"{one.reached:,}" if one.reached is not None else "never",
+            "yes" if one.passed(task) else "**no**",
+        )
+        for one in outcomes
+    ]
+    names = ("seed", "steps", "wall time", "steps/s", "return", "first at target", f"at least {_number(task.target)}")
+    theirs = [
+        (p.what, f"{p.steps:,}", f"{p.mean:,.1f} ± {p.std:,.1f}", p.note, f"[{p.source[0]}]({p.source[1]})")
+        for p in task.published
+    ]
+    command = f"rlframe train --agent {task.agent} --env {task.env} --seed {outcomes[0].seed}"
+    return "\n".join(
+        [
+            f"## {task.title}\n",
+            f"Asked: at least {_number(task.target)} within {_limit(task)}. `{command}` {task.about}".rstrip() + "\n",
+            f"![{task.title}: returns over environment steps]({_beside(picture)})\n",
+            _table(names, ours),
+            _table(("published", "steps", "return", "of what", "source"), theirs),
+        ]
+    )
+
+
+def _limit(task: Task) -> str:
+    return f"{task.within:,} steps" if task.seconds is None else _time(task.seconds)
+
+
+def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table; columns that hold numbers are set to the right."""
+    right = [all(row[i][:1].isdigit() or row[i][:1] in "-*nN" for row in rows) for i in range(len(names))]
+    rule = ["---:" if each else "---" for each in right]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (names, rule, *rows)) + "\n"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def _time(seconds: float) -> str:
+    """`43 s`, `2 min 5 s`, `1 h 0 min`."""
+    if seconds >= 3600:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def _beside(picture: pathlib.Path) -> str:
+    return picture.relative_to(PAGE.parent).as_posix()
