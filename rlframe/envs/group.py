@@ -14,6 +14,8 @@ from rlframe.envs.frames import Rows
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
 
+ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung
+
 EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, the seed if not yet given to it)
 
 
@@ -171,6 +173,11 @@ def env_error(sentence: str, traceback_text: str) -> EnvError:
     error.traceback_text = traceback_text  # type: ignore[attr-defined]
     error.__cause__ = RemoteTraceback(traceback_text)
     return error
+
+
+def interrupted() -> EnvError:
+    """The error for a pool that is used again after a step that was not waited for to its end."""
+    return EnvError("This environment pool was interrupted or failed in a step: close it and make a new one.")
 
 
 def different_specs(i: int, wanted: Any, j: int, came: Any) -> UsageError:

@@ -11,7 +11,7 @@ import copy
 import functools
 import importlib
 import inspect
-import io
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,10 +24,12 @@ PREFIXES = ("gymnasium", "envpool", "dm_control")
 @functools.lru_cache(maxsize=1)
 def envpool_tasks() -> frozenset[str]:
     """The tasks that the installed EnvPool has; none where it is not installed."""
+    with contextlib.suppress(ImportError):
+        from gym_notices import notices
+
+        notices.notices.clear()  # EnvPool imports the old gym, which prints that it is unmaintained
     try:
-        # EnvPool imports the old gym, which prints that it is unmaintained.
-        with contextlib.redirect_stderr(io.StringIO()):
-            import envpool
+        import envpool
     except ImportError:
         return frozenset()
     return frozenset(envpool.list_all_envs())
@@ -47,7 +49,9 @@ def gymnasium_ids() -> frozenset[str]:
 def dm_control_tasks() -> tuple[str, ...]:
     """The tasks of the dm_control suite as `domain-task`; none where it is not installed."""
     try:
-        from dm_control import suite
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no display
+            from dm_control import suite
     except ImportError:
         return ()
     return tuple(f"{domain}-{task}" for domain, task in suite.ALL_TASKS)
@@ -88,6 +92,9 @@ def list_envs() -> list[tuple[str, str]]:
 
 def unknown(name: str, known: Any) -> UsageError:
     """The error for a name that nothing has, with the nearest one that something has."""
+    if name.startswith("ALE/"):
+        atari = name.removeprefix("ALE/")
+        return UsageError(f"{name!r} needs ale-py, which is not installed here. EnvPool has Atari games as {atari!r}.")
     return UsageError(
         f"Unknown environment {name!r}.{suggest(name, known)} `rlframe envs` lists the names that can be used."
     )
@@ -164,8 +171,6 @@ def check_name(name: str) -> None:
             raise unknown(task, dm_control_tasks())
     elif not gymnasium_ids():
         raise UsageError(f"{name!r} needs Gymnasium, which is not installed here: `pip install gymnasium`.")
-    elif task.startswith("ALE/") and task not in gymnasium_ids():
-        raise UsageError(f"{name!r} needs ale-py, which is not installed here; EnvPool has Atari as e.g. 'Pong-v5'.")
     elif task not in gymnasium_ids() and ":" not in task:
         raise unknown(task, [*gymnasium_ids(), *envpool_tasks()])
 

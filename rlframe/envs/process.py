@@ -14,8 +14,7 @@ import numpy as np
 
 from rlframe.envs import shared
 from rlframe.envs.frames import Frame
-from rlframe.envs.group import EnvState
-from rlframe.envs.thread import ANSWER_TIMEOUT
+from rlframe.envs.group import ANSWER_TIMEOUT, EnvState, interrupted
 from rlframe.envs.workers import LOOK, Workers
 from rlframe.types import TimeStep
 
@@ -36,6 +35,7 @@ class ProcessPool:
             frame.mark_idle()
         self._next = 0
         self._given = 0  # commands so far
+        self._is_waiting = False
 
     def reset(self) -> TimeStep:
         return self._run(shared.RESET)
@@ -78,6 +78,9 @@ class ProcessPool:
         return results
 
     def _command(self, command: int) -> None:
+        if self._is_waiting:
+            raise interrupted()
+        self._is_waiting = True
         self._given += 1
         self._deadline = time.monotonic() + ANSWER_TIMEOUT
         for header, go in zip(self._workers.headers, self._workers.go, strict=True):
@@ -98,6 +101,7 @@ class ProcessPool:
         for header in workers.headers:
             if header[shared.DONE] != given:
                 self._look()
+        self._is_waiting = False
 
     def _look(self) -> None:
         try:

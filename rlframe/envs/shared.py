@@ -71,6 +71,7 @@ class Semaphore:
     def close(self) -> None:
         for descriptor in {self.reader, self.writer}:
             os.close(descriptor)
+        self.reader = self.writer = -1  # a late post must fail, not write to whatever gets the number next
 
 
 def anonymous_file() -> int:

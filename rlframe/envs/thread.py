@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from rlframe.envs.frames import FrameRing, new_frame
-from rlframe.envs.group import EnvGroup, EnvState
+from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, EnvState, interrupted
 from rlframe.errors import EnvError
 from rlframe.types import TimeStep
 
-ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung
 _CLOSE_TIMEOUT = 5.0  # seconds; a thread cannot be killed, so a hung one is left behind (it is a daemon)
 
 
@@ -29,6 +28,7 @@ class ThreadPool:
         self._ring = FrameRing(groups[0].layout, self.num_envs, self._slices)
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups]
         self._done: SimpleQueue[Exception | None] = SimpleQueue()
+        self._is_waiting = False
         self._threads = [
             threading.Thread(target=self._work, args=(group, jobs), name=f"rlframe env worker {i}", daemon=True)
             for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
@@ -64,10 +64,14 @@ class ThreadPool:
             group.close()
 
     def _run(self, actions: np.ndarray | None) -> TimeStep:
+        if self._is_waiting:
+            raise interrupted()
+        self._is_waiting = True
         frame = self._ring.take()
         for jobs, (start, stop) in zip(self._jobs, self._slices, strict=True):
             jobs.put((None if actions is None else actions[start:stop], frame.rows(start, stop)))
         errors = [self._wait() for _ in self._jobs]
+        self._is_waiting = False
         for error in errors:
             if error is not None:
                 raise error

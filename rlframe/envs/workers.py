@@ -13,9 +13,8 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from rlframe.envs import shared, snapshot
-from rlframe.envs.group import different_specs, env_error
+from rlframe.envs.group import ANSWER_TIMEOUT, different_specs, env_error
 from rlframe.envs.spaces import Layout
-from rlframe.envs.thread import ANSWER_TIMEOUT
 from rlframe.envs.worker import Descriptors, Job
 from rlframe.errors import EnvError, UsageError
 

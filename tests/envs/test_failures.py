@@ -200,6 +200,29 @@ def test_a_builder_that_cannot_be_sent_says_what_to_do():
         SyncEnv(lambda: (lock, ScriptedEnv())[1], 2, "process")
 
 
+def test_a_pool_that_was_interrupted_says_so():
+    with SyncEnv(functools.partial(FaultyEnv, "hang", 2), 4, "process", num_workers=2) as pool:
+        pool.reset()
+        pool.step(np.zeros(4, np.int32))
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            pool.step(np.zeros(4, np.int32))
+        with pytest.raises(EnvError, match="interrupted or failed in a step"):
+            pool.step(np.zeros(4, np.int32))
+
+
+class Imports(ScriptedEnv):
+    """Observes whether its process has imported JAX, whose threads workers must not have."""
+
+    def _observation(self):
+        return np.array(["jax" in sys.modules, "envpool" in sys.modules, "tensorflow" in sys.modules], np.float64)
+
+
+def test_workers_import_neither_jax_nor_envpool():
+    with SyncEnv(Imports, 1, "process") as pool:
+        assert pool.reset().observation.tolist() == [[0.0, 0.0, 0.0]]
+
+
 def worker_pids(pool):
     return [process.pid for process in pool._pool._workers.processes]
 

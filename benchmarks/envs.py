@@ -1,0 +1,216 @@
+"""How fast the environment pools are, against peers and against what the machine allows, in one run.
+
+    python benchmarks/envs.py [--seconds 3] [--repeats 3]
+
+Ratios are of medians over interleaved repeats, so that a noisy neighbour slows all rows alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rlframe.envs import AsyncEnv, SyncEnv
+
+WORKERS = 2
+Row = tuple[str, Callable[[float], float]]  # (name, seconds -> steps per second)
+
+
+class BusyEnv(gymnasium.Env):
+    """Keeps a core busy for so many milliseconds of wall time a step, as a Python simulator does."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, milliseconds: float):
+        self.seconds = milliseconds / 1000.0
+        self.observation = np.zeros(4, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation, {}
+
+    def step(self, action: Any) -> Any:
+        end = time.perf_counter() + self.seconds
+        while time.perf_counter() < end:
+            pass
+        return self.observation, 0.0, False, False, {}
+
+
+def count(step: Callable[[], Any], steps_per_call: int, seconds: float) -> float:
+    """Steps per second of `step` over about `seconds`, after a warm-up."""
+    for _ in range(3):
+        step()
+    calls, start = 0, time.perf_counter()
+    while (now := time.perf_counter()) - start < seconds:
+        step()
+        calls += 1
+    return calls * steps_per_call / (now - start)
+
+
+def ours(make: Callable[[], Any], seconds: float) -> float:
+    """A SyncEnv or AsyncEnv under constant actions."""
+    with make() as pool:
+        batch = pool.num_envs if pool.is_sync else pool.wait_num
+        actions = np.zeros((batch, *pool.action_spec.shape), pool.action_spec.dtype)
+        if pool.is_sync:
+            pool.reset()
+            return count(lambda: pool.step(actions), batch, seconds)
+
+        def turn() -> None:
+            env_ids, _ = pool.recv()
+            pool.send(env_ids, actions)
+
+        return count(turn, batch, seconds)
+
+
+def gymnasium_async(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> float:
+    """gymnasium's own process pool: one process for each environment, shared memory for observations."""
+    pool = gymnasium.vector.AsyncVectorEnv([make] * size)
+    try:
+        pool.reset(seed=0)
+        actions = np.zeros(size, np.int64)
+        return count(lambda: pool.step(actions), size, seconds)
+    finally:
+        pool.close()
+
+
+def sb3_subproc(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> float:
+    """Stable-Baselines3's process pool, where it is installed."""
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    pool = SubprocVecEnv([make] * size)
+    try:
+        pool.reset()
+        actions = np.zeros(size, np.int64)
+        return count(lambda: pool.step(actions), size, seconds)
+    finally:
+        pool.close()
+
+
+def _alone(make: Callable[[], gymnasium.Env], size: int, seconds: float, barrier: Any, results: Any) -> None:
+    envs = [make() for _ in range(size)]
+    for i, env in enumerate(envs):
+        env.reset(seed=i)
+    actions = np.zeros(size, np.int64)
+
+    def turn() -> None:
+        for env, action in zip(envs, actions, strict=True):
+            _, _, terminated, truncated, _ = env.step(action)
+            if terminated or truncated:
+                env.reset()
+
+    barrier.wait()
+    results.put(count(turn, size, seconds))
+
+
+def no_communication(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> float:
+    """The limit: as many processes as workers, each stepping its share in a loop and telling nobody."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(WORKERS), context.Queue()
+    arguments = (make, size // WORKERS, seconds, barrier, results)
+    processes = [context.Process(target=_alone, args=arguments) for _ in range(WORKERS)]
+    for process in processes:
+        process.start()
+    total = sum(results.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return total
+
+
+def cart_pole() -> gymnasium.Env:
+    return gymnasium.make("CartPole-v1", disable_env_checker=True)
+
+
+def busy_1ms() -> gymnasium.Env:
+    return BusyEnv(1.0)
+
+
+def busy_5ms() -> gymnasium.Env:
+    return BusyEnv(5.0)
+
+
+def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **options: Any) -> list[Row]:
+    """The process pools against each other and against processes that do not communicate."""
+    rows: list[Row] = [
+        ("two processes that do not communicate", lambda s: no_communication(make, size, s)),
+        ("SyncEnv process", lambda s: ours(lambda: SyncEnv(name, size, "process", num_workers=WORKERS, **options), s)),
+        (
+            "AsyncEnv process, half of them",
+            lambda s: ours(lambda: AsyncEnv(name, size, size // 2, "process", num_workers=WORKERS, **options), s),
+        ),
+        ("gymnasium AsyncVectorEnv", lambda s: gymnasium_async(make, size, s)),
+    ]
+    with contextlib.suppress(ImportError):
+        import stable_baselines3  # noqa: F401
+
+        rows.append(("Stable-Baselines3 SubprocVecEnv", lambda s: sb3_subproc(make, size, s)))
+    return rows
+
+
+def envpool_rows(task: str, size: int, threads: int) -> list[Row]:
+    """EnvPool itself and under SyncEnv."""
+
+    def bare(seconds: float) -> float:
+        with contextlib.redirect_stderr(io.StringIO()):
+            import envpool
+        pool = envpool.make_gymnasium(task, num_envs=size, num_threads=threads)
+        pool.reset()
+        actions = np.zeros((size, *pool.action_space.shape), pool.action_space.dtype)
+        return count(lambda: pool.step(actions), size, seconds)
+
+    def pool(num_workers: int | None) -> Callable[[float], float]:
+        return lambda seconds: ours(lambda: SyncEnv(task, size, "envpool", num_workers=num_workers), seconds)
+
+    return [
+        (f"EnvPool, {threads} threads", bare),
+        (f"SyncEnv envpool, {threads} threads", pool(threads)),
+        ("SyncEnv envpool, as it chooses", pool(None)),
+    ]
+
+
+def table(title: str, rows: list[Row], seconds: float, repeats: int, ideal: float | None = None) -> None:
+    """Prints steps per second of each row and its ratio to the first (or to `ideal`)."""
+    rates: dict[str, list[float]] = {name: [] for name, _ in rows}
+    for _ in range(repeats):
+        for name, rate in rows:
+            rates[name].append(rate(seconds))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    limit = ideal or medians[rows[0][0]]
+    print(f"\n{title}" + (f" (ideal {ideal:,.0f} steps/s)" if ideal else ""))
+    print(f"  {'':40s}{'steps/s':>12s}{'of limit':>10s}{'lowest':>12s}{'highest':>12s}")
+    for name, median in medians.items():
+        low, high = min(rates[name]), max(rates[name])
+        print(f"  {name:40s}{median:12,.0f}{median / limit:10.2f}{low:12,.0f}{high:12,.0f}", flush=True)
+    if "gymnasium AsyncVectorEnv" in medians:
+        ratio = medians["SyncEnv process"] / medians["gymnasium AsyncVectorEnv"]
+        print(f"  SyncEnv process is {ratio:.1f} times gymnasium AsyncVectorEnv")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    run = (options.seconds, options.repeats)
+    table("CartPole, 64 environments, 2 workers", process_rows(cart_pole, 64, "gymnasium:CartPole-v1"), *run)
+    for milliseconds, make in ((1, busy_1ms), (5, busy_5ms)):
+        ideal = WORKERS * 1000.0 / milliseconds
+        table(f"A Python environment of {milliseconds} ms, 8 of them", process_rows(make, 8, make), *run, ideal=ideal)
+    for task, size in (("CartPole-v1", 8), ("CartPole-v1", 64), ("HalfCheetah-v4", 8), ("Pong-v5", 8)):
+        for threads in (1, 2):
+            table(f"EnvPool {task}, {size} environments", envpool_rows(task, size, threads), *run)
+
+
+if __name__ == "__main__":
+    main()
