@@ -102,7 +102,7 @@ class Block:
         self._mmap = mmap.mmap(descriptor, size)
         # Not frombuffer and reshape: views of that refer to an array that is not the one in the frame, so the
         # frame's reference counts would not know of them.
-        arrays = [
+        arrays: list[np.ndarray] = [
             np.ndarray(shape, dtype, self._mmap, offset) for (shape, dtype), offset in zip(shapes, offsets, strict=True)
         ]
         # Scalars of a memoryview are read and written in a third of the time that an array takes.
