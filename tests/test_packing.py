@@ -1,0 +1,58 @@
+"""Packing: what goes in comes out, bit for bit, on both sides of a jitted call."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.packing import Packing
+
+
+def tree():
+    return {
+        "weights": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "action": np.array([3, -1], np.int32),
+        "key": np.array([1, 2**32 - 1], np.uint32),
+        "nan": np.array(np.nan, np.float32),
+        "mask": np.array([True, False]),
+        "half": np.array([1.5], np.float16),
+        "large": np.arange(20_000, dtype=np.float32),
+    }
+
+
+def assert_same(came, expected):
+    assert jax.tree.structure(came) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(came), jax.tree.leaves(expected)):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_small_leaves_of_four_bytes_share_one_vector_and_the_others_travel_alone():
+    packed = Packing(tree()).pack_numpy(tree())
+    assert packed[0].shape == (6 + 2 + 2 + 1,)
+    assert sorted(leaf.dtype.name for leaf in packed[1:]) == ["bool", "float16", "float32"]
+
+
+def test_numpy_in_jax_out():
+    packing = Packing(tree())
+    assert_same(jax.tree.map(np.asarray, jax.jit(packing.unpack)(packing.pack_numpy(tree()))), tree())
+
+
+def test_jax_in_numpy_out():
+    packing = Packing(tree())
+    assert_same(packing.unpack_numpy(jax.jit(packing.pack)(jax.tree.map(jnp.asarray, tree()))), tree())
+
+
+def test_what_is_unpacked_as_numpy_can_be_written_to_and_shares_nothing_with_the_device():
+    packing = Packing({"a": np.zeros(3, np.float32)})
+    packed = jax.jit(packing.pack)({"a": jnp.zeros(3)})
+    packing.unpack_numpy(packed)["a"][:] = 7.0
+    np.testing.assert_array_equal(packing.unpack_numpy(packed)["a"], [0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("empty", [(), {"mask": np.zeros(2, bool)}])
+def test_a_tree_without_small_leaves_packs_too(empty):
+    packing = Packing(empty)
+    assert_same(packing.unpack_numpy(jax.jit(packing.pack)(empty)), empty)
