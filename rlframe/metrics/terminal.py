@@ -94,7 +94,8 @@ class TerminalLogger:
     def _times(self) -> str:
         """The time since the start and, where it can be told, the time left."""
         past, speed = _clock(time.monotonic() - self._started), self._speed.steps_per_second()
-        if self._total_steps is None or speed is None:
+        # The first updates compile: what they took says nothing about the rest.
+        if self._total_steps is None or speed is None or self._step < 0.01 * self._total_steps:
             return past
         return f"{past}, {_clock(max(0, self._total_steps - self._step) / speed)} left"
 

@@ -80,6 +80,15 @@ def test_a_terminal_shows_a_bar_with_the_share_done(clock):
     assert "-80.0" in out.getvalue()
 
 
+def test_no_time_left_is_foretold_from_the_first_steps(clock):
+    out = io.StringIO()
+    logger = TerminalLogger(100_000, file=out, seconds_between_lines=0.0)
+    for step in (8, 249, 1_000):
+        clock.now += 7
+        logger.write(step, {})
+    assert ["left" in line for line in out.getvalue().splitlines()] == [False, False, True]
+
+
 def test_speed_is_that_of_the_last_seconds(clock):
     out = io.StringIO()
     logger = TerminalLogger(1_000_000, file=out, seconds_between_lines=0.0)
