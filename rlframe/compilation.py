@@ -50,13 +50,25 @@ class jit:
         if jax.default_backend() != "cpu":
             return plain
         traced = plain.trace(*args)
-        convolves = "conv_general_dilated" in str(traced.jaxpr)
+        convolves = _convolves(traced.jaxpr.jaxpr)
         if convolves and self._differentiates:
             return plain
         options = _OLD_RUNTIME if convolves or self._differentiates else {**_OLD_RUNTIME, **_ONE_THREAD}
         if not _accepts(tuple(sorted(options.items()))):
             return plain
         return jax.jit(self._function, donate_argnums=self._donate_argnums, compiler_options=options)
+
+
+def _convolves(jaxpr: Any) -> bool:
+    """Whether a convolution is anywhere in it. (Printing it to look for the name takes half a second for PPO.)"""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "conv_general_dilated":
+            return True
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns") and _convolves(inner):
+                return True
+    return False
 
 
 _accepted: dict[Any, bool] = {}

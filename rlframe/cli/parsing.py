@@ -101,10 +101,11 @@ def _unknown(unknown: list[str], known: list[str], prog: str) -> str:
 def _sentence(box: str) -> str:
     # tyro draws a box: its title, the message, a rule, then help that `--help` gives as well.
     message: list[str] = []
-    for line in box.splitlines():
-        if message and "───" in line:
+    for line in box.splitlines()[1:]:
+        rule = "───" in line or "---" in line  # the latter where the terminal has no such characters
+        if message and rule:
             break
-        if "───" not in line:
+        if not rule:
             message.append(line.strip("│ "))
     return re.sub(r"\s+", " ", " ".join(message)).strip().rstrip(".") + "."
 

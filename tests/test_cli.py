@@ -1,0 +1,221 @@
+"""The command line, called in this process: what it understands, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from rlframe.cli import main
+from rlframe.cli.train import read_arguments
+
+TINY = ["--env-type", "loop", "--num-envs", "2", "--steps", "64", "--unroll-length", "16", "--num-epochs", "1"]
+TINY += ["--eval-episodes", "1", "--network", "mlp", "--network.hidden", "8"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a small run, which tests only read."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["train", *TINY, "--quiet", "--seed", "5", "--run-dir", str(run_dir)]) == 0
+    return run_dir
+
+
+def refused(capsys, *arguments: str, code: int = 2) -> str:
+    """The one line that the command prints when it refuses."""
+    assert main(list(arguments)) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlframe: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("rlframe: ")
+
+
+def test_any_field_of_the_agent_is_an_option():
+    described, _, preset = read_arguments(["--agent", "ppo", "--env=CartPole-v1", "--learning-rate", "0.5"])
+    assert described.agent_config.learning_rate == 0.5
+    assert described.agent_config.num_epochs == 20  # the preset's
+    assert preset.name == "ppo/cartpole"
+
+
+def test_no_preset_leaves_the_defaults_of_the_class():
+    described, _, preset = read_arguments(["--preset", "none"])
+    assert preset is None
+    assert described.agent_config == type(described.agent_config)()
+
+
+def test_a_network_and_its_options():
+    described, _, _ = read_arguments(["--network", "mlp", "--network.hidden", "256", "128"])
+    assert described.network == "mlp"
+    assert described.network_config.hidden == (256, 128)
+
+
+def test_options_of_the_environment_are_json():
+    described, _, _ = read_arguments(["--env-kwargs", '{"sutton_barto_reward": true}'])
+    assert described.env_kwargs == {"sutton_barto_reward": True}
+
+
+def test_switches():
+    described, session, _ = read_arguments(["--no-anneal-learning-rate", "--json"])
+    assert described.agent_config.anneal_learning_rate is False
+    assert session.json is True
+
+
+def test_a_config_is_repeated_and_changed(trained):
+    again, _, preset = read_arguments(["--config", f"{trained}/config.json", "--seed", "6", "--discount", "0.5"])
+    assert preset is None
+    assert (again.seed, again.num_envs, again.network_config.hidden) == (6, 2, (8,))
+    assert (again.agent_config.discount, again.agent_config.unroll_length) == (0.5, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train --lerning-rate 1", "There is no option --lerning-rate. Did you mean '--learning-rate'?"),
+        (
+            "train --network mlp --network.hiden 1",
+            "There is no option --network.hiden. Did you mean '--network.hidden'?",
+        ),
+        ("train --steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'."),
+        ("train --steps 0", "steps must be at least 1, got 0."),
+        ("train --env-type lop", "invalid choice 'lop' for argument '--env-type'."),
+        ("train --env-kwargs {", "Error parsing --env-kwargs: '{' is not JSON"),
+        ("train --discount 2", "PPOConfig.discount must be in [0, 1], got 2.0."),
+        ("train --json true", "Unexpected argument 'true'. A switch takes no value"),
+        ("train --agent pop", "Did you mean 'ppo'?"),
+        ("train --agent nothing.py:Here", "There is no file"),
+        ("train --network mpl", "Did you mean 'mlp'?"),
+        ("train --preset ppo/cartpol", "Did you mean 'ppo/cartpole'?"),
+        ("train --env CartPol-v1", "Unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'?"),
+        ("train --agent dqn --env Pendulum-v1 --preset none", "DQN needs Discrete actions"),
+        ("train --config nothing.json", "Cannot read nothing.json: No such file or directory."),
+        ("train --resume", "--resume needs --run-dir"),
+        ("train --resume --run-dir nothing", "There is no run in nothing"),
+        ("evaluate", "RUN_DIR"),
+        ("evaluate nothing", "There is no run in nothing"),
+        ("plot", "Name one run directory or several."),
+        ("plot nothing", "nothing has no metrics.jsonl"),
+        ("envs NoSuchThing", "No environment has 'NoSuchThing' in its name."),
+        ("trian", "There is no command 'trian'; there are train, evaluate, plot, envs, agents. Did you mean 'train'?"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, *arguments.split())
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_a_run_directory_that_exists_is_refused(capsys, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "exists already" in refused(capsys, "train", "--run-dir", str(tmp_path))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_agent_whose_config_has_an_option_of_the_command_is_refused(capsys, tmp_path):
+    (tmp_path / "agent.py").write_text(
+        "import dataclasses\nfrom rlframe import Agent\n\n@dataclasses.dataclass(frozen=True)\nclass Config:\n"
+        "    seed: int = 0\n\nclass Mine(Agent):\n    config_cls = Config\n"
+    )
+    message = refused(capsys, "train", "--agent", f"{tmp_path}/agent.py:Mine")
+    assert "has a field 'seed', which is an option of `rlframe train` already" in message
+
+
+def test_a_builder_that_raises_is_explained(capsys, tmp_path):
+    (tmp_path / "env.py").write_text("def make():\n    raise RuntimeError('no licence')\n")
+    arguments = ["train", "--env", f"{tmp_path}/env.py:make", "--run-dir", f"{tmp_path}/run"]
+    assert "RuntimeError: no licence" in refused(capsys, *arguments, code=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_observation_that_is_not_as_its_space_says_is_explained(capsys, tmp_path):
+    (tmp_path / "env.py").write_text(
+        "import gymnasium\nimport numpy as np\n\nclass Wrong(gymnasium.Wrapper):\n"
+        "    def step(self, action):\n        _, *rest = self.env.step(action)\n        return np.zeros(7), *rest\n\n"
+        "def make():\n    return Wrong(gymnasium.make('CartPole-v1'))\n"
+    )
+    arguments = ["train", "--env", f"{tmp_path}/env.py:make", "--run-dir", f"{tmp_path}/run", "--quiet"]
+    assert main(arguments) in (1, 2)
+    assert "7" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_damaged_checkpoint_is_explained_and_left_alone(capsys, tmp_path, trained):
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    capsys.readouterr()
+    damaged = [path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and path.name != "versions.json"]
+    for path in damaged:
+        path.write_bytes(b"\0" * 10)
+    assert "is damaged" in refused(capsys, "evaluate", str(run_dir), code=1)
+    resume = ["train", "--resume", "--run-dir", str(run_dir), "--steps", "128", "--quiet"]
+    assert "is damaged" in refused(capsys, *resume, code=1)
+    assert all(path.read_bytes() == b"\0" * 10 for path in damaged)
+
+
+def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeypatch):
+    def broken(arguments):
+        raise KeyError("lost")
+
+    monkeypatch.setattr("rlframe.cli.agents.run", broken)
+    assert main(["agents"]) == 1
+    assert capsys.readouterr().err == (
+        "rlframe: KeyError: 'lost' (test_cli.py, line "
+        + str(broken.__code__.co_firstlineno + 1)
+        + "). --traceback shows where it came from.\n"
+    )
+    assert main(["agents", "--traceback"]) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_the_last_line_of_stdout_is_the_result(capsys, tmp_path):
+    assert main(["train", *TINY, "--json", "--run-dir", f"{tmp_path}/run"]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert list(result) == [
+        *("env_steps", "learner_steps", "return_mean", "return_std", "episodes", "steps_per_second", "wall_seconds"),
+        *("params_version", "run_dir"),
+    ]
+    assert result["env_steps"] >= 64 and result["episodes"] == 1 and result["run_dir"] == f"{tmp_path}/run"
+
+
+def test_evaluate_and_video_of_a_run(capsys, tmp_path, trained):
+    imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
+    capsys.readouterr()
+    arguments = ["evaluate", str(trained), "--episodes", "1", "--video", f"{tmp_path}/a/b.mp4", "--json"]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["return_mean"] == json.loads((trained / "result.json").read_text())["return_mean"]
+    frames = imageio_ffmpeg.read_frames(f"{tmp_path}/a/b.mp4")
+    assert next(frames)["size"] == (600, 400)
+    assert len(list(frames)) > 8
+
+
+def test_plot_writes_the_picture_that_it_names(capsys, tmp_path, trained):
+    capsys.readouterr()
+    assert main(["plot", str(trained), "--out", f"{tmp_path}/curve.png"]) == 0
+    assert capsys.readouterr().out.strip() == f"{tmp_path}/curve.png"
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_agents_are_listed_with_their_presets(capsys):
+    assert main(["agents"]) == 0
+    out = capsys.readouterr().out
+    assert "ppo: " in out and "dqn/cartpole" in out
+    assert main(["agents", "ppo"]) == 0
+    assert "--learning-rate" in capsys.readouterr().out
+    assert main(["agents", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dqn"]["options"]["batch_size"] == 32
+
+
+def test_envs_are_listed_with_their_libraries(capsys):
+    assert main(["envs", "cartpole-v1"]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["CartPole-v1", "envpool"] in listed and ["CartPole-v1", "gymnasium"] in listed
+    assert all("CartPole-v1" in name for name, _ in listed)
+
+
+def test_help_is_there_and_the_version(capsys):
+    assert main(["--help"]) == 0
+    assert "rlframe train" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["train", "--help"]) == 0
+    assert "--learning-rate" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("rlframe 0.")
