@@ -78,7 +78,7 @@ def _summary(shown: list[tuple[Task, list[Outcome]]]) -> str:
         rows.append(
             (
                 f"[{task.title}](#{task.title.lower().replace(' ', '-')})",
-                _number(task.target),
+                f"{task.target:g}",
                 _limit(task),
                 returns,
                 f"{passed} of {len(outcomes)}",
@@ -115,7 +115,7 @@ def _section(task: Task, outcomes: list[Outcome]) -> str:
         )
         for one in outcomes
     ]
-    names = ("seed", "steps", "wall time", "steps/s", "return", "first at target", f"at least {_number(task.target)}")
+    names = ("seed", "steps", "wall time", "steps/s", "return", "first at target", f"at least {task.target:g}")
     theirs = [
         (p.what, f"{p.steps:,}", f"{p.mean:,.1f} ± {p.std:,.1f}", p.note, f"[{p.source[0]}]({p.source[1]})")
         for p in task.published
@@ -124,7 +124,7 @@ def _section(task: Task, outcomes: list[Outcome]) -> str:
     return "\n".join(
         [
             f"## {task.title}\n",
-            f"Asked: at least {_number(task.target)} within {_limit(task)}. `{command}` {task.about}".rstrip() + "\n",
+            f"Asked: at least {task.target:g} within {_limit(task)}. `{command}` {task.about}".rstrip() + "\n",
             f"![{task.title}: returns over environment steps]({_beside(picture)})\n",
             _table(names, ours),
             _table(("published", "steps", "return", "of what", "source"), theirs),
@@ -144,7 +144,7 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+    return f"{value:,.1f}"
 
 
 def _time(seconds: float) -> str:
