@@ -27,7 +27,7 @@ class Packing:
 
     def __init__(self, tree: Tree) -> None:
         leaves, self._treedef = jax.tree.flatten(tree)
-        self._slots: list[tuple[int, int, tuple[int, ...], np.dtype] | None] = []
+        self._slots: list[Any] = []  # (start, stop, shape, dtype) in the vector; None: on its own
         self._size = 0
         for leaf in leaves:
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)

@@ -93,8 +93,8 @@ class Inferencer:
     def get_state(self) -> dict[str, Any]:
         """All that a resumed Inferencer needs to go on as if it had not stopped (numpy and ints)."""
         # Between two syncs it acts by parameters that the learner no longer has.
-        holds = self._cfg.sync_interval > 1 and self._params_packing is not None
-        params = self._params_packing.unpack_numpy(self._params) if holds else None
+        packing = self._params_packing if self._cfg.sync_interval > 1 else None
+        params = packing.unpack_numpy(self._params) if packing is not None else None
         return {"calls": self._calls, "version": self._version, "params": params}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -115,6 +115,7 @@ class Inferencer:
         # Runs once per new shape, when it is traced: the checks cost nothing afterwards.
         self._agent.check_observation(timestep.observation)
         step = self._agent.eval_step if self._cfg.greedy else self._agent.actor_step
+        assert self._params_packing is not None
         params = self._params_packing.unpack(packed)
         output, state = step(jax.random.fold_in(rng, call), params, timestep, state)
         answer = (output._replace(params_version=None), state)
