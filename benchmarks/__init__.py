@@ -1,0 +1,12 @@
+"""Benchmarks: rlframe and its peers, side by side in one run. Not part of the installed package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """`rlframe bench [NAME...]`; see `benchmarks.runner.main`."""
+    from benchmarks.runner import main as run
+
+    return run(arguments)

@@ -1,0 +1,173 @@
+"""Where the time of an Actor's step goes, and the framework's tax: what a step costs beyond its bare parts.
+
+The bare parts are EnvPool's own send and receive, the agent's jitted call with its answer as numpy, and a copy of the
+step's arrays into a preallocated ring. They are measured in turns with the Actor, each turn a few dozen steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.context import Context
+from benchmarks.report import Row, Table
+from rlframe.programs import make_experiment
+from rlframe.programs.assemble import Parts, assemble
+
+TAX = 30.0  # microseconds for a batch
+TURN = 32  # steps
+PARTS = ("environment", "inference", "replay add")
+
+
+class Workload(NamedTuple):
+    """One row of the benchmark."""
+
+    title: str
+    agent: str
+    env: str
+    num_envs: int
+    turns: int
+
+
+WORKLOADS = (
+    Workload("PPO, CartPole-v1, 8 environments", "ppo", "CartPole-v1", 8, 60),
+    Workload("PPO, CartPole-v1, 64 environments", "ppo", "CartPole-v1", 64, 60),
+    Workload("DQN, CartPole-v1, 8 environments", "dqn", "CartPole-v1", 8, 60),
+    Workload("PPO, Pong-v5 with the Nature CNN, 8 environments", "ppo", "Pong-v5", 8, 8),
+)
+
+
+def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
+    """Measures; see `benchmarks.runner`."""
+    tables = []
+    for workload in WORKLOADS:
+        say(workload.title)
+        tables.append(_measure(workload, max(2, workload.turns // 8) if context.quick else workload.turns))
+    return tables
+
+
+def _measure(workload: Workload, turns: int) -> Table:
+    described = make_experiment(workload.agent, workload.env, num_envs=workload.num_envs)
+    parts = assemble(described, None)
+    try:
+        parts.make_actor(described.seed)
+        clocks = {name: Clock() for name in ("step", *PARTS)}
+        _attach(parts, clocks)
+        bare = _bare_parts(parts, described)
+        bare_clocks = {name: Clock() for name in bare}
+        for turn in range(turns + 2):
+            if turn == 2:  # the first two compile and warm up
+                for clock in (*clocks.values(), *bare_clocks.values()):
+                    clock.times.clear()
+            for _ in range(TURN):
+                with clocks["step"]:
+                    parts.actor.step()
+            for _ in range(TURN):
+                for name, call in bare.items():  # in an Actor's order: caches are as cold as they are there
+                    with bare_clocks[name]:
+                        call()
+            parts.replay_buffer.sample()  # nothing piles up in a queue
+    finally:
+        parts.close()
+    return _table(
+        workload.title,
+        {name: clock.middle() for name, clock in clocks.items()},
+        {name: clock.middle() for name, clock in bare_clocks.items()},
+    )
+
+
+def _table(title: str, ours: dict[str, float], bare: dict[str, float]) -> Table:
+    own = ours["step"] - sum(ours[name] for name in PARTS)
+    tax = ours["step"] - sum(bare.values())
+    rows = [Row("the whole step", ours["step"])]
+    rows += [Row(f"  {name}", ours[name], note=f"bare: {bare[name]:.1f}") for name in PARTS]
+    rows.append(Row("  the Actor itself", own))
+    ours_row = Row("the framework's tax", tax, TAX, "the step less its bare parts")
+    plain = [Row(row.name, row.value, note=row.note) for row in rows]
+    return Table(f"An Actor's step: {title}", "µs, medians", ours_row, tuple(plain), False, ratios=False)
+
+
+class Clock:
+    """Times of the blocks that it was around, in seconds."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.times.append(time.perf_counter() - self._start)
+
+    def middle(self) -> float:
+        """The median, in microseconds."""
+        return float(np.median(self.times)) * 1e6
+
+
+def _attach(parts: Parts, clocks: dict[str, Clock]) -> None:
+    """Puts a clock around each call that the Actor makes."""
+    for owner, method, name in (
+        (parts.env_builder.pool, "step", "environment"),
+        (parts.inferencer, "inference", "inference"),
+        (parts.replay_buffer, "add", "replay add"),
+    ):
+        setattr(owner, method, _timed(getattr(owner, method), clocks[name]))
+
+
+def _timed(function: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
+    def timed(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args)
+        clock.times.append(time.perf_counter() - start)
+        return result
+
+    return timed
+
+
+def _bare_parts(parts: Parts, described: Any) -> dict[str, Callable[[], Any]]:
+    """The same work as a step's, with nothing of rlframe around it."""
+    seen: list[Any] = []
+    add = parts.replay_buffer.add
+    parts.replay_buffer.add = lambda env_ids, step: (seen.append(step), add(env_ids, step))
+    parts.actor.step()
+    parts.replay_buffer.add = add
+    step = seen[0]
+
+    arrays = [leaf for leaf in jax.tree.leaves(step._replace(next_timestep=())) if isinstance(leaf, np.ndarray)]
+    ring = [np.zeros((256, *array.shape), array.dtype) for array in arrays]
+    row = 0
+
+    def copy() -> None:
+        nonlocal row
+        row = (row + 1) % 256
+        for kept, array in zip(ring, arrays, strict=True):
+            kept[row] = array
+
+    # The very function that the Inferencer calls, without the Inferencer.
+    inferencer: Any = parts.inferencer
+    act, rng, params = inferencer._act, inferencer._rng, inferencer._params
+
+    def infer() -> np.ndarray:
+        return np.asarray(act(rng, np.uint32(1), params, step.timestep, step.agent_state)[0])
+
+    return {"inference": infer, "environment": _bare_env(described, step.agent_output.action), "replay add": copy}
+
+
+def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
+    """EnvPool's C++ object, without EnvPool's own Python layer either."""
+    from rlframe.envs.envpool import EnvPoolPool
+
+    pool = EnvPoolPool(described.env, described.num_envs, 1, described.num_workers, described.env_kwargs)
+    pool.reset()
+    raw, ids = pool._core.pool, np.arange(described.num_envs, dtype=np.int32)
+    action = np.ascontiguousarray(action, pool._core._action_dtype)
+
+    def step() -> None:
+        raw._send([ids, ids, action])
+        raw._recv()
+
+    return step

@@ -1,0 +1,131 @@
+"""Trains with rlframe as `rlframe train` does, logs and files included, and times it. Prints one JSON object.
+
+python -m benchmarks.ours.train ppo_cartpole --steps 60000 --warm-up 6000
+python -m benchmarks.ours.train ppo_cartpole --steps 100000 --solve-every 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import tempfile
+import time
+from typing import Any
+
+STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with the interpreter's own start
+
+
+def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int, total: int) -> Any:
+    """The experiment called `name`: the settings of the peers that it is compared with."""
+    from rlframe.agents.networks import MLPConfig
+    from rlframe.programs import make_experiment
+
+    common = {
+        "seed": seed,
+        "steps": steps,
+        "log_every": log_every,
+        "eval_every": eval_every,
+        "checkpoint_every": 0,
+        "schedule_steps": total,
+    }
+    if name == "ppo_cartpole":
+        return make_experiment("ppo", "CartPole-v1", **common)  # the preset is rl-baselines3-zoo's
+    if name == "ppo_pong":
+        return make_experiment("ppo", "Pong-v5", **common)  # the preset is CleanRL's
+    # CleanRL, dqn_jax.py; its counts of environment steps are learner steps here, one every 10.
+    return make_experiment(
+        "dqn",
+        "CartPole-v1",
+        preset="none",
+        network="mlp",
+        network_config=MLPConfig(hidden=(120, 84), activation="relu"),
+        num_envs={"dqn_1": 1, "dqn_8": 8}[name],
+        batch_size=128,
+        replay_capacity=10_000,
+        min_replay_size=9_000,  # it starts at 10,000 steps; the buffer here also holds LAST timesteps
+        update_period=10,
+        target_update_period=50,  # 500 steps
+        discount=0.99,
+        epsilon_begin=1.0,
+        epsilon_end=0.05,
+        epsilon_decay_steps=total // 2,
+        optimiser="adam",
+        learning_rate=2.5e-4,
+        huber_threshold=None,
+        **common,
+    )
+
+
+class Solved(Exception):
+    """Both measures of CartPole's being solved have been seen."""
+
+
+class Watch:
+    """Reads the rows of the logs: the time of each, and when CartPole is solved by either measure."""
+
+    def __init__(self, warm_up: int, solve: bool) -> None:
+        self._warm_up = warm_up
+        self._solve = solve
+        self._returns: collections.deque[float] = collections.deque(maxlen=100)
+        self._before = (0, 0.0)
+        self._evaluating = 0.0
+        self.first: tuple[int, float] | None = None
+        self.last: tuple[int, float] = (0, 0.0)
+        self.evaluated: dict[str, float] | None = None
+        self.last_100: dict[str, float] | None = None
+
+    def __call__(self, env_steps: int, values: dict[str, Any]) -> None:
+        now = time.time()
+        if "return_mean" in values:
+            # The row of the logs comes right before the evaluation at the same step.
+            self._evaluating += now - self._before[1]
+            if values["return_mean"] >= 475 and self.evaluated is None:
+                self.evaluated = self._when(env_steps, now)
+        else:
+            if self.first is None and env_steps >= self._warm_up:
+                self.first = (env_steps, now)
+            self.last = (env_steps, now)
+            self._returns.extend([values.get("episode_return", 0.0)] * values.get("episodes", 0))
+            full = len(self._returns) == 100
+            if full and sum(self._returns) / 100 >= 475 and self.last_100 is None:
+                self.last_100 = self._when(env_steps, now)
+        self._before = (env_steps, now)
+        if self._solve and self.evaluated and self.last_100:
+            raise Solved
+
+    def _when(self, env_steps: int, now: float) -> dict[str, float]:
+        return {"steps": env_steps, "seconds": now - STARTED - self._evaluating}
+
+
+def main() -> None:
+    """Parses the command line, trains, prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("experiment", choices=("ppo_cartpole", "ppo_pong", "dqn_1", "dqn_8"))
+    parser.add_argument("--steps", type=int, required=True, help="environment steps to run")
+    parser.add_argument("--warm-up", type=int, default=0, help="of these, steps before the clock starts")
+    parser.add_argument("--total", type=int, default=100_000, help="steps over which schedules run")
+    parser.add_argument("--log-every", type=int, default=1024)
+    parser.add_argument("--solve-every", type=int, default=0, help="evaluate so often; stop when solved twice over")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+
+    from rlframe.programs import train
+
+    described = experiment(args.experiment, args.seed, args.steps, args.log_every, args.solve_every, args.total)
+    watch = Watch(args.warm_up, bool(args.solve_every))
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(Solved):
+        train(described, run_dir=os.path.join(directory, "run"), callback=watch)
+    result: dict[str, Any] = {"steps": watch.last[0]}
+    if args.solve_every:
+        result.update(evaluated=watch.evaluated, last_100=watch.last_100)
+    elif watch.first is not None:
+        steps, seconds = (end - start for start, end in zip(watch.first, watch.last, strict=True))
+        result["steps_per_second"] = steps / seconds
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""`rlframe bench [NAME...]`: runs the benchmarks and prints their tables."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.context import ROOT, Context
+from benchmarks.report import Table, machine
+
+# name -> what it compares. Each is a module here with `run(context, say) -> list[Table]`, or a script (SCRIPTS).
+BENCHMARKS = {
+    "actor": "where the time of an Actor's step goes",
+    "envs": "environment pools, against gymnasium's AsyncVectorEnv",
+    "replay": "insert and sample, against Stable-Baselines3, cpprb and flashbax",
+    "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
+    "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
+    "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",
+}
+
+SCRIPTS = ("envs", "replay")  # they print tables of their own
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Runs the benchmarks named in `arguments`, all if none is.
+
+    Returns:
+        0: all that was asked for is reached. 1: something is not. 2: an unknown name or option.
+    """
+    args = _parser().parse_args(list(arguments))
+    unknown = [name for name in args.names if name not in BENCHMARKS]
+    if unknown:
+        print(
+            f"rlframe bench: there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}.", file=sys.stderr
+        )
+        return 2
+    if args.list:
+        print("\n".join(f"{name:14}{what}" for name, what in BENCHMARKS.items()))
+        return 0
+    context = Context(
+        peers_python=_path(args.peers_python, "RLFRAME_PEERS_PYTHON"),
+        cleanrl=_path(args.cleanrl, "RLFRAME_CLEANRL"),
+        repeats=1 if args.quick else args.repeats,
+        quick=args.quick,
+    )
+    print(machine(), flush=True)
+    tables: list[Table] = []
+    failed = False
+    for name in args.names or BENCHMARKS:
+        if name in SCRIPTS:
+            print(flush=True)
+            failed |= _run_script(name, context) != 0
+            continue
+        found = importlib.import_module(f"benchmarks.{name}").run(context, _say)
+        print("", *found, sep="\n\n" if len(found) > 1 else "\n", flush=True)
+        tables += found
+    return _sum_up(tables) or int(failed)
+
+
+def _run_script(name: str, context: Context) -> int:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py")]
+    if name == "envs":
+        command += ["--repeats", str(context.repeats), *(["--seconds", "0.5"] if context.quick else [])]
+    else:
+        command += ["--rounds", str(context.repeats)]
+        command += ["--peers-python", str(context.peers_python)] if context.peers_python else []
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def _sum_up(tables: list[Table]) -> int:
+    missed = [line for table in tables for line in table.misses()]
+    unmeasured = sum(row.value is None for table in tables for row in (table.ours, *table.others))
+    print()
+    if unmeasured:
+        print(f"{unmeasured} figures were not measured; docs/benchmarks.md says how to set the peers up.")
+    print(*(["Not reached:", *missed] if missed else ["All that was asked for and measured is reached."]), sep="\n  ")
+    return 1 if missed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlframe bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--list", action="store_true", help="say what there is")
+    parser.add_argument("--peers-python", help="the Python of an environment that holds the peers")
+    parser.add_argument("--cleanrl", help="a checkout of CleanRL")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each contender; the medians are shown")
+    parser.add_argument("--quick", action="store_true", help="one short turn: shows that everything runs")
+    return parser
+
+
+def _path(option: str | None, variable: str) -> Path | None:
+    given = option or os.environ.get(variable)
+    return Path(given) if given else None
+
+
+def _say(what: str) -> None:
+    print(f"  {what} ...", file=sys.stderr, flush=True)
