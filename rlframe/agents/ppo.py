@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlframe import compilation
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory, zeros_like_spec
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.errors import UsageError
@@ -75,6 +77,16 @@ class Rollout(NamedTuple):
     mask: jax.Array  # 0 where the environment ignored the action
 
 
+class Schedules(NamedTuple):
+    """What anneals, as of one learner step."""
+
+    learning_rate: jax.Array  # [] float32
+    clip_epsilon: jax.Array
+
+
+_Carry = tuple[jax.Array, Any]  # parameters as one vector, optimiser state
+
+
 class PPO(Agent):
     """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
 
@@ -101,7 +113,7 @@ class PPO(Agent):
     # Acting
 
     def initial_params(self, rng: jax.Array) -> Params:
-        return self.network.init(rng, self._zero_observation)
+        return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
@@ -126,36 +138,67 @@ class PPO(Agent):
         item = Sequence(self.cfg.unroll_length)
         return ReplaySpec("queue", item, batch_size=None, capacity=self.cfg.unroll_length * 64)
 
+    @property
+    def jit_learner_step(self) -> bool:
+        """False for images on a CPU, where a convolution's gradient in a loop takes 18 times as long.
+
+        Unrolling the loop is as quick as jitting one minibatch, but takes a minute to compile.
+        """
+        return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
+
     def make_optimizer(self) -> optax.GradientTransformation:
         clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
         return optax.chain(clip, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
 
     def initial_learner_state(self, params: Params) -> LearnerState:
-        return super().initial_learner_state(_ravel(params)[0])
+        return super().initial_learner_state(_ravel(params))
 
     def learner_step(
         self, params: Params, learner_state: LearnerState, batch: Batch
     ) -> tuple[Params, LearnerState, Logs]:
-        rng, shuffle_rng = jax.random.split(learner_state.rng)
-        rollout = self._rollout(params, batch.data)
-        indices = self._minibatches(shuffle_rng, rollout.mask.shape[0])
-        learning_rate, clip_epsilon = self._schedules(learner_state.steps)
-        flat, unravel = _ravel(params)
+        if self.jit_learner_step:
+            flat, rollout, schedules, indices, rng = self._prepare(params, learner_state, batch.data)
 
-        def minibatch(carry: tuple[jax.Array, Any], index: jax.Array | None) -> tuple[tuple[jax.Array, Any], Logs]:
-            flat, opt_state = carry
-            rows = rollout if index is None else jax.tree.map(lambda leaf: leaf[index], rollout)
-            loss = functools.partial(self._minibatch_loss, rows=rows, clip_epsilon=clip_epsilon)
-            grads, logs = jax.grad(lambda flat: loss(unravel(flat)), has_aux=True)(flat)
-            updates, opt_state = self.optimizer.update(grads, opt_state, flat)
-            return (flat - learning_rate * updates, opt_state), logs
+            def minibatch(carry: _Carry, index: jax.Array | None) -> tuple[_Carry, Logs]:
+                return self._minibatch_step(carry, rollout, index, schedules)
 
-        carry = (flat, learner_state.opt_state)
-        length = self.cfg.num_epochs * self.cfg.num_minibatches
-        (flat, opt_state), logs = jax.lax.scan(minibatch, carry, indices, length=length)
-        logs = jax.tree.map(jnp.mean, logs)
+            length = self.cfg.num_epochs * self.cfg.num_minibatches
+            carry, logs = jax.lax.scan(minibatch, (flat, learner_state.opt_state), indices, length=length)
+        else:
+            prepare, minibatch_step = self._jitted
+            flat, rollout, schedules, indices, rng = prepare(params, learner_state, batch.data)
+            carry = (flat, jax.tree.map(jnp.copy, learner_state.opt_state))  # what is donated must be ours
+            steps = []
+            for index in [None] * self.cfg.num_epochs if indices is None else indices:
+                carry, logs = minibatch_step(carry, rollout, index, schedules)
+                steps.append(logs)
+            logs = jax.tree.map(lambda *values: np.asarray(values), *steps)
+        flat, opt_state = carry
+        logs = {name: values.mean() for name, values in logs.items()}
         learner_state = self.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
-        return unravel(flat), learner_state, {**logs, "learning_rate": learning_rate}
+        return self._unravel(flat), learner_state, {**logs, "learning_rate": schedules.learning_rate}
+
+    def _prepare(
+        self, params: Params, learner_state: LearnerState, data: SequenceBatch
+    ) -> tuple[jax.Array, Rollout, Schedules, jax.Array | None, jax.Array]:
+        """What the minibatches start from: parameters as one vector, data, rates, indices, the next rng."""
+        rng, shuffle_rng = jax.random.split(learner_state.rng)
+        rollout = self._rollout(params, data)
+        indices = self._minibatches(shuffle_rng, rollout.mask.shape[0])
+        return _ravel(params), rollout, self._schedules(learner_state.steps), indices, rng
+
+    def _minibatch_step(
+        self, carry: _Carry, rollout: Rollout, index: jax.Array | None, schedules: Schedules
+    ) -> tuple[_Carry, Logs]:
+        flat, opt_state = carry
+        rows = rollout if index is None else jax.tree.map(lambda leaf: leaf[index], rollout)
+
+        def loss(flat: jax.Array) -> tuple[jax.Array, Logs]:
+            return self._minibatch_loss(self._unravel(flat), rows, schedules.clip_epsilon)
+
+        grads, logs = jax.grad(loss, has_aux=True)(flat)
+        updates, opt_state = self.optimizer.update(grads, opt_state, flat)
+        return (flat - schedules.learning_rate * updates, opt_state), logs
 
     def _rollout(self, params: Params, data: SequenceBatch) -> Rollout:
         last_observation = jax.tree.map(lambda leaf: leaf[:, -1], data.observation)
@@ -207,25 +250,43 @@ class PPO(Agent):
         }
         return loss, logs
 
-    def _schedules(self, steps: jax.Array) -> tuple[Any, Any]:
-        """(learning rate, clip epsilon) of this learner step."""
+    def _schedules(self, steps: jax.Array) -> Schedules:
         cfg = self.cfg
-        left = jnp.float32(1.0)
+        left: Any = 1.0
         if cfg.total_learner_steps is not None:
             left = jnp.maximum(1.0 - steps / cfg.total_learner_steps, 0.0)
-        learning_rate = cfg.learning_rate * (left if cfg.anneal_learning_rate else jnp.float32(1.0))
-        return learning_rate, cfg.clip_epsilon * (left if cfg.anneal_clip else 1.0)
+        return Schedules(
+            learning_rate=jnp.asarray(cfg.learning_rate * (left if cfg.anneal_learning_rate else 1.0), jnp.float32),
+            clip_epsilon=jnp.asarray(cfg.clip_epsilon * (left if cfg.anneal_clip else 1.0), jnp.float32),
+        )
 
     def _forward(self, params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
         """(policy parameters [B, P], values [B])."""
         logits, value = self.network.apply(params, observation)
         return logits, value.reshape(logits.shape[0])
 
-    @property
-    def _zero_observation(self) -> Tree:
-        return jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), self.observation_spec)
+    @functools.cached_property
+    def _unravel(self) -> Callable[[jax.Array], Params]:
+        shapes = jax.eval_shape(self.initial_params, jax.random.PRNGKey(0))
+        return _unraveller(shapes)
+
+    @functools.cached_property
+    def _jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        prepare = compilation.jit(self._prepare, differentiates=False)
+        return prepare, compilation.jit(self._minibatch_step, donate_argnums=(0,), differentiates=True)
 
 
-def _ravel(params: Params) -> tuple[jax.Array, Any]:
+def _ravel(params: Params) -> jax.Array:
     # One vector: Adam then runs as one loop, not one for each array.
-    return jax.flatten_util.ravel_pytree(params)
+    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(params)])
+
+
+def _unraveller(shapes: Params) -> Callable[[jax.Array], Params]:
+    leaves, treedef = jax.tree.flatten(shapes)
+    ends = list(np.cumsum([leaf.size for leaf in leaves]))
+
+    def unravel(flat: jax.Array) -> Params:
+        parts = jnp.split(flat, ends[:-1])
+        return treedef.unflatten([part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+
+    return unravel
