@@ -95,7 +95,10 @@ def test_a_config_is_repeated_and_changed(trained):
         ("plot", "Name one run directory or several."),
         ("plot nothing", "nothing has no metrics.jsonl"),
         ("envs NoSuchThing", "No environment has 'NoSuchThing' in its name."),
-        ("trian", "There is no command 'trian'; there are train, evaluate, plot, envs, agents. Did you mean 'train'?"),
+        (
+            "trian",
+            "There is no command 'trian'; there are train, evaluate, plot, envs, agents, bench. Did you mean 'train'?",
+        ),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):

@@ -18,6 +18,7 @@ COMMANDS = {
     "plot": "draw the learning curves of runs",
     "envs": "list the environments that can be named",
     "agents": "list the agents, their options and their presets",
+    "bench": "measure this project and its peers, side by side in one run",
 }
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number

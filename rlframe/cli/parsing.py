@@ -80,7 +80,7 @@ def flags(options: type, prefix: str = "") -> Iterable[str]:
             own = getattr(mark, "name", None) or own
             if mark is tyro.conf.OmitArgPrefixes:
                 own = ""
-        if dataclasses.is_dataclass(plain):
+        if isinstance(plain, type) and dataclasses.is_dataclass(plain):
             yield from flags(plain, f"{prefix}{own}." if own else prefix)
         else:
             yield f"--{prefix}{own}".replace("_", "-")

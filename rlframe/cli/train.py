@@ -104,23 +104,24 @@ def _options(defaults: Experiment) -> type:
     """What tyro parses: an experiment, a session, the agent's config without prefix, the network's with one."""
     # The configs are options of their own; among the experiment's they would only be noise.
     hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in ("agent_config", "network_config")]
-    own = dataclasses.make_dataclass("Experiment", hidden, bases=(Experiment,), frozen=True)
-    flat = tyro.conf.OmitArgPrefixes
+    own: Any = dataclasses.make_dataclass("Experiment", hidden, bases=(Experiment,), frozen=True)
+    flat: Any = tyro.conf.OmitArgPrefixes
+    config_cls: Any = type(defaults.agent_config)
     fields: list[tuple[str, Any]] = [
         ("experiment", Annotated[own, tyro.conf.arg(name=""), flat]),
         ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat]),
-        ("agent_config", Annotated[type(defaults.agent_config), tyro.conf.arg(name=""), flat]),
+        ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), flat]),
     ]
     if defaults.network_config is not None:
-        named = Annotated[type(defaults.network_config), tyro.conf.arg(name="network")]
-        fields.append(("network_config", named))
-    _check_no_clash(type(defaults.agent_config), defaults.agent)
+        network_cls: Any = type(defaults.network_config)
+        fields.append(("network_config", Annotated[network_cls, tyro.conf.arg(name="network")]))
+    _check_no_clash(config_cls, defaults.agent)
     return dataclasses.make_dataclass("Train", fields, frozen=True)
 
 
 def _start(options: Any, defaults: Experiment) -> Any:
     """The instance of `options` that holds the defaults."""
-    types = {field.name: field.type for field in dataclasses.fields(options)}
+    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(options)}
     plain = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(Experiment)}
     plain.update(agent_config=None, network_config=None)
     values = {"experiment": types["experiment"].__origin__(**plain), "session": SessionOptions()}

@@ -62,7 +62,7 @@ class EnvBuilder:
         self.close()
         described = self._described
         what = naming.env_name_or_builder(described.env)
-        kind = described.env_type
+        kind: str = described.env_type
         if kind == "auto":
             kind = default_type(what) if isinstance(what, str) else "loop"
         self._pool = build_pool(

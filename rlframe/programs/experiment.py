@@ -136,8 +136,8 @@ def complete(described: Experiment) -> Experiment:
 
 
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
-_CHANGEABLE = ("steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "checkpoint_every")
-_CHANGEABLE += ("replay_checkpoint_every", "log_every")
+_CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
+_CHANGEABLE |= {"checkpoint_every", "replay_checkpoint_every"}
 
 
 def continued(saved: Experiment, wanted: Experiment) -> Experiment:
@@ -184,12 +184,11 @@ def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 
 def save_experiment(described: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
     """Writes `config.json`: the experiment, and `notes` that nothing reads back (versions, preset)."""
-    names = {
-        name: naming.absolute_name(value)
-        for name in ("agent", "env", "network")
-        if (value := getattr(described, name)) is not None
-    }
-    content = {"experiment": to_jsonable(dataclasses.replace(described, **names)), "notes": to_jsonable(notes)}
+    values = to_jsonable(described)
+    for name in ("agent", "env", "network"):
+        if values[name] is not None:
+            values[name] = naming.absolute_name(values[name])
+    content = {"experiment": values, "notes": to_jsonable(notes)}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -73,7 +73,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(each, item, where) for each, item in zip(of, value, strict=True))
     if origin in (dict, collections.abc.Mapping) and isinstance(value, dict):
         return dict(value)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_jsonable(hint, value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

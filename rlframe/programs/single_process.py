@@ -203,13 +203,10 @@ class _Run:
     def _learn(self) -> Logs | None:
         """Takes the updates that are due. The buffer holds batches back as `samples_per_insert` says."""
         learner, replay_buffer = self._parts.learner, self._parts.replay_buffer
-        batch = replay_buffer.sample()
-        if batch is None or self._learns_once:
-            return learner.step(batch)
-        logs = None
+        logs, batch = None, replay_buffer.sample()
         while batch is not None:
             logs = learner.step(batch)
-            batch = replay_buffer.sample()
+            batch = None if self._learns_once else replay_buffer.sample()
         return logs
 
     def _periodic(self, now: int, until: int) -> None:
