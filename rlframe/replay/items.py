@@ -33,6 +33,7 @@ class _Items:
         self._timeline, self._table = timeline, table
         self._columns = {name: np.zeros(timeline.slots, dtype) for name, dtype in self.columns.items()}
         self._trees = {name: TreeStore(TreeLayout(name, getattr(spec, name)), timeline) for name in self.fields}
+        self._write_action, self._write_extras = self._trees["action"].write, self._trees["extras"].write
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
         # Versions only rise, so the first step's is the oldest of an item.
         self.params_version = self._columns["params_version"]
@@ -53,9 +54,9 @@ class _Items:
     def _write(self, index: Index, step: Step) -> None:
         self.params_version[index] = step.params_version
         output = step.agent_output
-        self._trees["action"].write(index, output.action)
+        self._write_action(index, output.action)
         if output.extras:
-            self._trees["extras"].write(index, output.extras)
+            self._write_extras(index, output.extras)
 
 
 class Transitions(_Items):
@@ -103,7 +104,7 @@ class Transitions(_Items):
             if start < self._timeline.floor:
                 within = _both(within, start + writer.range >= max(0, self._timeline.floor))
             self._extend(k, self._timeline.index(start, count), new - start, after.reward, discount, within)
-        self._table.append_block(start, self._timeline.index(start, count), count, within)
+        self._table.append_block(start, self._timeline.index(start, count), count, within, shared=True)
         if _LAST_BYTE in after_types:
             ended = np.frombuffer(after_types.translate(_IS_LAST), bool)
             self._finish(writer, ended, unbroken)
@@ -160,9 +161,8 @@ class Transitions(_Items):
         writer.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
         self._table.append(np.concatenate(completed))
 
-    def assemble(self, starts: np.ndarray, observations: Any, outputs: Outputs) -> TransitionBatch:
-        """Gathers the items `starts` [B]."""
-        slots = self._timeline.relative(starts)
+    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> TransitionBatch:
+        """Gathers the items that start in `slots` [B]."""
         ends = slots + self._span.take(slots, mode="wrap")
         return TransitionBatch(
             observation=observations.read(slots, outputs),
@@ -225,10 +225,10 @@ class Sequences(_Items):
         self._write(index, step)
         self._trees["agent_state"].write(index, step.agent_state)
 
-    def assemble(self, starts: np.ndarray, observations: Any, outputs: Outputs) -> SequenceBatch:
-        """Gathers the items `starts` [B]."""
-        path = np.empty((self._length + 1, len(starts)), np.int64)
-        path[0] = self._timeline.relative(starts)
+    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> SequenceBatch:
+        """Gathers the items that start in `slots` [B]."""
+        path = np.empty((self._length + 1, len(slots)), np.int64)
+        path[0] = slots
         for t in range(self._length):
             np.add(path[t], self._span.take(path[t], mode="wrap"), out=path[t + 1])
         slots = np.ascontiguousarray(path.T)

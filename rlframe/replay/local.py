@@ -181,7 +181,7 @@ class ReplayBuffer(BaseReplayBuffer):
             else:
                 keys[:, :2] = np.asarray(self._origins).take(self._origin.take(slots, mode="wrap"), axis=0)
             keys[:, 2] = starts
-            data = self._items.assemble(starts, self._observations, self._outputs)
+            data = self._items.assemble(slots, self._observations, self._outputs)
             return Batch(data, keys, probabilities, self._items.params_version.take(slots, mode="wrap"))
 
     def _batch_size(self) -> int:

@@ -25,20 +25,29 @@ class ItemTable:
         self.size = 0
         self.added = self.evicted = self.evicted_unsampled = 0
 
-    def append_block(self, first: int, index: Index, count: int, mask: np.ndarray | None) -> None:
-        """Notes the items that start at the `count` numbers from `first`, where `mask` says so, in the slots `index`."""
-        if first < self._timeline.floor:  # a slow writer's: at least some are gone already
-            starts = np.arange(first, first + count)
-            self.append(starts if mask is None else starts[mask])
-            return
+    def append_block(
+        self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool = False
+    ) -> None:
+        """Notes the items that start at the `count` numbers from `first`, where `mask` says so, in the slots `index`.
+
+        `shared`: other items of the block may have been noted already.
+        """
         if mask is None:
-            self._present[index] = True
+            starts = np.arange(first, first + count)
         else:
+            starts = mask.nonzero()[0]
+            starts += first
+        if first < self._timeline.floor:  # a slow writer's: at least some are gone already
+            self.append(starts)
+            return
+        if shared and mask is not None:
             self._present[index] |= mask
-            count = int(np.count_nonzero(mask))
+        else:
+            self._present[index] = True if mask is None else mask
+        count = len(starts)
         self.size += count
         self.added += count
-        self._push_block(first, index, count, mask)
+        self._push_block(starts, index, mask)
 
     def append(self, starts: np.ndarray) -> None:
         """Notes the items that start at the numbers `starts`, of which some may be gone already."""
@@ -58,9 +67,9 @@ class ItemTable:
     def _push(self, starts: np.ndarray) -> None:
         """The living items `starts` are new."""
 
-    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None) -> None:
-        """The `count` living items from `first`, at which `mask` is true, are new."""
-        self._push(np.arange(first, first + count) if mask is None else first + mask.nonzero()[0])
+    def _push_block(self, starts: np.ndarray, index: Index, mask: np.ndarray | None) -> None:
+        """The living items `starts`, ascending, in the slots `index` where `mask` says so, are new."""
+        self._push(starts)
 
     def evict(self, index: Index) -> None:
         """Drops the items that start in the slots `index`, which are given up."""
@@ -113,15 +122,15 @@ class _Ring(ItemTable):
         self.last = -1
 
     def _push(self, starts: np.ndarray) -> None:
-        if self.ordered:
-            size = len(starts)
-            first, last = starts.item(0) if size else self.last, starts.item(size - 1) if size else self.last
-            # Numbers of one call are distinct: they rise by one each unless there are gaps, and only then need a look.
-            gaps = last - first != size - 1
-            if first < self.last or (gaps and not (starts[1:] > starts[:-1]).all()):
-                self.ordered = False
-            self.last = last
-        low, size = self.end % len(self._starts), len(starts)
+        self.ordered = self.ordered and bool((starts[1:] > starts[:-1]).all())
+        self._push_block(starts, starts, None)
+
+    def _push_block(self, starts: np.ndarray, index: Index, mask: np.ndarray | None) -> None:
+        size = len(starts)
+        if self.ordered and size:
+            self.ordered = starts.item(0) > self.last
+            self.last = starts.item(size - 1)
+        low = self.end % len(self._starts)
         self.end += size
         if low + size <= len(self._starts):
             self._starts[low : low + size] = starts
@@ -153,21 +162,23 @@ class UniformTable(_Ring):
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (starts [count] int64, probabilities [count] float32)."""
-        starts = self._starts.take(self._positions(count, rng), mode="wrap")
+        starts = self._some(count, rng)
         if not self.ordered:
             # Dead entries are few: draw again instead of them, so that all living ones keep the same chance.
             while 1 in (dead := starts < self._timeline.floor).tobytes():
-                again = self._positions(int(np.count_nonzero(dead)), rng)
-                starts[dead] = self._starts.take(again, mode="wrap")
+                starts[dead] = self._some(int(np.count_nonzero(dead)), rng)
         return starts, _full(count, 1.0 / self.size)
 
-    def _positions(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        # A fifth of the time of `rng.integers`, and as even as doubles are: to one part in 2^53 / size.
+    def _some(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        # A quarter of the time of `rng.integers`, and as even as doubles are: to one part in 2^53 / size.
         draws = rng.random(count)
         draws *= self.end - self.tail
         positions = draws.astype(np.int64)
-        positions += self.tail % len(self._starts)
-        return positions
+        low = self.tail % len(self._starts)
+        if low + self.end - self.tail <= len(self._starts):
+            return self._starts[low:].take(positions, mode="clip")
+        positions += low
+        return self._starts.take(positions, mode="wrap")
 
 
 class QueueTable(_Ring):
@@ -202,7 +213,7 @@ class PrioritisedTable(ItemTable):
         self.highest = 1.0
         self.dropped = 0  # updates of items that were gone
 
-    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None) -> None:
+    def _push_block(self, starts: np.ndarray, index: Index, mask: np.ndarray | None) -> None:
         leaf, leaves = self.highest**self._exponent, self._tree.leaves
         leaves[index] = leaf if mask is None else np.where(mask, leaf, leaves[index])
         self._tree.touch(index)

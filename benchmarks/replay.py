@@ -1,0 +1,193 @@
+"""Replay buffers side by side: microseconds per call, with the limit that was set, and bare numpy as the floor.
+
+    python benchmarks/replay.py [--peers-python PATH] [--rounds N] [--json FILE]
+
+`--peers-python` names an interpreter that has Stable-Baselines3, cpprb or flashbax; they are measured in the same run, in
+turns with this project, since the speed of a shared machine changes by the minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from replay_peers import BATCH, CARTPOLE, ENVS, GAMMA, PEERS, PONG, data, measure
+
+from rlframe.replay import ReplayBuffer
+from rlframe.types import AgentOutput, ReplaySpec, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
+
+# Row -> (limit in microseconds, or a factor of the floor).
+LIMITS: dict[str, tuple[str, float]] = {
+    "cartpole insert 64": ("us", 10.0),
+    "cartpole sample 256, 1-step": ("us", 25.0),
+    "cartpole sample 256, 3-step": ("us", 80.0),
+    "pong insert 64": ("floor", 1.2),
+    "pong sample 256, 1-step": ("floor", 1.2),
+}
+
+
+class Floor:
+    """A ring of raw arrays: no items, no episodes, no checks. Nothing written in numpy can be quicker."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, capacity: int):
+        fields = data(shape, dtype)
+        self._batch = [fields[key] for key in ("obs", "act", "rew", "done")]
+        # Fresh observations, as an environment gives them: 50 different ones, so that they do not stay in the cache.
+        self._observations = [self._batch[0].copy() for _ in range(50)]
+        self._size = capacity // ENVS * ENVS
+        self._arrays = [np.zeros((self._size, *a.shape[1:]), a.dtype) for a in self._batch]
+        for a in self._arrays:
+            a[:] = 1  # touched, as in a buffer that is full
+        self._at, self._rng = 0, np.random.default_rng(0)
+        self._out = [np.empty((BATCH, *a.shape[1:]), a.dtype) for a in [*self._arrays, self._arrays[0]]]
+
+    def insert(self) -> None:
+        """Writes 64 steps."""
+        at = self._at
+        self._batch[0] = self._observations[at // ENVS % 50]
+        for array, values in zip(self._arrays, self._batch):
+            array[at : at + ENVS] = values
+        self._at = (at + ENVS) % self._size
+
+    def sample(self) -> list[np.ndarray]:
+        """Takes 256 one-step transitions into the same arrays each time."""
+        index = self._rng.integers(0, self._size - ENVS, BATCH)
+        for array, out in zip(self._arrays, self._out):
+            array.take(index, axis=0, out=out, mode="clip")
+        self._arrays[0].take(index + ENVS, axis=0, out=self._out[-1], mode="clip")
+        return self._out
+
+
+def steps(shape: tuple[int, ...], dtype: Any, count: int, end: float) -> tuple[np.ndarray, list[Step]]:
+    """A cycle of `count` steps of 64 environments; each stack of frames continues the one before it."""
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 255, (count + shape[0], ENVS, *shape[1:])).astype(dtype)
+    out, step_type = [], np.zeros(ENVS, np.uint8)
+
+    def observe(t: int) -> np.ndarray:
+        if dtype == np.uint8:
+            return np.ascontiguousarray(np.stack([frames[(t + j) % count] for j in range(shape[0])], axis=1))
+        return rng.standard_normal((ENVS, *shape)).astype(dtype)
+
+    observation = observe(0)
+    for t in range(count):
+        following = np.where(step_type == 2, 0, np.where(rng.random(ENVS) < end, 2, 1)).astype(np.uint8)
+        following = np.zeros(ENVS, np.uint8) if t == count - 1 else following
+        reward, discount = rng.standard_normal(ENVS).astype(np.float32), np.ones(ENVS, np.float32)
+        after = TimeStep(following, reward, discount, observe(t + 1))
+        output = AgentOutput(rng.integers(0, 2, ENVS).astype(np.int32))
+        out.append(Step(TimeStep(step_type, reward, discount, observation), output, (), t, after))
+        step_type, observation = following, after.observation
+    return global_env_ids(0, np.arange(ENVS)), out
+
+
+class Ours:
+    """A full `ReplayBuffer` and calls on it."""
+
+    def __init__(self, workload: Any, kind: str = "uniform", n_step: int = 1, single_frame: bool = False, count: int = 50):
+        shape, dtype, capacity = workload
+        spec = StepSpec(specs.Array(shape, dtype), specs.DiscreteArray(2, dtype=np.int32), {}, ())
+        agent = types.SimpleNamespace(
+            replay_spec=ReplaySpec(kind, Transition(n_step, GAMMA), BATCH, capacity), step_spec=spec
+        )
+        self.buffer = ReplayBuffer(agent, single_frame=single_frame)
+        self.buffer.claim_rank(ENVS)
+        self._ids, self._steps = steps(shape, dtype, count, end=0.02 if dtype != np.uint8 else 0.0)
+        self._t = 0
+        for _ in range(2 * capacity // ENVS):
+            self.insert()
+        self._priorities = np.random.default_rng(0).random(BATCH)
+
+    def insert(self) -> None:
+        """Adds 64 steps."""
+        self.buffer.add(self._ids, self._steps[self._t])
+        self._t = (self._t + 1) % len(self._steps)
+
+    def sample(self) -> Any:
+        """Draws 256."""
+        return self.buffer.sample()
+
+    def cycle(self) -> None:
+        """Draws 256 and gives them priorities."""
+        self.buffer.update_priorities(self.buffer.sample().keys, self._priorities)
+
+
+def contenders() -> dict[str, dict[str, Callable[[], Any]]]:
+    """Row -> name -> call."""
+    floor, pong_floor = Floor(*CARTPOLE), Floor(*PONG)
+    one, three, prioritised = Ours(CARTPOLE), Ours(CARTPOLE, n_step=3), Ours(CARTPOLE, "prioritised")
+    whole, frames = Ours(PONG), Ours(PONG, single_frame=True)
+    return {
+        "cartpole insert 64": {"numpy": floor.insert, "rlframe": one.insert},
+        "cartpole insert 64, 3-step": {"rlframe": three.insert},
+        "cartpole sample 256, 1-step": {"numpy": floor.sample, "rlframe": one.sample},
+        "cartpole sample 256, 3-step": {"rlframe": three.sample},
+        "cartpole insert 64, prioritised": {"rlframe": prioritised.insert},
+        "cartpole sample + update 256, prioritised": {"rlframe": prioritised.cycle},
+        "pong insert 64": {
+            "numpy": pong_floor.insert,
+            "rlframe": whole.insert,
+            "rlframe, single frames": frames.insert,
+        },
+        "pong sample 256, 1-step": {
+            "numpy": pong_floor.sample,
+            "rlframe": whole.sample,
+            "rlframe, single frames": frames.sample,
+        },
+    }
+
+
+def peers(python: str) -> dict[str, dict[str, float]]:
+    """Measures the peers that `python` has; says which it has not."""
+    command = [python, str(Path(__file__).with_name("replay_peers.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    for line in done.stderr.splitlines():
+        if "is left out" in line:
+            print(line, file=sys.stderr)
+    if done.returncode:
+        print(f"The peers could not be measured: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return {}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers-python", help=f"an interpreter with {', '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=2, help="turns that each contender gets; the best counts")
+    parser.add_argument("--json", help="write the table to this file too")
+    arguments = parser.parse_args()
+    rows = contenders()
+    best: dict[str, dict[str, float]] = {row: {} for row in rows}
+    for _ in range(arguments.rounds):
+        measured = [peers(arguments.peers_python)] if arguments.peers_python else []
+        measured.append({row: {name: measure(call, 0.3) for name, call in calls.items()} for row, calls in rows.items()})
+        for results in measured:
+            for row, values in results.items():
+                for name, value in values.items():
+                    best[row][name] = min(value, best[row].get(name, value))
+    names = ["numpy", "rlframe", "rlframe, single frames", *PEERS]
+    print(f"{'microseconds per call (least)':44}" + "".join(f"{name:>24}" for name in names) + f"{'limit':>12}  met")
+    for row, values in best.items():
+        kind, limit = LIMITS.get(row, ("", 0.0))
+        bound = limit * values["numpy"] if kind == "floor" else limit
+        cells = "".join(f"{values[name]:24.1f}" if name in values else f"{'-':>24}" for name in names)
+        met = "" if not kind else ("yes" if values["rlframe"] <= bound else "NO")
+        print(f"{row:44}{cells}{bound if kind else float('nan'):12.1f}  {met}")
+    if not arguments.peers_python:
+        print(f"Not measured: {', '.join(PEERS)}. Name an interpreter that has them with --peers-python.")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(best, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
