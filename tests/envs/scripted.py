@@ -108,6 +108,7 @@ class FaultyEnv(ScriptedEnv):
             if self.fault == "dtype":
                 return observation.astype(str), *rest
             if self.fault == "hang":
+                print("hangs", flush=True)
                 time.sleep(600)
         return observation, *rest
 

@@ -163,8 +163,11 @@ def test_workers_do_not_outlive_a_parent_that_was_killed(fault):
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN, fault], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
+    if fault == "hang":
+        assert parent.stdout.readline() == "hangs\n"  # from the worker, in the middle of a step
     parent.kill()
-    parent.communicate()
+    parent.wait()
+    parent.stdout.close()
     deadline = time.monotonic() + 8.0
     while any(map(alive, pids)) and time.monotonic() < deadline:
         threading.Event().wait(0.05)

@@ -40,10 +40,12 @@ def act(pool, random, steps):
     + [("CartPole-v1", "process", "process"), ("CartPole-v1", "loop", "process"), ("CartPole-v1", "thread", "loop")],
 )
 def test_a_restored_pool_continues_exactly(name, saved_by, restored_by):
-    # 35 steps: some environments are at LAST, all have drawn from their random generators.
     with SyncEnv(name, 3, saved_by, seed=1, num_workers=2) as pool:
         pool.reset()
-        act(pool, np.random.RandomState(0), 35)
+        act(pool, np.random.RandomState(0), 25)
+        if name == "CartPole-v1":  # saved with an environment at LAST, which must start anew
+            while not (act(pool, np.random.RandomState(0), 1)[0] == 2).any():
+                pass
         state = pool.get_state()
         expected = act(pool, np.random.RandomState(1), 230)
     with SyncEnv(name, 3, restored_by, seed=99, num_workers=2) as pool:
