@@ -75,6 +75,8 @@ def _run_script(name: str, context: Context) -> int:
 def _sum_up(tables: list[Table]) -> int:
     missed = [line for table in tables for line in table.misses()]
     unmeasured = sum(row.value is None for table in tables for row in (table.ours, *table.others))
+    if not tables:
+        return 0
     print()
     if unmeasured:
         print(f"{unmeasured} figures were not measured; docs/benchmarks.md says how to set the peers up.")
