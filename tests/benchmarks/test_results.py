@@ -108,8 +108,15 @@ def test_training_leaves_a_record_and_a_run_out_of_time_is_evaluated(elsewhere, 
 
 
 def test_a_command_that_runs_out_of_time_is_interrupted_and_its_last_line_read(elsewhere):
-    program = "import sys, time\ntry:\n print('ready', flush=True); time.sleep(60)\n"
-    program += "except KeyboardInterrupt:\n print('{\"env_steps\": 5}'); sys.exit(130)\n"
+    program = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print('{"env_steps": 5}')
+    sys.exit(130)
+"""
     (elsewhere / "rlframe.py").write_text(program)  # what `python -m rlframe` finds first where it starts
     assert runs._rlframe(["train"], 3.0) == {"env_steps": 5}
 
