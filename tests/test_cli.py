@@ -178,6 +178,7 @@ def test_the_last_line_of_stdout_is_the_result(capsys, tmp_path):
     assert result["env_steps"] >= 64 and result["episodes"] == 1 and result["run_dir"] == f"{tmp_path}/run"
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # this test's own reader of videos
 def test_evaluate_and_video_of_a_run(capsys, tmp_path, trained):
     imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
     capsys.readouterr()

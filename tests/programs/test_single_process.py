@@ -8,22 +8,32 @@ import json
 import numpy as np
 import pytest
 
+from rlframe.agents.networks import MLPConfig
 from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.experiment import Experiment
 
+SMALL_NETWORK = {"network": "mlp", "network_config": MLPConfig((16,))}
+
 
 def ppo(**fields) -> Experiment:
     """16 steps of each of 2 environments between updates."""
-    values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2}
+    values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
     return make_experiment("ppo", **{**values, "unroll_length": 16, "num_epochs": 2, "num_minibatches": 2, **fields})
 
 
 def dqn(**fields) -> Experiment:
     values = {"steps": 400, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, "min_replay_size": 50}
-    values |= {"update_period": 4, "batch_size": 8, "target_update_period": 20, "n_step": 3, "prioritised": True}
+    values |= {
+        **SMALL_NETWORK,
+        "update_period": 4,
+        "batch_size": 8,
+        "target_update_period": 20,
+        "n_step": 3,
+        "prioritised": True,
+    }
     return make_experiment("dqn", **{**values, **fields})
 
 
