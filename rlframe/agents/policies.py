@@ -132,8 +132,9 @@ class ClippedGaussian:
         self._low = np.broadcast_to(np.asarray(spec.minimum, np.float32), self._shape)
         self._high = np.broadcast_to(np.asarray(spec.maximum, np.float32), self._shape)
         bounded = np.isfinite(self._low) & np.isfinite(self._high)
-        self._scale = np.where(bounded, 0.5 * (self._high - self._low), 1.0).astype(np.float32)
-        self._middle = np.where(bounded, 0.5 * (self._high + self._low), 0.0).astype(np.float32)
+        low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
+        self._scale = (0.5 * (high - low)).astype(np.float32)
+        self._middle = (0.5 * (high + low)).astype(np.float32)
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
         mean, log_std = self._split(params)

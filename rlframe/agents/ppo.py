@@ -216,7 +216,7 @@ class PPO(Agent):
         sample = data.extras["sample"] if self.policy.clips else data.action
         observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
         rollout = Rollout(observation, sample, data.extras["log_prob"], value, advantage, mask)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rollout)
+        return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), rollout)
 
     def _minibatches(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
         """[epochs * minibatches, rows] indices; None where a minibatch is the whole batch."""

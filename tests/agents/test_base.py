@@ -1,0 +1,186 @@
+"""What every agent promises: purity, pickling, specs from a trace, any network library, clear refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dm_env import specs
+
+from rlframe.agents import DQN, PPO, Agent, DQNConfig, PPOConfig
+from rlframe.errors import UsageError
+from rlframe.types import AgentOutput
+from tests.agents import batches
+from tests.agents.batches import BOX, DISCRETE, IMAGE, MULTI, SMALL_CNN, VECTOR, learn, started
+
+DICT = {"image": IMAGE, "vector": VECTOR, "kind": specs.DiscreteArray(4, name="kind")}
+PPO_CONFIG = PPOConfig(unroll_length=8, num_epochs=2, num_minibatches=2)
+DQN_CONFIG = DQNConfig(batch_size=16, min_replay_size=16)
+
+
+def make(name: str) -> Agent:
+    return {
+        "ppo": lambda: PPO(PPO_CONFIG, VECTOR, DISCRETE),
+        "ppo multi-discrete": lambda: PPO(PPO_CONFIG, VECTOR, MULTI),
+        "ppo continuous": lambda: PPO(PPO_CONFIG, VECTOR, BOX),
+        "ppo images": lambda: PPO(PPO_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
+        "ppo dict": lambda: PPO(PPO_CONFIG, DICT, DISCRETE, SMALL_CNN),
+        "dqn": lambda: DQN(DQN_CONFIG, VECTOR, DISCRETE),
+        "dqn prioritised": lambda: DQN(dataclasses.replace(DQN_CONFIG, prioritised=True), VECTOR, DISCRETE),
+        "dqn images": lambda: DQN(dataclasses.replace(DQN_CONFIG, dueling=True), IMAGE, DISCRETE, SMALL_CNN),
+        "dqn dict": lambda: DQN(DQN_CONFIG, {"vector": VECTOR}, DISCRETE),
+    }[name]()
+
+
+AGENTS = ["ppo", "ppo multi-discrete", "ppo continuous", "ppo images", "ppo dict"]
+AGENTS += ["dqn", "dqn prioritised", "dqn images", "dqn dict"]
+
+
+def batch_for(agent, params, learner_state):
+    if isinstance(agent, DQN):
+        return batches.transitions(agent)
+    return batches.sequences(agent, params, learner_state)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_acting_twice_with_one_key_gives_the_same_and_matches_the_specs(name):
+    agent = make(name)
+    params, learner_state = started(agent)
+    first, again = (batches.act(agent, params, learner_state) for _ in range(2))
+    batches.assert_trees_equal(first, again)
+    spec = agent.step_spec
+    assert {leaf.shape for leaf in jax.tree.leaves(first.action)} == {(4, *spec.action.shape)}
+    for key, leaf_spec in spec.extras.items():
+        assert first.extras[key].shape == (4, *leaf_spec.shape) and first.extras[key].dtype == leaf_spec.dtype
+    for action in np.asarray(first.action):
+        agent.action_spec.validate(action)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_learning_is_pure(name):
+    agent = make(name)
+    params, learner_state = started(agent)
+    batch = batch_for(agent, params, learner_state)
+    kept = jax.tree.map(np.array, (params, learner_state, batch))
+    first = learn(agent, params, learner_state, batch)
+    again = learn(agent, params, learner_state, batch)
+    batches.assert_trees_equal(first, again)
+    batches.assert_trees_equal((params, learner_state, batch), kept)
+    assert first[1].steps == 1 and np.isfinite(first[2]["loss"])
+    changed = jax.tree.map(lambda old, new: bool(np.any(old != new)), params, first[0])
+    assert any(jax.tree.leaves(changed))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_pickled_agent_acts_and_learns_as_the_one_it_was(name):
+    agent = make(name)
+    params, learner_state = started(agent)
+    agent.optimizer, agent.step_spec  # noqa: B018 (built now, and still not pickled)
+    copied = pickle.loads(pickle.dumps(agent))
+    batches.assert_trees_equal(started(copied), (params, learner_state))
+    batches.assert_trees_equal(batches.act(copied, params, learner_state), batches.act(agent, params, learner_state))
+    assert len(pickle.dumps(agent)) < 10_000
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_evaluating_ignores_the_key(name):
+    agent = make(name)
+    params, learner_state = started(agent)
+    actor_params = agent.actor_params(params, learner_state)
+    seen = batches.timestep(agent.observation_spec, 4)
+    actions = [agent.eval_step(jax.random.PRNGKey(seed), actor_params, seen, ())[0].action for seed in range(3)]
+    np.testing.assert_array_equal(actions[0], actions[1])
+    np.testing.assert_array_equal(actions[0], actions[2])
+
+
+class PlainNetwork:
+    """Neither Haiku nor anything else: two functions on a dict of arrays."""
+
+    def __init__(self, observation_spec, action_spec):
+        self.sizes = (observation_spec.shape[0], action_spec.num_values)
+
+    def init(self, rng, observation):
+        return {"w": 0.1 * jax.random.normal(rng, self.sizes), "v": jnp.zeros((self.sizes[0],))}
+
+    def apply(self, params, observation):
+        return observation @ params["w"], observation @ params["v"]
+
+
+class PlainValues(PlainNetwork):
+    def apply(self, params, observation):
+        return observation @ params["w"]
+
+
+@pytest.mark.parametrize(
+    ("agent_cls", "cfg", "factory"), [(PPO, PPO_CONFIG, PlainNetwork), (DQN, DQN_CONFIG, PlainValues)]
+)
+def test_any_pair_of_init_and_apply_is_a_network(agent_cls, cfg, factory):
+    agent = agent_cls(cfg, VECTOR, DISCRETE, net_factory=factory)
+    params, learner_state = started(agent)
+    assert params.keys() == {"w", "v"}
+    changed = learn(agent, params, learner_state, batch_for(agent, params, learner_state))[0]
+    assert np.any(changed["w"] != params["w"])
+
+
+def test_a_factory_that_gives_no_network_is_refused():
+    with pytest.raises(UsageError, match=r"init\(rng, observation\) and apply\(params, observation\), got 7"):
+        PPO(PPO_CONFIG, VECTOR, DISCRETE, net_factory=lambda observation_spec, action_spec: 7)
+
+
+def test_a_config_of_another_class_is_refused():
+    with pytest.raises(UsageError, match="PPO needs a PPOConfig as its config, got DQNConfig"):
+        PPO(DQN_CONFIG, VECTOR, DISCRETE)
+
+
+def test_an_observation_of_a_wrong_shape_is_refused_by_its_leaf():
+    agent = PPO(PPO_CONFIG, {"eyes": VECTOR}, DISCRETE)
+    with pytest.raises(UsageError, match=r"observation\['eyes'\] should be \[B, 3\] float32, got \[4, 2\] float32"):
+        agent.check_observation({"eyes": np.zeros((4, 2), np.float32)})
+    with pytest.raises(UsageError, match=r"got \[4, 3\] float64"):
+        agent.check_observation({"eyes": np.zeros((4, 3))})
+    with pytest.raises(UsageError, match=r"has the leaves \['ears'\], its spec has \['eyes'\]"):
+        agent.check_observation({"ears": np.zeros((4, 3), np.float32)})
+    agent.check_observation({"eyes": np.zeros((4, 3), np.float32)})
+
+
+class WrongActions(PPO):
+    def actor_step(self, rng, params, timestep, state):
+        return AgentOutput(jnp.zeros((timestep.reward.shape[0], 2))), state
+
+
+def test_an_agent_whose_actions_do_not_fit_the_spec_is_refused():
+    with pytest.raises(UsageError, match=r"WrongActions: action should be \[B\] int32, got \[1, 2\] float32"):
+        WrongActions(PPO_CONFIG, VECTOR, DISCRETE).step_spec  # noqa: B018
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanConfig:
+    learning_rate: float = 0.1
+
+
+class MeanAgent(Agent):
+    """Only `loss`: the three parts of `learner_step` are the base class's."""
+
+    config_cls = MeanConfig
+
+    def initial_params(self, rng):
+        return {"mean": jnp.zeros(())}
+
+    def loss(self, params, learner_state, batch):
+        error = params["mean"] - jnp.mean(batch.data.reward)
+        return jnp.square(error), {"error": error}
+
+
+def test_an_agent_that_only_has_a_loss_learns():
+    agent = MeanAgent(MeanConfig(), VECTOR, DISCRETE)
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
+    step = jax.jit(agent.learner_step)
+    for _ in range(200):
+        params, learner_state, logs = step(params, learner_state, batch)
+    np.testing.assert_allclose(params["mean"], batch.data.reward.mean(), atol=1e-3)
+    assert learner_state.steps == 200 and set(logs) == {"loss", "error"}

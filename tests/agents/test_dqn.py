@@ -1,0 +1,183 @@
+"""DQN: exploration, targets, priorities, and what anneals."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.agents import DQN, DQNConfig, losses
+from rlframe.agents.dqn import ActorParams
+from rlframe.agents.networks import MLPConfig
+from rlframe.errors import UsageError
+from rlframe.types import Transition
+from tests.agents import batches
+from tests.agents.batches import BOX, DISCRETE, MULTI, VECTOR, assert_trees_equal, started
+
+
+def make(**changes) -> DQN:
+    cfg = {"batch_size": 16, "min_replay_size": 16, "optimiser": "adam", "learning_rate": 1e-2, **changes}
+    return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu"))
+
+
+def test_what_it_asks_of_the_replay():
+    spec = make(n_step=3, discount=0.9, update_period=8, replay_capacity=500).replay_spec
+    assert (spec.kind, spec.item, spec.batch_size) == ("uniform", Transition(3, 0.9), 16)
+    assert (spec.capacity, spec.min_size, spec.samples_per_insert) == (500, 16, 2.0)
+    prioritised = make(prioritised=True, priority_exponent=0.7).replay_spec
+    assert (prioritised.kind, prioritised.priority_exponent) == ("prioritised", 0.7)
+
+
+def actions_at(epsilon, rows=30_000):
+    agent = make()
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    seen = batches.timestep(VECTOR, 1)
+    seen = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), seen)
+    actor_params = ActorParams(params, jnp.float32(epsilon))
+    output = agent.actor_step(jax.random.PRNGKey(1), actor_params, seen, ())[0]
+    greedy = agent.eval_step(jax.random.PRNGKey(1), actor_params, seen, ())[0]
+    assert output.action.dtype == np.int32
+    return np.asarray(output.action), int(greedy.action[0])
+
+
+def test_epsilon_zero_is_greedy():
+    actions, greedy = actions_at(0.0)
+    assert np.all(actions == greedy)
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 1.0])
+def test_a_share_epsilon_of_actions_is_uniform(epsilon):
+    actions, greedy = actions_at(epsilon)
+    expected = np.full(3, epsilon / 3)
+    expected[greedy] += 1.0 - epsilon
+    np.testing.assert_allclose(np.bincount(actions, minlength=3) / len(actions), expected, atol=0.01)
+
+
+def test_epsilon_falls_with_learner_steps_and_is_published():
+    agent = make(update_period=4, epsilon_begin=1.0, epsilon_end=0.1, epsilon_decay_steps=400)
+    params, learner_state = started(agent)
+    for steps, expected in [(0, 1.0), (50, 0.55), (100, 0.1), (1000, 0.1)]:
+        published = agent.actor_params(params, learner_state._replace(steps=jnp.int32(steps)))
+        np.testing.assert_allclose(published.epsilon, expected, rtol=1e-5)
+
+
+def values(agent, params, observation):
+    return np.asarray(agent.network.apply(params, observation)[0])
+
+
+def test_the_loss_by_hand():
+    agent = make(huber_threshold=None)
+    params, learner_state = started(agent)
+    target = agent.initial_params(jax.random.PRNGKey(9))
+    batch = batches.transitions(agent)
+    data = batch.data
+    best = values(agent, target, data.next_observation).max(axis=1)
+    chosen = values(agent, params, data.observation)[np.arange(16), data.action]
+    expected = np.mean(0.5 * np.square(data.reward + data.discount * best - chosen))
+    loss, _ = agent.loss(params, learner_state._replace(extra=target), batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_double_takes_the_online_networks_choice():
+    agent = make(double=True, huber_threshold=None)
+    params, learner_state = started(agent)
+    target = agent.initial_params(jax.random.PRNGKey(9))
+    batch = batches.transitions(agent)
+    data = batch.data
+    choice = values(agent, params, data.next_observation).argmax(axis=1)
+    best = values(agent, target, data.next_observation)[np.arange(16), choice]
+    chosen = values(agent, params, data.observation)[np.arange(16), data.action]
+    expected = np.mean(0.5 * np.square(data.reward + data.discount * best - chosen))
+    loss, _ = agent.loss(params, learner_state._replace(extra=target), batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_the_target_network_is_copied_every_period():
+    agent = make(target_update_period=3)
+    params, learner_state = started(agent)
+    first = params
+    batch = batches.transitions(agent)
+    learner_step = jax.jit(agent.learner_step)
+    for step in range(1, 7):
+        params, learner_state, _ = learner_step(params, learner_state, batch)
+        expected = params if step % 3 == 0 else first
+        first = expected
+        assert_trees_equal(learner_state.extra, expected)
+
+
+def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():
+    agent = make(prioritised=True, huber_threshold=None, importance_exponent=0.5)
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
+    loss, logs = agent.loss(params, learner_state, batch)
+    priorities = np.asarray(logs["priorities"])
+    weights = np.asarray(losses.importance_weights(jnp.asarray(batch.probabilities), 0.5))
+    assert priorities.shape == (16,) and np.all(priorities > 0)
+    np.testing.assert_allclose(loss, np.mean(weights * 0.5 * np.square(priorities - 1e-6)), rtol=1e-5)
+
+
+def test_the_importance_exponent_reaches_one_at_the_end():
+    agent = make(prioritised=True, importance_exponent=0.4, total_learner_steps=100)
+    for steps, expected in [(0, 0.4), (50, 0.7), (100, 1.0), (200, 1.0)]:
+        np.testing.assert_allclose(agent._importance_exponent(jnp.int32(steps)), expected, rtol=1e-5)
+
+
+def test_without_prioritised_replay_probabilities_do_not_matter():
+    agent = make()
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
+    loss, logs = agent.loss(params, learner_state, batch)
+    assert loss == agent.loss(params, learner_state, batch._replace(probabilities=batch.probabilities * 3))[0]
+    assert "priorities" not in logs
+
+
+def test_dueling_values_average_to_the_state_value():
+    agent = make(dueling=True)
+    params, _ = started(agent)
+    observation = batches.random_tree(VECTOR, (5,))
+    _, value = agent.network.apply(params, observation)
+    np.testing.assert_allclose(agent._values(params, observation).mean(axis=1), value[:, 0], rtol=1e-4, atol=1e-6)
+
+
+def test_an_annealed_learning_rate_ends_at_zero():
+    agent = make(anneal_learning_rate=True, total_learner_steps=2)
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
+    step = jax.jit(agent.learner_step)
+    for _ in range(2):
+        params, learner_state, _ = step(params, learner_state, batch)
+    after, _, _ = step(params, learner_state, batch)
+    assert_trees_equal(after, params)
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "rmsprop"])
+def test_it_learns_the_rewards_of_a_bandit(optimiser):
+    agent = make(optimiser=optimiser, learning_rate=3e-3)
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
+    reward = np.array([1.0, -1.0, 0.5], np.float32)[batch.data.action]
+    batch = batch._replace(data=batch.data._replace(reward=reward, discount=np.zeros(16, np.float32)))
+    step = jax.jit(agent.learner_step)
+    for _ in range(500):
+        params, learner_state, logs = step(params, learner_state, batch)
+    assert logs["td_error"] < 0.1
+
+
+@pytest.mark.parametrize("spec", [BOX, MULTI])
+def test_actions_that_are_not_discrete_are_refused(spec):
+    with pytest.raises(UsageError, match=r"DQN needs Discrete actions, got .*BoundedArray.*Use PPO"):
+        DQN(DQNConfig(), VECTOR, spec)
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 0}, {"epsilon_end": 2.0}, {"learning_rate": -1.0}, {"optimiser": "sgd"}, {"n_step": 0}]
+)
+def test_options_out_of_range_are_refused_by_name(change):
+    with pytest.raises(UsageError, match=f"DQNConfig.{next(iter(change))}"):
+        DQNConfig(**change)
+
+
+def test_a_replay_smaller_than_its_start_is_refused():
+    with pytest.raises(UsageError, match=r"min_replay_size \(100\) is above replay_capacity \(50\)"):
+        DQNConfig(replay_capacity=50, min_replay_size=100)

@@ -1,0 +1,133 @@
+"""The losses against examples worked by hand, and against rlax."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.agents import losses
+
+rlax = pytest.importorskip("rlax")
+
+
+def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1.0):
+    columns = [jnp.asarray(x, jnp.float32)[:, None] for x in (rewards, discounts, values)]
+    mask = jnp.ones_like(columns[0]) if mask is None else jnp.asarray(mask, jnp.float32)[:, None]
+    return losses.generalised_advantages(*columns, mask, discount=discount, gae_lambda=gae_lambda)[:, 0]
+
+
+def test_advantages_by_hand():
+    # gamma 0.5, lambda 0.5: errors are 1 + 0.5 * 2 - 1 = 1 and 2 + 0.5 * 4 - 2 = 2; 1 + 0.25 * 2 = 1.5.
+    result = advantages([1, 2], [1, 1], [1, 2, 4], discount=0.5, gae_lambda=0.5)
+    np.testing.assert_allclose(result, [1.5, 2.0])
+
+
+def test_advantages_at_termination_do_not_bootstrap():
+    np.testing.assert_allclose(advantages([1, 5], [1, 0], [0, 2, 100]), [1 + 5, 5 - 2])
+
+
+def test_advantages_at_a_time_limit_bootstrap_and_stop_there():
+    # Step 1 is LAST, cut at value 10: step 0 sees it, and nothing of the next episode.
+    result = advantages([1, 0, 7], [1, 1, 1], [2, 10, 3, 50], mask=[1, 0, 1])
+    np.testing.assert_allclose(result, [1 + 10 - 2, 0, 7 + 50 - 3])
+
+
+def test_advantages_agree_with_rlax():
+    random = np.random.RandomState(0)
+    rewards, values = random.randn(20), random.randn(21)
+    discounts = (random.rand(20) > 0.2).astype(np.float32)
+    oracle = rlax.truncated_generalized_advantage_estimation(
+        jnp.asarray(rewards, jnp.float32), jnp.asarray(0.9 * discounts), 0.7, jnp.asarray(values, jnp.float32)
+    )
+    np.testing.assert_allclose(advantages(rewards, discounts, values, None, 0.9, 0.7), oracle, rtol=1e-5, atol=1e-5)
+
+
+def test_clipped_surrogate_by_hand():
+    ratio, advantage = jnp.array([1.5, 1.5, 0.5, 0.5, 1.1]), jnp.array([1.0, -1.0, 1.0, -1.0, 2.0])
+    result = losses.clipped_surrogate(ratio, advantage, 0.2)
+    np.testing.assert_allclose(result, [-1.2, 1.5, -0.5, 0.8, -2.2], rtol=1e-6)
+
+
+def test_clipped_surrogate_and_its_gradient_agree_with_rlax():
+    random = np.random.RandomState(1)
+    ratio, advantage = jnp.exp(jnp.asarray(random.randn(50) * 0.3)), jnp.asarray(random.randn(50))
+    ours = jax.value_and_grad(lambda r: jnp.mean(losses.clipped_surrogate(r, advantage, 0.2)))(ratio)
+    oracle = jax.value_and_grad(lambda r: rlax.clipped_surrogate_pg_loss(r, advantage, 0.2))(ratio)
+    np.testing.assert_allclose(ours[0], oracle[0], rtol=1e-6)
+    np.testing.assert_allclose(ours[1], oracle[1], atol=1e-7)
+
+
+def test_value_error_is_half_the_square():
+    np.testing.assert_allclose(losses.value_error(jnp.array(3.0), jnp.array(0.0), jnp.array(1.0), None), 2.0)
+
+
+def test_value_error_with_clipping_is_the_larger_of_the_two():
+    # Held within 0.5 of the old value 0, a value of 3 is 0.5: its error to 1 is less than 2, to 5 it is more.
+    value, old, target = jnp.array([3.0, 3.0]), jnp.zeros(2), jnp.array([1.0, 5.0])
+    np.testing.assert_allclose(losses.value_error(value, old, target, 0.5), [2.0, 0.5 * 4.5**2])
+
+
+def test_normalise_counts_unmasked_entries_only():
+    result = losses.normalise(jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0]))
+    np.testing.assert_allclose(result[:2], [-1.0, 1.0], rtol=1e-6)
+
+
+def test_masked_mean_of_nothing_is_zero():
+    assert losses.masked_mean(jnp.array([5.0]), jnp.array([0.0])) == 0.0
+
+
+@pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0])
+def test_huber_and_its_gradient_agree_with_rlax(threshold):
+    errors = jnp.linspace(-4.0, 4.0, 33)
+    np.testing.assert_allclose(losses.huber(errors, threshold), rlax.huber_loss(errors, threshold), rtol=1e-6)
+    slope = jax.vmap(jax.grad(lambda x: losses.huber(x, threshold)))(errors)
+    inside = jnp.clip(errors, -threshold, threshold)
+    off_kink = jnp.abs(jnp.abs(errors) - threshold) > 1e-6
+    np.testing.assert_allclose(slope[off_kink], inside[off_kink], rtol=1e-6)
+
+
+def test_huber_without_a_threshold_is_half_the_square():
+    np.testing.assert_allclose(losses.huber(jnp.array([3.0, -4.0]), None), [4.5, 8.0])
+
+
+def td_inputs(seed=0):
+    random = np.random.RandomState(seed)
+    values, next_values, selectors = (jnp.asarray(random.randn(16, 3), jnp.float32) for _ in range(3))
+    actions = jnp.asarray(random.randint(0, 3, 16))
+    rewards, discounts = jnp.asarray(random.randn(16), jnp.float32), jnp.asarray(random.rand(16), jnp.float32)
+    return values, actions, rewards, discounts, next_values, selectors
+
+
+def test_td_errors_agree_with_rlax_q_learning():
+    values, actions, rewards, discounts, next_values, _ = td_inputs()
+    ours = losses.td_errors(values, actions, rewards, discounts, next_values, next_values)
+    np.testing.assert_allclose(ours, jax.vmap(rlax.q_learning)(values, actions, rewards, discounts, next_values))
+
+
+def test_double_td_errors_agree_with_rlax():
+    inputs = td_inputs(1)
+    np.testing.assert_allclose(losses.td_errors(*inputs), jax.vmap(rlax.double_q_learning)(*inputs))
+
+
+def test_no_gradient_flows_through_the_target():
+    values, actions, rewards, discounts, next_values, selectors = td_inputs(2)
+    slope = jax.grad(lambda q: jnp.sum(losses.td_errors(values, actions, rewards, discounts, q, selectors)))(
+        next_values
+    )
+    np.testing.assert_array_equal(slope, np.zeros_like(slope))
+
+
+def test_dueling_values_by_hand():
+    result = losses.dueling_values(jnp.array([[1.0, 3.0]]), jnp.array([[10.0]]))
+    np.testing.assert_allclose(result, [[9.0, 11.0]])
+
+
+def test_importance_weights_by_hand():
+    weights = losses.importance_weights(jnp.array([0.1, 0.4]), 0.5)
+    np.testing.assert_allclose(weights, [1.0, 0.5], rtol=1e-6)
+
+
+def test_importance_weights_without_correction_are_one():
+    np.testing.assert_allclose(losses.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])

@@ -1,0 +1,143 @@
+"""Networks: heads, observations of every kind, and the convolutions' arithmetic."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dm_env import specs
+
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve
+from rlframe.errors import UsageError
+
+RNG = jax.random.PRNGKey(0)
+VECTOR = specs.Array((3,), np.float32, "vector")
+IMAGE = specs.BoundedArray((2, 36, 36), np.uint8, 0, 255, "image")
+
+
+def outputs(config, spec, observation, heads=None):
+    network = config.build(spec, heads or [Head(4)])
+    return network.apply(network.init(RNG, observation), observation)
+
+
+def test_an_mlp_is_its_layers_by_hand():
+    network = MLPConfig(hidden=(5,), activation="tanh").build(VECTOR, (Head(2),))
+    observation = np.array([[1.0, -2.0, 0.5]], np.float32)
+    params = network.init(RNG, observation)
+    layer, head = params["torso0_dense0"], params["head0"]
+    expected = np.tanh(observation @ layer["w"] + layer["b"]) @ head["w"] + head["b"]
+    np.testing.assert_allclose(network.apply(params, observation)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_separate_heads_share_no_layer_and_shared_ones_do():
+    observation = np.zeros((1, 3), np.float32)
+    apart = MLPConfig(separate=True).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
+    together = MLPConfig(separate=False).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
+    assert {"torso0_dense0", "torso1_dense0"} <= apart.keys()
+    assert {name for name in together if name.startswith("torso")} == {"torso_dense0", "torso_dense1"}
+
+
+def test_orthogonal_weights_are_orthogonal_and_scaled():
+    params = MLPConfig(hidden=(8,)).build(VECTOR, (Head(2, scale=0.01),)).init(RNG, np.zeros((1, 3), np.float32))
+    rows = np.asarray(params["torso0_dense0"]["w"])  # [3, 8]: orthogonal rows of length sqrt(2)
+    np.testing.assert_allclose(rows @ rows.T, 2.0 * np.eye(3), atol=1e-5)
+    columns = np.asarray(params["head0"]["w"])
+    np.testing.assert_allclose(columns.T @ columns, 1e-4 * np.eye(2), atol=1e-8)
+
+
+def test_truncated_normal_weights_have_their_deviation():
+    config = MLPConfig(hidden=(2000,), orthogonal=False)
+    weights = config.build(VECTOR, (Head(1),)).init(RNG, np.zeros((1, 3), np.float32))["torso0_dense0"]["w"]
+    assert np.abs(weights).max() <= 2.0 / np.sqrt(3.0)
+    np.testing.assert_allclose(np.std(weights), 0.88 / np.sqrt(3.0), rtol=0.05)  # 0.88: cut at two deviations
+
+
+def test_one_key_gives_one_network_and_another_key_another():
+    network = MLPConfig().build(VECTOR, (Head(2),))
+    first, again, other = (network.init(jax.random.PRNGKey(seed), np.zeros((1, 3), np.float32)) for seed in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.array_equal(first["head0"]["w"], other["head0"]["w"])
+
+
+def test_free_outputs_do_not_depend_on_the_observation():
+    observation = np.random.RandomState(0).randn(5, 3).astype(np.float32)
+    result = outputs(MLPConfig(), VECTOR, observation, (Head(4, num_free=2, free_init=-0.5),))[0]
+    np.testing.assert_allclose(result[:, 2:], np.full((5, 2), -0.5))
+    assert np.std(result[:, 0]) > 0
+
+
+def test_an_mlp_joins_the_leaves_of_a_dict():
+    spec = {"a": VECTOR, "b": specs.Array((2, 2), np.float32, "b"), "c": specs.DiscreteArray(5, name="c")}
+    observation = {"a": np.zeros((6, 3), np.float32), "b": np.zeros((6, 2, 2), np.float32), "c": np.zeros(6, np.int32)}
+    network = MLPConfig(hidden=(7,)).build(spec, (Head(4),))
+    assert network.init(RNG, observation)["torso0_dense0"]["w"].shape == (3 + 4 + 5, 7)
+
+
+def test_categories_are_one_hot():
+    spec = specs.DiscreteArray(3)
+    network = MLPConfig(hidden=()).build(spec, (Head(2),))
+    observation = np.array([2, 0], np.int32)
+    params = network.init(RNG, observation)
+    expected = np.asarray(params["head0"]["w"])[[2, 0]]
+    np.testing.assert_allclose(network.apply(params, observation)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "size"), [(8, 4, 84), (4, 2, 20), (3, 1, 9), (4, 2, 11)])
+def test_convolutions_by_blocks_are_plain_convolutions(kernel, stride, size):
+    random = np.random.RandomState(0)
+    image = jnp.asarray(random.randn(2, size, size, 3), jnp.float32)
+    weights = jnp.asarray(random.randn(kernel, kernel, 3, 5), jnp.float32)
+    plain = jax.lax.conv_general_dilated(
+        image, weights, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    np.testing.assert_allclose(_convolve(image, weights, stride), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_both_layouts_of_an_image_give_the_same_features():
+    random = np.random.RandomState(0)
+    first = random.randint(0, 256, (2, 2, 36, 36)).astype(np.uint8)
+    last = np.moveaxis(first, 1, -1)
+    spec = specs.BoundedArray((36, 36, 2), np.uint8, 0, 255)
+    np.testing.assert_allclose(
+        outputs(NatureCNNConfig(), IMAGE, first)[0], outputs(NatureCNNConfig(), spec, last)[0], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_bytes_are_scaled_to_one():
+    image = np.random.RandomState(0).randint(0, 256, (2, 2, 36, 36)).astype(np.uint8)
+    spec = specs.Array((2, 36, 36), np.float32, "image")
+    scaled = outputs(NatureCNNConfig(), spec, (image / 255.0).astype(np.float32))[0]
+    np.testing.assert_allclose(outputs(NatureCNNConfig(), IMAGE, image)[0], scaled, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dict_of_image_and_vector_joins_after_the_convolutions():
+    spec = {"image": IMAGE, "vector": VECTOR}
+    network = NatureCNNConfig(hidden=(10,)).build(spec, (Head(2),))
+    observation = {"image": np.zeros((1, 2, 36, 36), np.uint8), "vector": np.zeros((1, 3), np.float32)}
+    assert network.init(RNG, observation)["torso_dense0"]["w"].shape == (64 + 3, 10)
+
+
+def test_the_nature_network_has_the_papers_parameters():
+    spec = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255)
+    network = NatureCNNConfig().build(spec, (Head(6),))
+    shapes = jax.eval_shape(network.init, RNG, np.zeros((1, 4, 84, 84), np.uint8))
+    # Mnih et al. 2015: convolutions 8x8x4x32, 4x4x32x64, 3x3x64x64, then 7 * 7 * 64 inputs to 512 units.
+    expected = 8192 + 32 + 32768 + 64 + 36864 + 64 + 3136 * 512 + 512 + 512 * 6 + 6
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected
+
+
+def test_a_vector_is_refused_by_the_cnn():
+    with pytest.raises(UsageError, match=r"needs an observation with three axes.*MLPConfig"):
+        NatureCNNConfig().build(VECTOR, (Head(2),))
+
+
+def test_an_image_smaller_than_the_kernels_is_refused():
+    with pytest.raises(UsageError, match=r"\(2, 16, 16\) is too small"):
+        NatureCNNConfig().build(specs.Array((2, 16, 16), np.uint8), (Head(2),))
+
+
+@pytest.mark.parametrize("make", [lambda: MLPConfig(activation="relo"), lambda: MLPConfig(hidden=(0,))])
+def test_bad_options_are_refused(make):
+    with pytest.raises(UsageError, match="MLPConfig"):
+        make()

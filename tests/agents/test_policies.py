@@ -1,0 +1,102 @@
+"""Policies: samples follow their probabilities, and actions stay inside their spec."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dm_env import specs
+
+from rlframe.agents.policies import Categorical, ClippedGaussian, MultiCategorical, default_policy
+from rlframe.errors import UsageError
+
+distrax = pytest.importorskip("distrax")
+
+RNG = jax.random.PRNGKey(0)
+
+
+def box(low, high, shape=(1,)):
+    return specs.BoundedArray(shape, np.float32, low, high)
+
+
+def test_categorical_samples_follow_their_probabilities():
+    logits = jnp.log(jnp.array([0.2, 0.5, 0.3]))
+    samples = Categorical(3).sample(RNG, jnp.tile(logits, (20_000, 1)))
+    np.testing.assert_allclose(np.bincount(samples) / 20_000, [0.2, 0.5, 0.3], atol=0.015)
+    assert samples.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("excluded", [0, 1, 2])
+def test_categorical_never_samples_an_action_of_no_weight(excluded):
+    logits = jnp.zeros((10_000, 3)).at[:, excluded].set(-jnp.inf)
+    assert excluded not in np.asarray(Categorical(3).sample(RNG, logits))
+
+
+def test_categorical_agrees_with_distrax():
+    logits, actions = jax.random.normal(RNG, (7, 4)), jnp.array([0, 1, 2, 3, 0, 1, 2])
+    ours, oracle = Categorical(4), distrax.Categorical(logits)
+    np.testing.assert_allclose(ours.log_prob(logits, actions), oracle.log_prob(actions), rtol=1e-5)
+    np.testing.assert_allclose(ours.entropy(logits), oracle.entropy(), rtol=1e-5)
+    np.testing.assert_array_equal(ours.mode(logits), oracle.mode())
+
+
+def test_multi_categorical_is_the_product_of_its_parts():
+    policy, logits = MultiCategorical((2, 3)), jax.random.normal(RNG, (6, 5))
+    samples = policy.sample(RNG, logits)
+    assert samples.shape == (6, 2) and samples.dtype == jnp.int32
+    first, second = distrax.Categorical(logits[:, :2]), distrax.Categorical(logits[:, 2:])
+    expected = first.log_prob(samples[:, 0]) + second.log_prob(samples[:, 1])
+    np.testing.assert_allclose(policy.log_prob(logits, samples), expected, rtol=1e-5)
+    np.testing.assert_allclose(policy.entropy(logits), first.entropy() + second.entropy(), rtol=1e-5)
+    np.testing.assert_array_equal(policy.mode(logits), jnp.stack([first.mode(), second.mode()], axis=-1))
+
+
+def test_multi_categorical_parts_are_drawn_independently():
+    samples = np.asarray(MultiCategorical((2, 2)).sample(RNG, jnp.zeros((20_000, 4))))
+    np.testing.assert_allclose(np.mean(samples[:, 0] == samples[:, 1]), 0.5, atol=0.015)
+
+
+def test_gaussian_agrees_with_distrax():
+    policy = ClippedGaussian(box(-1.0, 1.0, (2,)))
+    params = jnp.array([[0.3, -0.2, 0.1, -0.7], [1.0, 2.0, 0.0, 0.5]])
+    oracle = distrax.MultivariateNormalDiag(params[:, :2], jnp.exp(params[:, 2:]))
+    samples = policy.sample(RNG, params)
+    np.testing.assert_allclose(policy.log_prob(params, samples), oracle.log_prob(samples), rtol=1e-5)
+    np.testing.assert_allclose(policy.entropy(params), oracle.entropy(), rtol=1e-5)
+    np.testing.assert_allclose(policy.mode(params), params[:, :2])
+
+
+def test_gaussian_samples_follow_mean_and_deviation():
+    samples = ClippedGaussian(box(-1.0, 1.0)).sample(RNG, jnp.tile(jnp.array([0.5, jnp.log(2.0)]), (20_000, 1)))
+    np.testing.assert_allclose([samples.mean(), samples.std()], [0.5, 2.0], atol=0.05)
+
+
+def test_gaussian_actions_are_scaled_and_clipped_to_the_bounds():
+    policy = ClippedGaussian(box(np.array([-2.0, 0.0]), np.array([2.0, 10.0]), (2,)))
+    actions = policy.to_action(jnp.array([[0.5, 0.0], [-7.0, 7.0]]))
+    np.testing.assert_allclose(actions, [[1.0, 5.0], [-2.0, 10.0]])
+
+
+def test_gaussian_actions_of_an_open_box_are_the_samples():
+    policy = ClippedGaussian(box(-np.inf, np.inf))
+    np.testing.assert_allclose(policy.to_action(jnp.array([[123.0]])), [[123.0]])
+
+
+def test_gaussian_actions_have_the_shape_of_a_matrix_spec():
+    policy = ClippedGaussian(box(-1.0, 1.0, (2, 3)))
+    assert policy.num_params == 12
+    assert policy.to_action(policy.sample(RNG, jnp.zeros((4, 12)))).shape == (4, 2, 3)
+
+
+def test_default_policies():
+    assert isinstance(default_policy(specs.DiscreteArray(3)), Categorical)
+    multi = default_policy(specs.BoundedArray((2,), np.int32, 0, np.array([1, 4])))
+    assert isinstance(multi, MultiCategorical) and multi.num_params == 7
+    assert isinstance(default_policy(box(-1.0, 1.0)), ClippedGaussian)
+
+
+@pytest.mark.parametrize("spec", [specs.Array((3,), np.int32, "move"), {"a": specs.DiscreteArray(2)}])
+def test_other_action_specs_are_refused_by_name(spec):
+    with pytest.raises(UsageError, match=r"No policy for the action spec .*policy_factory"):
+        default_policy(spec)
