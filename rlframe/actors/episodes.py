@@ -8,6 +8,8 @@ import numpy as np
 
 from rlframe.types import FIRST, LAST, Logs, TimeStep
 
+_FIRST_BYTE, _LAST_BYTE = bytes([FIRST]), bytes([LAST])
+
 
 class EpisodeStatistics:
     """Sums rewards per environment, and counts steps and episodes.
@@ -32,19 +34,23 @@ class EpisodeStatistics:
         Returns:
             `episode_return`, `episode_length` (means) and `episodes` of those that ended; None if none did.
         """
-        first = timestep.step_type == FIRST
-        began = np.count_nonzero(first)
-        self.env_steps += len(first) - began
-        rows: Any = slice(None) if indices is None else indices
-        self._returns[rows] += timestep.reward
-        self._lengths[rows] += 1
+        step_type = timestep.step_type
+        types = step_type.tobytes()  # counting bytes takes a tenth of the time that comparing a small array does
+        began, ended = types.count(_FIRST_BYTE), types.count(_LAST_BYTE)
+        self.env_steps += len(types) - began
+        if indices is None:
+            self._returns += timestep.reward
+            self._lengths += 1
+        else:
+            self._returns[indices] += timestep.reward
+            self._lengths[indices] += 1
         if began:
-            self._clear(np.flatnonzero(first) if indices is None else indices[first])
-        last = timestep.step_type == LAST
-        ended = np.count_nonzero(last)
+            first = np.flatnonzero(step_type == FIRST)
+            self._clear(first if indices is None else indices[first])
         if not ended:
             return None
         self.episodes += ended
+        last = step_type == LAST
         which = np.flatnonzero(last) if indices is None else indices[last]
         return {
             "episode_return": float(self._returns[which].mean()),

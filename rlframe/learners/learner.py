@@ -96,7 +96,7 @@ class Learner:
         if batch is None:
             return None
         self._check_loss()
-        keys, staleness = batch.keys, self.params_version - float(np.mean(batch.params_version))
+        keys, staleness = batch.keys, self.params_version - batch.params_version.sum() / len(batch.keys)
         params, learner_state, logs, published = self._run_update(batch._replace(keys=(), params_version=()))
         self._params, self._learner_state = params, learner_state
         self._learner_steps += 1
@@ -104,7 +104,7 @@ class Learner:
         self._unchecked = (self._learner_steps, logs.get("loss"), keys)
         if "priorities" in logs:
             self._replay_buffer.update_priorities(keys, np.asarray(logs.pop("priorities")))
-        logs["staleness"] = staleness
+        logs["staleness"] = float(staleness)
         return logs
 
     def run(self) -> None:
