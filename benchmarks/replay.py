@@ -2,8 +2,8 @@
 
     python benchmarks/replay.py [--peers-python PATH] [--rounds N] [--json FILE]
 
-`--peers-python` names an interpreter that has Stable-Baselines3, cpprb or flashbax; they are measured in the same run, in
-turns with this project, since the speed of a shared machine changes by the minute.
+`--peers-python` names an interpreter that has Stable-Baselines3, cpprb or flashbax; they are measured in the same run,
+in turns with this project, since the speed of a shared machine changes by the minute.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def steps(shape: tuple[int, ...], dtype: Any, count: int, end: float) -> tuple[n
 class Ours:
     """A full `ReplayBuffer` and calls on it."""
 
-    def __init__(self, workload: Any, kind: str = "uniform", n_step: int = 1, single_frame: bool = False, count: int = 50):
+    def __init__(
+        self, workload: Any, kind: str = "uniform", n_step: int = 1, single_frame: bool = False, count: int = 50
+    ):
         shape, dtype, capacity = workload
         spec = StepSpec(specs.Array(shape, dtype), specs.DiscreteArray(2, dtype=np.int32), {}, ())
         agent = types.SimpleNamespace(
@@ -169,7 +171,9 @@ def main() -> int:
     best: dict[str, dict[str, float]] = {row: {} for row in rows}
     for _ in range(arguments.rounds):
         measured = [peers(arguments.peers_python)] if arguments.peers_python else []
-        measured.append({row: {name: measure(call, 0.3) for name, call in calls.items()} for row, calls in rows.items()})
+        measured.append(
+            {row: {name: measure(call, 0.3) for name, call in calls.items()} for row, calls in rows.items()}
+        )
         for results in measured:
             for row, values in results.items():
                 for name, value in values.items():

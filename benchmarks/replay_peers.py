@@ -36,8 +36,10 @@ def measure(call: Callable[[], Any], seconds: float = 0.4) -> float:
 def data(shape: tuple[int, ...], dtype: Any, count: int = ENVS) -> dict[str, np.ndarray]:
     """A batch of transitions of `count` environments."""
     rng = np.random.default_rng(0)
-    make = (lambda: rng.integers(0, 255, (count, *shape)).astype(dtype)) if dtype == np.uint8 else (
-        lambda: rng.standard_normal((count, *shape)).astype(dtype)
+    make = (
+        (lambda: rng.integers(0, 255, (count, *shape)).astype(dtype))
+        if dtype == np.uint8
+        else (lambda: rng.standard_normal((count, *shape)).astype(dtype))
     )
     return {
         "obs": make(),

@@ -72,5 +72,6 @@ def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
     known = [field.name for field in dataclasses.fields(ReplaySpec)]
     for name in overrides:
         if name not in known:
-            raise UsageError(f"A replay buffer has no option {name!r}; it has {', '.join(known)}.{suggest(name, known)}")
+            options = ", ".join(known)
+            raise UsageError(f"A replay buffer has no option {name!r}; it has {options}.{suggest(name, known)}")
     return dataclasses.replace(spec, **overrides)

@@ -1,7 +1,7 @@
 """A replay buffer on disk: streamed array by array, so that a buffer of 7 GB needs no second 7 GB.
 
-The file is a magic line, the length and the CRC-32 of a JSON header, the header, and then each array's bytes followed by
-their CRC-32. It is written beside its name and renamed when it is complete.
+The file is a magic line, the length and the CRC-32 of a JSON header, the header, and then each array's bytes followed
+by their CRC-32. It is written beside its name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ _MAGIC = b"rlframe replay 1\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _PIECE = 1 << 24  # bytes that are read, written and checked at once
+Shapes = dict[str, list[Any]]  # an array's name -> its dtype's string and its shape
 
 
 def write(path: str | os.PathLike[str], header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -52,7 +54,7 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], arrays: dict[str
 
 
 def read(
-    path: str | os.PathLike[str], places: Callable[[dict[str, Any], dict[str, tuple[str, list[int]]]], dict[str, np.ndarray]]
+    path: str | os.PathLike[str], places: Callable[[dict[str, Any], Shapes], dict[str, np.ndarray]]
 ) -> dict[str, Any]:
     """Reads the file `path` into arrays and returns its header.
 
@@ -84,7 +86,7 @@ def read(
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _write_array(file: BinaryIO, array: np.ndarray) -> None:
@@ -96,7 +98,7 @@ def _write_array(file: BinaryIO, array: np.ndarray) -> None:
     file.write(_CRC.pack(crc))
 
 
-def _read_array(file: BinaryIO, array: np.ndarray, path: Path, name: str) -> None:
+def _read_array(file: BufferedReader, array: np.ndarray, path: Path, name: str) -> None:
     crc, data = 0, _bytes(array)
     for low in range(0, len(data), _PIECE):
         piece = data[low : low + _PIECE]
@@ -113,4 +115,4 @@ def _exactly(file: BinaryIO, count: int, path: Path) -> bytes:
 
 def _check(good: bool, path: Path, where: str) -> None:
     if not good:
-        raise CheckpointError(f"{path} is damaged ({where} is not what was written). Delete it, or restore an older one.")
+        raise CheckpointError(f"{path} is damaged: {where} is not what was written. Delete it, or restore another.")

@@ -30,8 +30,11 @@ class Contents:
         check_memory(bytes_needed(spec, step_spec, slots, num_envs, single_frame), slots, _what(step_spec))
         self.timeline = Timeline(slots, chunk)
         self.table: ItemTable = _table(spec, self.timeline)
-        kind = _items(spec)
-        self.items = kind(spec.item, step_spec, self.timeline, self.table)
+        self.items: Transitions | Sequences
+        if isinstance(spec.item, Transition):
+            self.items = Transitions(spec.item, step_spec, self.timeline, self.table)
+        else:
+            self.items = Sequences(spec.item, step_spec, self.timeline, self.table)
         layout = TreeLayout("observation", step_spec.observation)
         self.observations = ObservationStore(layout, self.timeline, single_frame, num_envs)
         self.origin = np.zeros(slots, np.int32)  # index of the (rank, incarnation) that wrote the slot
@@ -44,7 +47,7 @@ class Contents:
 
 
 def sizes(spec: ReplaySpec, num_envs: int, all_envs: int) -> tuple[int, int]:
-    """Returns (slots, chunk) so that the newest `spec.capacity` timesteps are always there, in whole batches of `num_envs`."""
+    """Returns (slots, chunk) so that the newest `spec.capacity` timesteps are always there, in whole batches."""
     chunk = -(-min(_CHUNK, max(1, spec.capacity // 16)) // num_envs) * num_envs
     slots = -(-max(spec.capacity + num_envs, needed(spec, all_envs)) // num_envs) * num_envs + chunk
     return slots, chunk
@@ -59,7 +62,8 @@ def needed(spec: ReplaySpec, all_envs: int) -> int:
 def bytes_needed(spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int, single_frame: bool | None) -> int:
     """Bytes that a full buffer takes."""
     layout = TreeLayout("observation", step_spec.observation)
-    rows = slots * (_items(spec).row_bytes(step_spec) + _BOOKKEEPING)
+    kind = Transitions if isinstance(spec.item, Transition) else Sequences
+    rows = slots * (kind.row_bytes(step_spec) + _BOOKKEEPING)
     return rows + observation_bytes(layout, single_frame, slots, num_envs)
 
 
@@ -91,7 +95,7 @@ def restore(
     """The inverse of `save`. Raises `CheckpointError` where the file is missing, damaged or another agent's."""
     made: dict[str, Any] = {}
 
-    def places(header: dict[str, Any], shapes: dict[str, tuple[str, list[int]]]) -> dict[str, np.ndarray]:
+    def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
         if header["spec"] != repr(spec):
             raise CheckpointError(f"{path} was saved by a replay buffer with {header['spec']}; this one has {spec!r}.")
         contents = Contents(spec, step_spec, header["slots"], header["chunk"], header["num_envs"], single_frame)
@@ -111,7 +115,8 @@ def restore(
         for name in arrays.keys() | shapes.keys():
             here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
             if here != shapes.get(name):
-                raise CheckpointError(f"{path} was saved by another agent: {name} is {shapes.get(name)} there, {here} here.")
+                there = shapes.get(name)
+                raise CheckpointError(f"{path} was saved by another agent: {name} is {there} there, {here} here.")
         return arrays
 
     header = checkpoint.read(path, places)
@@ -128,10 +133,6 @@ def _table(spec: ReplaySpec, timeline: Timeline) -> ItemTable:
     return QueueTable(timeline) if spec.kind == "queue" else UniformTable(timeline)
 
 
-def _items(spec: ReplaySpec) -> type[Transitions] | type[Sequences]:
-    return Transitions if isinstance(spec.item, Transition) else Sequences
-
-
 def _what(step_spec: StepSpec) -> str:
     names = [leaf.name for leaf in TreeLayout("observation", step_spec.observation).leaves]
     return f"{', '.join(names)} and what the agent stores of each step"
@@ -141,6 +142,6 @@ def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
     """Raises `UsageError` where a buffer in use is too small for `all_envs` environments."""
     if needed(spec, all_envs) + chunk > slots:
         raise UsageError(
-            f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need {needed(spec, all_envs)} for "
-            f"one item each. Give it a capacity of at least {needed(spec, all_envs)}."
+            f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need "
+            f"{needed(spec, all_envs)} for one item each. Give it a capacity of at least {needed(spec, all_envs)}."
         )

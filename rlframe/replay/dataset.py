@@ -52,8 +52,9 @@ class Dataset:
                     continue
                 spec = self._buffer.spec
                 raise DatasetTimeoutError(
-                    f"No batch came within {self._timeout:g} s: the replay buffer holds {self._buffer.size} items, and needs "
-                    f"{spec.min_size} and a batch of {spec.batch_size or 'one per environment'}. Are its actors running?"
+                    f"No batch came within {self._timeout:g} s: the replay buffer holds {self._buffer.size} items, and "
+                    f"needs {spec.min_size} and a batch of {spec.batch_size or 'one per environment'}. "
+                    "Are its actors running?"
                 ) from None
             if isinstance(batch, BaseException):
                 self.close()
@@ -80,7 +81,7 @@ class Dataset:
                 if batch is not None:
                     self._put(batch)
                 del batch  # so that its arrays can be used again as soon as the reader drops it
-        except BaseException as error:  # noqa: BLE001  whatever it is, the reader must hear of it
+        except BaseException as error:  # whatever it is, the reader must hear of it
             self._put(error)
 
     def _put(self, batch: Batch | BaseException) -> None:

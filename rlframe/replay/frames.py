@@ -1,7 +1,7 @@
 """Frame-stacked pixels, one frame per step.
 
-A stack `[k, H, W]` mostly repeats the k - 1 newest frames of the stack before it. Only its newest frame is stored then, after
-the others have been compared, so what comes out is exactly what went in, whatever the environment stacks. Where
+A stack `[k, H, W]` mostly repeats the k - 1 newest frames of the stack before it. Only its newest frame is stored then,
+after the others have been compared, so what comes out is exactly what went in, whatever the environment stacks. Where
 they differ (a first stack, say), the older frames are kept aside.
 """
 
@@ -20,16 +20,14 @@ _PROBATION = 256  # rows after which a store that mostly keeps frames aside is g
 
 def looks_stacked(leaf: Leaf) -> bool:
     """Whether a leaf has the shape and type of stacked frames; only the data can tell."""
-    return (
-        leaf.dtype == np.uint8 and len(leaf.shape) == 3 and 2 <= leaf.shape[0] <= 8 and min(leaf.shape[1:]) >= 32
-    )
+    return leaf.dtype == np.uint8 and len(leaf.shape) == 3 and 2 <= leaf.shape[0] <= 8 and min(leaf.shape[1:]) >= 32
 
 
 class FrameStore:
     """Stacks of k frames, each frame once.
 
-    A stack is k references: the number of the timestep whose newest frame it is, or -1 - i for frame i kept aside. Frames stay a little
-    longer (`slack` numbers) than timesteps; a stack that needs an older one keeps it aside.
+    A stack is k references: the number of the timestep whose newest frame it is, or -1 - i for frame i kept aside.
+    Frames stay a little longer (`slack` numbers) than timesteps; a stack that needs an older one keeps it aside.
     """
 
     def __init__(self, leaf: Leaf, timeline: Timeline, slack: int):
@@ -62,7 +60,7 @@ class FrameStore:
         references = np.empty((count, self._k), np.int64)
         references[:, -1] = np.arange(first, first + count)
         if before is None:
-            differ = np.ones(count, bool)
+            differ: np.ndarray | None = np.ones(count, bool)
         else:
             references[:, :-1] = self._references[self._timeline.index(before, count), 1:]
             differ = self._differ(references[:, :-1], values, first)
@@ -86,12 +84,11 @@ class FrameStore:
         youngest = max(0, first + count - self._slack)  # what is older may be overwritten while a new stack needs it
         in_blocks = lowest.min() >= youngest and (references == lowest + np.arange(count)[:, None]).all()
         if in_blocks:
-            same = [
-                np.array_equal(_words(values[:, j]), _words(self._frames[self._positions(int(lowest[j]), count)]))
-                for j in range(self._k - 1)
-            ]
-            if all(same):
-                return None
+            same = np.ones(count, bool)
+            for j in range(self._k - 1):
+                stored = self._frames[self._positions(int(lowest[j]), count)]
+                same &= _as_strings(values[:, j]) == _as_strings(stored)
+            return None if same.all() else ~same
         stored = self._frames.take(references % self._rows, axis=0)
         for row, j in zip(*(references < 0).nonzero()):
             stored[row, j] = self._aside[-1 - int(references[row, j])]
@@ -146,7 +143,7 @@ class FrameStore:
         self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside = extra["counters"].tolist()
 
 
-def _words(frames: np.ndarray) -> np.ndarray:
-    """The same bytes `[B, H * W]` as 64-bit words where they divide: eight times fewer to compare."""
+def _as_strings(frames: np.ndarray) -> np.ndarray:
+    """Bytes `[B, H, W]` as [B] strings of one length, which numpy compares with memcmp: half the time of numbers."""
     rows = frames.reshape(len(frames), -1)
-    return rows.view(np.uint64) if rows.shape[1] % 8 == 0 and rows.strides[1] == 1 else rows
+    return rows.view(f"S{rows.shape[1]}")[:, 0]

@@ -113,16 +113,19 @@ class Transitions(_Items):
         self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, within: np.ndarray | None
     ) -> None:
         """Adds the reward to the items that began k steps before, in the episodes that are the same (`within`)."""
-        if within is None:
-            self._reward[index] += self._powers[k] * reward
-            self._discount[index] *= discount
-            self._span[index] = span
+        gained = self._powers[k] * reward
+        if within is not None and isinstance(index, slice):  # in place, which takes half the time
+            old = self._reward[index], self._discount[index]
+            np.add(old[0], gained, out=old[0], where=within)
+            np.multiply(old[1], discount, out=old[1], where=within)
+            np.copyto(self._span[index], span, where=within)
             return
-        gained, faded = self._powers[k] * reward, discount
-        old = self._reward[index], self._discount[index], self._span[index]
-        self._reward[index] = np.where(within, old[0] + gained, old[0])
-        self._discount[index] = np.where(within, old[1] * faded, old[1])
-        self._span[index] = np.where(within, span, old[2])
+        if within is not None:
+            slots = np.asarray(index)  # a block that wraps
+            index, gained, discount = slots[within], gained[within], discount[within]
+        self._reward[index] += gained
+        self._discount[index] *= discount
+        self._span[index] = span
 
     def _finish(self, writer: Writer, ended: np.ndarray, unbroken: list[np.ndarray | None]) -> None:
         """Completes the items of fewer than n steps of the episodes that `ended`."""
@@ -133,9 +136,7 @@ class Transitions(_Items):
             shorter.append(start + (envs if within is None else envs[within[envs]]))
         self._table.append(np.concatenate(shorter))
 
-    def put_scattered(
-        self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step
-    ) -> None:
+    def put_scattered(self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
         """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         after, slots = step.next_timestep, self._timeline.slots
         index, positions, ages = now % slots, writer.positions[envs], writer.ages[envs]
@@ -205,9 +206,7 @@ class Sequences(_Items):
             start = writer.blocks[j % self.history]
             self._table.append_block(start, self._timeline.index(start, count), count, None)
 
-    def put_scattered(
-        self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step
-    ) -> None:
+    def put_scattered(self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
         """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         slots = self._timeline.slots
         self._store(now % slots, new % slots, new - now, step)

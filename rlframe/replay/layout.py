@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.types import Tree, specs
+from rlframe.types import Step, Tree, specs
 
 
 class Leaf(NamedTuple):
@@ -34,12 +34,10 @@ class TreeLayout:
             return isinstance(x, specs.Array)
 
         paths, self._treedef = jtu.tree_flatten_with_path(spec, is_leaf=is_spec)
-        self.leaves = [
-            Leaf(name + jtu.keystr(path), tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in paths
-        ]
+        self.leaves = [Leaf(name + jtu.keystr(path), tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in paths]
         self.is_leaf = len(paths) == 1 and not paths[0][0]
-        getters = [_getter(path) for path, _ in paths]
-        self._getters = None if any(get is None for get in getters) else getters
+        getters = [get for path, _ in paths if (get := _getter(path)) is not None]
+        self._getters = getters if len(getters) == len(paths) else None
         self._name = name
 
     def split(self, tree: Tree) -> list[Any]:
@@ -64,7 +62,9 @@ class TreeLayout:
             values = self.split(tree)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             names = ", ".join(leaf.name for leaf in self.leaves) or "nothing"
-            raise UsageError(f"{self._name}: expected a tree with the leaves {names}; got {_describe(tree)}.") from error
+            raise UsageError(
+                f"{self._name}: expected a tree with the leaves {names}; got {_describe(tree)}."
+            ) from error
         for leaf, value in zip(self.leaves, values):
             check_array(leaf, value, batch)
 
@@ -75,9 +75,22 @@ def check_array(leaf: Leaf, value: Any, batch: int) -> None:
     if shape != (batch, *leaf.shape) or dtype != leaf.dtype:
         came = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
         raise UsageError(
-            f"{leaf.name}: the replay buffer expected {leaf.dtype}{[batch, *leaf.shape]} as the agent's step_spec says, "
-            f"got {came}. Make the environment or the agent give what the spec says."
+            f"{leaf.name}: the replay buffer expected {leaf.dtype}{[batch, *leaf.shape]}, as the agent's step_spec "
+            f"says; got {came}. Make the environment or the agent give what the spec says."
         )
+
+
+def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:
+    """Raises `UsageError` unless `step` is one of `batch` environments, as the agent's `step_spec` says."""
+    scalars = {"step_type": np.uint8, "reward": np.float32, "discount": np.float32}
+    for which in ("timestep", "next_timestep"):
+        timestep = getattr(step, which)
+        layouts["observation"].check(timestep.observation, batch)
+        for name, dtype in scalars.items():
+            check_array(Leaf(f"{which}.{name}", (), np.dtype(dtype)), getattr(timestep, name), batch)
+    layouts["action"].check(step.agent_output.action, batch)
+    layouts["extras"].check(step.agent_output.extras, batch)
+    layouts["agent_state"].check(step.agent_state, batch)
 
 
 def check_memory(needed: int, capacity: int, what: str) -> None:
@@ -89,8 +102,8 @@ def check_memory(needed: int, capacity: int, what: str) -> None:
     if available is not None and needed > available:
         fits = int(capacity * (available / needed) * 0.9)
         raise UsageError(
-            f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), and {_gigabytes(available)} of "
-            f"memory is available. A capacity of {fits} steps would fit."
+            f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), and "
+            f"{_gigabytes(available)} of memory is available. A capacity of {fits} steps would fit."
         )
 
 

@@ -1,4 +1,4 @@
-"""The replay buffer in the learner's own process: no copies but one in and one out."""
+"""The replay buffer in the learner's own process: one copy in, one copy out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlframe.replay import contents
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.contents import Contents, bytes_needed
 from rlframe.replay.dataset import Dataset
-from rlframe.replay.layout import Leaf, TreeLayout, check_array, check_memory
+from rlframe.replay.layout import TreeLayout, check_memory, check_step
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.timeline import Index, Writer
 from rlframe.types import Batch, Step, StepSpec, split_env_ids
@@ -30,8 +30,8 @@ class ReplayBuffer(BaseReplayBuffer):
         single_frame: keep frame-stacked pixels (`uint8 [k, H, W]`) one frame per step. None: where it looks like one.
         overrides: fields of `ReplaySpec` to change.
 
-    It keeps the newest `capacity` timesteps, LAST ones included, over all writers (`slots`: rounded up to whole batches of the
-    first writer, with room for the open ones). An item leaves when its first timestep does.
+    It keeps the newest `capacity` timesteps, LAST ones included, over all writers, and up to `slots` of them: room is
+    made in whole batches. An item leaves when its first timestep does.
 
     Raises:
         UsageError: for an unknown option, or where the memory that it would take is not there.
@@ -84,7 +84,8 @@ class ReplayBuffer(BaseReplayBuffer):
             writer, envs = self._find(env_ids)
             types, after = step.timestep.step_type.tobytes(), step.next_timestep
             if not writer.checked:
-                self._check(writer, len(env_ids), step)
+                check_step(self._layouts, step, len(env_ids))
+                writer.checked = True
             if envs is None and writer.type_bytes == types and writer.block >= self._timeline.safe(writer.num_envs):
                 after_types = after.step_type.tobytes()
                 new, index = self._take(writer.num_envs, writer)
@@ -139,27 +140,14 @@ class ReplayBuffer(BaseReplayBuffer):
             if given == writer.id_bytes:
                 return writer, None
         ranks, envs = split_env_ids(np.asarray(env_ids, np.int64))
-        writer = self._writers.get(int(ranks[0])) if len(ranks) else None
-        if writer is None or (ranks != ranks[0]).any() or (envs >= writer.num_envs).any():
+        owner = self._writers.get(int(ranks[0])) if len(ranks) else None
+        if owner is None or (ranks != ranks[0]).any() or (envs >= owner.num_envs).any():
             claimed = ", ".join(f"{w.rank} ({w.num_envs} environments)" for w in self._writers.values()) or "none"
             raise UsageError(
                 f"add() got the env_ids {env_ids!r}; they must be of one claimed rank. Claimed: {claimed}. "
                 "Call claim_rank(num_envs) first and use rlframe.types.global_env_ids(rank, indices)."
             )
-        return writer, envs
-
-    def _check(self, writer: Writer, count: int, step: Step) -> None:
-        """Compares the first step of a writer with the agent's step_spec."""
-        scalars = {"step_type": np.uint8, "reward": np.float32, "discount": np.float32}
-        for which in ("timestep", "next_timestep"):
-            timestep = getattr(step, which)
-            self._layouts["observation"].check(timestep.observation, count)
-            for name, dtype in scalars.items():
-                check_array(Leaf(f"{which}.{name}", (), np.dtype(dtype)), getattr(timestep, name), count)
-        self._layouts["action"].check(step.agent_output.action, count)
-        self._layouts["extras"].check(step.agent_output.extras, count)
-        self._layouts["agent_state"].check(step.agent_state, count)
-        writer.checked = True
+        return owner, envs
 
     # --- reading
 
@@ -309,7 +297,7 @@ class ReplayBuffer(BaseReplayBuffer):
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Goes on where `save` was called: the same steps added give the very same batches.
 
-        Writers keep rank and incarnation. One whose environments do not go on where they were must claim its rank again.
+        Writers keep rank and incarnation; one whose environments do not go on where they were claims its rank again.
 
         Raises:
             CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
@@ -318,7 +306,7 @@ class ReplayBuffer(BaseReplayBuffer):
             made, self._writers, state = contents.restore(path, self.spec, self._step_spec, self._single_frame)
             self._install(made)
             self._rng.bit_generator.state = state["rng"]
-            self._incarnations = {rank: incarnation for rank, incarnation in state["incarnations"]}
+            self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]
             self._sampled, self._steps = state["sampled"], state["steps"]
             self._added.notify_all()

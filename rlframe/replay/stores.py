@@ -45,7 +45,7 @@ class ObservationStore:
     """Observations, each once; frame-stacked pixels as single frames.
 
     Args:
-        single_frame: True or False for every leaf; None: where a leaf looks stacked, until its data shows that it is not.
+        single_frame: True or False for every leaf; None: where one looks stacked, until its data shows that it is not.
         num_envs: environments of the first writer, which decides how far back a frame may lie.
     """
 
@@ -61,7 +61,7 @@ class ObservationStore:
         self._single = self._rows[0] if layout.is_leaf and not self._frames else None
 
     def write(self, first: int, index: Index, tree: Any, before: Numbers | None) -> None:
-        """Stores the tree of `[B, ...]` for the numbers from `first`; `before` are the timesteps that they follow, if any."""
+        """Stores the tree of `[B, ...]` for the numbers from `first`; `before`: the timesteps they follow, if any."""
         if self._single is not None:
             self._single[index] = tree
             return
@@ -90,11 +90,11 @@ class ObservationStore:
         leaf = self._layout.leaves[i]
         if self._forced:
             raise UsageError(
-                f"{leaf.name}: single_frame was asked for, but in {store.rows_aside} of {store.rows_seen} observations the older "
-                "frames are not those of the step before. Leave single_frame out."
+                f"{leaf.name}: single_frame was asked for, but in {store.rows_aside} of {store.rows_seen} observations "
+                "the older frames are not those of the step before. Leave single_frame out."
             )
         slots = self._timeline.slots
-        check_memory(leaf.nbytes * slots, slots, f"{leaf.name} has the shape of stacked frames but is none, so it is kept whole")
+        check_memory(leaf.nbytes * slots, slots, f"{leaf.name} looks like stacked frames but is none: kept whole")
         data = np.zeros((slots, *leaf.shape), leaf.dtype)
         for low in range(0, min(slots, self._timeline.head), 256):
             part = np.arange(low, min(low + 256, slots, self._timeline.head))
@@ -123,7 +123,9 @@ class ObservationStore:
     def extra(self) -> dict[str, np.ndarray]:
         """Small arrays whose sizes vary."""
         return {
-            f"{store.leaf.name} {name}": array for store in self._frames.values() for name, array in store.extra().items()
+            f"{store.leaf.name} {name}": array
+            for store in self._frames.values()
+            for name, array in store.extra().items()
         }
 
     def set_extra(self, extra: dict[str, np.ndarray]) -> None:

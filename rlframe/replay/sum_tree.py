@@ -1,7 +1,7 @@
 """A sum tree whose every operation is vectorised over a batch.
 
-Sixteen children per node rather than two: a level is one gather and one small matrix product, and a million leaves need
-two such levels below a root table that is searched directly.
+Sixteen children per node rather than two: a level is one gather and one small matrix product. A root table of up to
+8192 nodes is searched directly, so a hundred thousand leaves need one such level and a million two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from rlframe.replay.timeline import Index
 
 _FAN = 16
-_ROOTS = 512  # nodes of the top level that are searched directly
+_ROOTS = 8192  # nodes of the top level, whose running sum is searched directly
 _CUMULATE = np.triu(np.ones((_FAN, _FAN)))  # row @ _CUMULATE is its running sum; quicker than cumsum along short rows
 _COUNT = np.ones(_FAN)
 
@@ -19,8 +19,8 @@ _COUNT = np.ones(_FAN)
 class SumTree:
     """Draws indices with chances proportional to `leaves` [size] float64, not negative.
 
-    Write to `leaves`, and say where with `touch`; sums are brought up to date when they are next needed, always from the
-    children, so no error builds up.
+    Write to `leaves`, and say where with `touch`; sums are brought up to date when they are next needed, always from
+    the children, so no error builds up.
     """
 
     def __init__(self, size: int):
@@ -55,8 +55,8 @@ class SumTree:
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices [count] int64, their leaves over the total [count] float32).
 
-        Stratified, as in Schaul et al. 2016, B.2.1: one draw from each of `count` equal parts of the total, which must be
-        above 0.
+        Stratified, as in Schaul et al. 2016, B.2.1: one draw from each of `count` equal parts of the total, which must
+        be above 0.
         """
         self.refresh()
         running = self.levels[-1].cumsum()
@@ -75,15 +75,16 @@ class SumTree:
     def _descend(self, mass: np.ndarray, running: np.ndarray) -> np.ndarray:
         node = running.searchsorted(mass, side="right")
         np.minimum(node, len(running) - 1, out=node)
-        mass = mass - running.take(node) + self.levels[-1].take(node)
         rows = np.arange(0, len(mass) * _FAN, _FAN)
-        for level in reversed(self.levels[:-1]):
-            values = level.reshape(-1, _FAN).take(node, axis=0)
+        if len(self.levels) > 1:
+            mass = mass - running.take(node) + self.levels[-1].take(node)
+        for depth in range(len(self.levels) - 2, -1, -1):
+            values = self.levels[depth].reshape(-1, _FAN).take(node, axis=0)
             sums = values @ _CUMULATE
-            child = ((sums <= mass[:, None]) @ _COUNT).astype(np.int64)
-            np.minimum(child, _FAN - 1, out=child)
-            at = rows + child
-            mass -= sums.ravel().take(at) - values.ravel().take(at)
+            child = (sums > mass[:, None]).argmax(axis=1)
+            if depth:
+                at = rows + child
+                mass -= sums.ravel().take(at) - values.ravel().take(at)
             node = node * _FAN + child
         return node
 

@@ -5,6 +5,7 @@ Items are known by the number of their first timestep, and leave when it is over
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlframe.replay.timeline import Index, Timeline
 _LOWEST = 1e-8  # priority: so that an item with none can still be drawn
 
 
-class ItemTable:
+class ItemTable(abc.ABC):
     """Marks the slots at which an item starts, and counts."""
 
     def __init__(self, timeline: Timeline):
@@ -25,9 +26,7 @@ class ItemTable:
         self.size = 0
         self.added = self.evicted = self.evicted_unsampled = 0
 
-    def append_block(
-        self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool = False
-    ) -> None:
+    def append_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool = False) -> None:
         """Notes the items that start at the `count` numbers from `first`, where `mask` says so, in the slots `index`.
 
         `shared`: other items of the block may have been noted already.
@@ -64,12 +63,21 @@ class ItemTable:
             self.added += len(starts)
             self._push(starts)
 
+    @abc.abstractmethod
     def _push(self, starts: np.ndarray) -> None:
         """The living items `starts` are new."""
 
+    @abc.abstractmethod
     def _push_block(self, starts: np.ndarray, index: Index, mask: np.ndarray | None) -> None:
         """The living items `starts`, ascending, in the slots `index` where `mask` says so, are new."""
-        self._push(starts)
+
+    @abc.abstractmethod
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (starts [count] int64, probabilities [count] float32) of items; there must be some."""
+
+    def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets the priorities of the items `starts`, where there are priorities."""
+        raise NotImplementedError
 
     def evict(self, index: Index) -> None:
         """Drops the items that start in the slots `index`, which are given up."""
@@ -85,7 +93,7 @@ class ItemTable:
         living = (starts >= self._timeline.floor) & (starts < self._timeline.head)
         return living & self._present[starts % self._timeline.slots]
 
-    def _advance(self, gone: int) -> None:
+    def _advance(self, gone: int) -> None:  # noqa: B027  nothing to do where there is no order
         """`gone` items left."""
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -202,7 +210,10 @@ class QueueTable(_Ring):
 
 
 class PrioritisedTable(ItemTable):
-    """Items with chances proportional to priority^exponent (Schaul et al. 2016). New ones get the highest priority so far."""
+    """Items with chances proportional to priority^exponent (Schaul et al. 2016).
+
+    New ones get the highest priority so far.
+    """
 
     _scalars = (*ItemTable._scalars, "highest", "dropped")
 
@@ -238,8 +249,9 @@ class PrioritisedTable(ItemTable):
         priorities = np.asarray(priorities, np.float64)
         if priorities.shape != starts.shape or not (priorities >= 0).all() or np.isinf(priorities).any():
             raise UsageError(
-                f"update_priorities expected {len(starts)} finite priorities that are not negative, one for each key; got "
-                f"shape {priorities.shape}, from {priorities.min(initial=np.inf)} to {priorities.max(initial=-np.inf)}."
+                f"update_priorities expected {len(starts)} finite priorities that are not negative, one for each key; "
+                f"got shape {priorities.shape}, from {priorities.min(initial=np.inf)} to "
+                f"{priorities.max(initial=-np.inf)}."
             )
         there = self.holds(starts)
         if not there.all():

@@ -2,8 +2,8 @@
 
 Every timestep gets a number when it is allocated, and lives in the slot `number % slots` until the ring comes round.
 Batches are allocated in one piece, so large arrays are always written with one copy, whichever environments they
-are of; an environment's next timestep is reached through a link. A writer whose every batch holds all its environments in
-order ("lockstep") needs no per-environment bookkeeping: its open timesteps are one block, known by one integer.
+are of; an environment's next timestep is reached through a link. A writer whose every batch holds all its environments
+in order ("lockstep") needs no per-environment bookkeeping: its open timesteps are one block, known by one integer.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ STEP_SPEC = StepSpec(
 )
 
 
-def fake_agent(kind: str, item: Any, batch_size: int | None, capacity: int, step_spec: StepSpec = STEP_SPEC, **more: Any) -> Any:
+def fake_agent(
+    kind: str, item: Any, batch_size: int | None, capacity: int, step_spec: StepSpec = STEP_SPEC, **more: Any
+) -> Any:
     """What a replay buffer needs of an agent."""
     return types.SimpleNamespace(replay_spec=ReplaySpec(kind, item, batch_size, capacity, **more), step_spec=step_spec)
 
@@ -104,7 +106,8 @@ class Stream:
 class Twin:
     """A replay buffer of Python lists, one environment and one step at a time; it forgets nothing.
 
-    `items` maps the id of an item's first observation to (the item's arrays, its origin, its version), in the order of completion.
+    `items` maps the id of an item's first observation to (the item's arrays, its origin, its version), in the order of
+    completion.
     """
 
     def __init__(self, item: Transition | Sequence):

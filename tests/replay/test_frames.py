@@ -30,7 +30,14 @@ SHAPE = (4, 32, 36)
 class FrameStream:
     """Environments that stack frames; the pixel [-1, 0, 0:4] holds the number of the newest frame."""
 
-    def __init__(self, rng: np.random.Generator, num_envs: int, shape: Any = SHAPE, first: str = "mixed", stacked: bool = True):
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        num_envs: int,
+        shape: Any = SHAPE,
+        first: str = "mixed",
+        stacked: bool = True,
+    ):
         self.rng, self.num_envs, self.shape, self.first, self.stacked = rng, num_envs, shape, first, stacked
         self.stacks: dict[int, np.ndarray] = {}
         self.count = 0
@@ -44,7 +51,8 @@ class FrameStream:
         if step_type != FIRST and self.stacked:
             new[:-1] = before[1:]
         elif step_type == FIRST and self.first != "random":
-            kind = self.first if self.first != "mixed" else ("zeros", "repeated", "random", "kept")[self.rng.integers(4)]
+            kinds = ("zeros", "repeated", "random", "kept")
+            kind = self.first if self.first != "mixed" else kinds[self.rng.integers(4)]
             if kind == "zeros":
                 new[:-1] = 0
             elif kind == "repeated":
@@ -136,7 +144,8 @@ def test_single_frames_of_what_is_not_stacked_are_refused_when_asked_for() -> No
 
 
 def test_frames_kept_aside_are_dropped_with_their_steps() -> None:
-    stream, buffer = FrameStream(np.random.default_rng(0), 4, first="random"), ReplayBuffer(pixel_agent(Transition(1), 100))
+    stream = FrameStream(np.random.default_rng(0), 4, first="random")
+    buffer = ReplayBuffer(pixel_agent(Transition(1), 100))
     buffer.claim_rank(4)
     store = buffer._observations._frames[0]
     store._sweep_at = 16

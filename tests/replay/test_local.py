@@ -1,0 +1,165 @@
+"""The buffer in this process: memory, options, shapes, datasets."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.replay import ReplayBuffer, layout
+from rlframe.replay.dataset import DatasetTimeoutError
+from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
+from tests.replay.streams import STEP_SPEC, Stream, Twin, assert_batch_matches, fake_agent, first_ids
+
+
+def test_more_memory_than_there_is_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "available_memory", lambda: 1_000_000)
+    with pytest.raises(UsageError, match=r"100000 steps.*A capacity of \d+ steps would fit") as caught:
+        ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100_000))
+    fits = int(str(caught.value).split("A capacity of ")[1].split()[0])
+    assert 5_000 < fits < 20_000
+    ReplayBuffer(fake_agent("uniform", Transition(1), 8, fits)).claim_rank(4)
+
+
+def test_the_estimate_is_what_the_arrays_take() -> None:
+    for item in (Transition(3), Sequence(8)):
+        buffer = ReplayBuffer(fake_agent("uniform", item, 8, 10_000))
+        buffer.claim_rank(4)
+        contents = buffer._contents
+        contents.timeline.head = contents.table.end = 2 * buffer.slots  # so that `arrays` gives all of each
+        taken = sum(array.nbytes for array in contents.arrays().values())
+        assert buffer.stats()["bytes"] == pytest.approx(taken, rel=0.05)
+
+
+def test_any_field_of_the_spec_can_be_overridden_and_a_misspelt_one_is_not_swallowed() -> None:
+    buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100), capacity=50, batch_size=3, kind="queue")
+    assert (buffer.spec.capacity, buffer.spec.batch_size, buffer.spec.kind) == (50, 3, "queue")
+    with pytest.raises(UsageError, match="Did you mean 'capacity'"):
+        ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100), capacty=50)
+
+
+def test_priorities_of_a_uniform_buffer_are_refused() -> None:
+    with pytest.raises(UsageError, match="uniform"):
+        ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100)).update_priorities(np.zeros((1, 3)), np.ones(1))
+
+
+def test_a_writer_that_finds_no_room_is_told_the_capacity_it_needs() -> None:
+    buffer = ReplayBuffer(fake_agent("queue", Sequence(20), None, 100))
+    buffer.claim_rank(4)
+    buffer.add(*Stream(4).step())
+    with pytest.raises(UsageError, match="capacity of at least"):
+        buffer.claim_rank(400)
+
+
+def test_a_queue_too_small_for_one_item_per_environment_grows_to_it() -> None:
+    buffer, stream = ReplayBuffer(fake_agent("queue", Sequence(20), None, 10)), Stream(8)
+    buffer.claim_rank(8)
+    for _ in range(20):
+        buffer.add(*stream.step())
+    assert buffer.sample().data.reward.shape == (8, 20)
+
+
+def test_a_writer_whose_batches_do_not_fit_the_ring_evenly_is_served_exactly() -> None:
+    buffer, twin = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), Twin(Transition(3))
+    streams = [Stream(4, 0), Stream(7, 1)]
+    for stream in streams:
+        buffer.claim_rank(stream.num_envs)
+        twin.claim_rank(stream.num_envs, stream.rank)
+    for t in range(200):
+        ids, step = streams[0 if t % 5 == 0 else 1].step()
+        buffer.add(ids, step)
+        twin.add(ids, step)
+        if (batch := buffer.sample()) is not None:
+            assert_batch_matches(batch, twin)
+
+
+class Memory(NamedTuple):
+    """A recurrent state, as libraries build them."""
+
+    hidden: Any
+    cell: Any
+
+
+def test_trees_come_back_as_they_were_given() -> None:
+    leaf = specs.Array((2,), np.float32)
+    spec = StepSpec({"a": leaf, "b": (leaf, leaf)}, [leaf], {}, Memory(leaf, leaf))
+    buffer = ReplayBuffer(fake_agent("queue", Sequence(2), 3, 100, spec))
+    buffer.claim_rank(3)
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    timestep = TimeStep(np.full(3, 1, np.uint8), x[:, 0], x[:, 0], {"a": x, "b": (x + 1, x + 2)})
+    for _ in range(2):
+        buffer.add(np.arange(3), Step(timestep, AgentOutput([x + 3]), Memory(x + 4, x + 5), 0, timestep))
+    data = buffer.sample().data
+    np.testing.assert_array_equal(data.observation["b"][1][:, 0], x + 2)
+    np.testing.assert_array_equal(data.action[0][:, 1], x + 3)
+    assert isinstance(data.agent_state, Memory)
+    np.testing.assert_array_equal(data.agent_state.cell, x + 5)
+
+
+def test_large_arrays_are_recycled_only_when_nobody_holds_them() -> None:
+    spec = STEP_SPEC._replace(observation=specs.Array((200_000,), np.uint8), extras={}, agent_state=())
+    buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 4, 20, spec))
+    buffer.claim_rank(2)
+    rng = np.random.default_rng(0)
+
+    def timestep() -> TimeStep:
+        ones = np.ones(2, np.float32)
+        return TimeStep(np.full(2, 1, np.uint8), ones, ones, rng.integers(0, 255, (2, 200_000)).astype(np.uint8))
+
+    before = timestep()
+    for _ in range(8):
+        after = timestep()
+        buffer.add(np.arange(2), Step(before, AgentOutput(np.zeros(2, np.int32)), (), 0, after))
+        before = after
+    held = buffer.sample().data.observation[1:]  # a view: its owner is nowhere else
+    copy = held.copy()
+    places = set()
+    for _ in range(10):
+        batch = buffer.sample()
+        places.add(batch.data.observation.ctypes.data)
+    np.testing.assert_array_equal(held, copy)
+    assert held.base.ctypes.data not in places
+    assert len(places) <= 3
+
+
+def test_a_dataset_gives_what_comes_in_and_ends_with_its_buffer() -> None:
+    buffer, stream = ReplayBuffer(fake_agent("queue", Transition(1), 5, 1000)), Stream(5, end=0.0)
+    buffer.claim_rank(5)
+    seen: list[int] = []
+
+    def read(dataset: Any) -> None:
+        for batch in dataset:
+            seen.extend(first_ids(batch).tolist())
+            if len(seen) == 50:
+                break
+
+    dataset = buffer.make_dataset()
+    reader = threading.Thread(target=read, args=(dataset,))
+    reader.start()
+    for _ in range(10):
+        buffer.add(*stream.step())
+    reader.join(timeout=20)
+    assert len(set(seen)) == 50
+    buffer.close()
+    with pytest.raises(StopIteration):
+        next(dataset)
+    assert not dataset._thread.is_alive()
+
+
+def test_a_dataset_passes_errors_on_and_closes() -> None:
+    buffer, stream = ReplayBuffer(fake_agent("uniform", Transition(1), 5, 1000)), Stream(5)
+    buffer.claim_rank(5)
+    buffer.add(*stream.step())
+    buffer._items.assemble = lambda *_: 1 / 0
+    with buffer.make_dataset() as dataset, pytest.raises(ZeroDivisionError):
+        next(dataset)
+    assert not dataset._thread.is_alive()
+
+
+def test_a_dataset_that_gets_nothing_says_what_it_waits_for() -> None:
+    buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 5, 1000, min_size=77))
+    with buffer.make_dataset(timeout=0.05) as dataset, pytest.raises(DatasetTimeoutError, match="needs 77"):
+        next(dataset)
