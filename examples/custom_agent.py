@@ -64,7 +64,7 @@ class Reinforce(Agent):
 
     def _returns(self, data, baseline):
         """Discounted rewards [B, T] to the episode's end, or to where it was cut and the baseline goes on."""
-        cut = (data.step_type[:, 1:] == LAST).at[:, -1].set(True)
+        cut = data.step_type[:, 1:] == LAST
 
         def step(following, inputs):
             reward, discount, cut, value = inputs

@@ -51,6 +51,7 @@ class Agent:
     """
 
     config_cls: type[Any] = type(None)
+    _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
         agent = super().__new__(cls)

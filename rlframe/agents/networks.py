@@ -106,7 +106,7 @@ class NatureCNNConfig:
         self._check_images(observation_spec)
 
         def torso(observation: Tree, name: str) -> jax.Array:
-            parts = []
+            parts: list[jax.Array] = []
             for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
                 if is_image(leaf_spec):
                     parts.append(self._convolutions(leaf_spec, leaf, f"{name}_image{len(parts)}"))

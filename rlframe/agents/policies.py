@@ -53,10 +53,7 @@ class Categorical:
         self._dtype = dtype
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
-        """`[B]`. One uniform number per row through the inverse of the cumulative sum.
-
-        A Gumbel number for each action costs more on the CPU than the network of CartPole does.
-        """
+        """`[B]`. One uniform number per row, through the inverse of the cumulative sum."""
         weights = jnp.exp(params - jnp.max(params, axis=-1, keepdims=True))
         cumulative = jnp.cumsum(weights, axis=-1)
         # Scaled by the last sum, so that rounding never reaches an action of no weight.
@@ -99,11 +96,13 @@ class MultiCategorical:
 
     def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
         logits = self._split(params)
-        return sum(part.log_prob(logits[i], sample[..., i]) for i, part in enumerate(self._parts))
+        return jnp.sum(
+            jnp.stack([part.log_prob(logits[i], sample[..., i]) for i, part in enumerate(self._parts)]), axis=0
+        )
 
     def entropy(self, params: jax.Array) -> jax.Array:
         logits = self._split(params)
-        return sum(part.entropy(logits[i]) for i, part in enumerate(self._parts))
+        return jnp.sum(jnp.stack([part.entropy(logits[i]) for i, part in enumerate(self._parts)]), axis=0)
 
     def to_action(self, sample: jax.Array) -> jax.Array:
         return sample
