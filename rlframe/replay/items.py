@@ -72,6 +72,8 @@ class Transitions(_Items):
         self._gamma = np.float32(item.discount)
         self._powers = [np.float32(item.discount**k) for k in range(self._n)]
         self._reward, self._discount = self._columns["reward"], self._columns["discount"]
+        # One-step discounts are multiplied by gamma when they are sampled, which is less often than they are added.
+        self._late_gamma = self._n == 1
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
         """A timestep starts a fragment: nothing to keep of it."""
@@ -83,7 +85,7 @@ class Transitions(_Items):
     def put(self, writer: Writer, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
         """Stores a step of all the environments of a writer in lockstep."""
         after, index, count = step.next_timestep, writer.index, writer.num_envs
-        discount = after.discount * self._gamma
+        discount = after.discount if self._late_gamma else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
         self._span[index] = new - now
@@ -140,7 +142,7 @@ class Transitions(_Items):
         """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         after, slots = step.next_timestep, self._timeline.slots
         index, positions, ages = now % slots, writer.positions[envs], writer.ages[envs]
-        discount = after.discount * self._gamma
+        discount = after.discount if self._late_gamma else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
         self._span[index] = new - now
@@ -164,12 +166,16 @@ class Transitions(_Items):
 
     def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> TransitionBatch:
         """Gathers the items that start in `slots` [B]."""
-        ends = slots + self._span.take(slots, mode="wrap")
+        ends = self._span.take(slots, mode="wrap")
+        ends += slots
+        discount = self._discount.take(slots, mode="wrap")
+        if self._late_gamma:
+            discount *= self._gamma
         return TransitionBatch(
             observation=observations.read(slots, outputs),
             action=self._trees["action"].read(slots, outputs),
             reward=self._reward.take(slots, mode="wrap"),
-            discount=self._discount.take(slots, mode="wrap"),
+            discount=discount,
             next_observation=observations.read(ends, outputs),
             extras=self._trees["extras"].read(slots, outputs),
         )

@@ -49,6 +49,7 @@ class ReplayBuffer(BaseReplayBuffer):
         self._outputs = Outputs()
         self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
         self._writers: dict[int, Writer] = {}
+        self._last: Writer | None = None  # that added
         self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
         self._datasets: list[Dataset] = []
         self._contents: Contents | None = None
@@ -77,6 +78,7 @@ class ReplayBuffer(BaseReplayBuffer):
             incarnation = self._incarnations[rank]
             self._writers[rank] = Writer(rank, incarnation, num_envs, self._items.period, self._items.history)
             self._writers[rank].origin = len(self._origins)
+            self._last = None
             self._origins.append((rank, incarnation))
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
@@ -125,19 +127,25 @@ class ReplayBuffer(BaseReplayBuffer):
 
     def _take(self, count: int, writer: Writer) -> tuple[int, Index]:
         """Allocates `count` timesteps, and drops the items that are given up for them."""
-        first, given_up = self._timeline.take(count)
-        for index in given_up:
-            self._table.evict(index)
-        index = self._timeline.index(first, count)
-        if writer.origin or len(self._origins) > 1:
+        timeline = self._timeline
+        first = timeline.head
+        if first + count - timeline.floor > timeline.slots:
+            for index in timeline.give_up(count):
+                self._table.evict(index)
+        timeline.head = first + count
+        index = timeline.index(first, count)
+        if len(self._origins) > 1:
             self._origin[index] = writer.origin
         return first, index
 
     def _find(self, env_ids: np.ndarray) -> tuple[Writer, np.ndarray | None]:
         """Returns the writer that `env_ids` belong to, and the environments' indices (None: all in order)."""
         given = env_ids.tobytes()
+        if self._last is not None and given == self._last.id_bytes:
+            return self._last, None
         for writer in self._writers.values():
             if given == writer.id_bytes:
+                self._last = writer
                 return writer, None
         ranks, envs = split_env_ids(np.asarray(env_ids, np.int64))
         owner = self._writers.get(int(ranks[0])) if len(ranks) else None
@@ -305,6 +313,7 @@ class ReplayBuffer(BaseReplayBuffer):
         with self._lock:
             made, self._writers, state = contents.restore(path, self.spec, self._step_spec, self._single_frame)
             self._install(made)
+            self._last = None
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]

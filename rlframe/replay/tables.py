@@ -31,22 +31,21 @@ class ItemTable(abc.ABC):
 
         `shared`: other items of the block may have been noted already.
         """
-        if mask is None:
-            starts = np.arange(first, first + count)
-        else:
-            starts = mask.nonzero()[0]
-            starts += first
         if first < self._timeline.floor:  # a slow writer's: at least some are gone already
-            self.append(starts)
+            self.append(np.arange(first, first + count) if mask is None else first + mask.nonzero()[0])
             return
-        if shared and mask is not None:
+        if mask is None:
+            self._present[index] = True
+            number = count
+        elif shared:
             self._present[index] |= mask
+            number = int(np.count_nonzero(mask))
         else:
-            self._present[index] = True if mask is None else mask
-        count = len(starts)
-        self.size += count
-        self.added += count
-        self._push_block(starts, index, mask)
+            self._present[index] = mask
+            number = int(np.count_nonzero(mask))
+        self.size += number
+        self.added += number
+        self._push_block(first, index, count, mask, shared)
 
     def append(self, starts: np.ndarray) -> None:
         """Notes the items that start at the numbers `starts`, of which some may be gone already."""
@@ -68,8 +67,8 @@ class ItemTable(abc.ABC):
         """The living items `starts` are new."""
 
     @abc.abstractmethod
-    def _push_block(self, starts: np.ndarray, index: Index, mask: np.ndarray | None) -> None:
-        """The living items `starts`, ascending, in the slots `index` where `mask` says so, are new."""
+    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
+        """The living items of `append_block` are new."""
 
     @abc.abstractmethod
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -120,6 +119,8 @@ class _Ring(ItemTable):
     """
 
     _scalars = (*ItemTable._scalars, "tail", "end", "ordered", "last")
+    # Blocks that follow each other are written to the ring together, when it is needed: numbers from, to.
+    _pending = (0, 0)
 
     def __init__(self, timeline: Timeline):
         super().__init__(timeline)
@@ -130,10 +131,39 @@ class _Ring(ItemTable):
         self.last = -1
 
     def _push(self, starts: np.ndarray) -> None:
+        self._settle()
         self.ordered = self.ordered and bool((starts[1:] > starts[:-1]).all())
-        self._push_block(starts, starts, None)
+        self._write(starts)
 
-    def _push_block(self, starts: np.ndarray, index: Index, mask: np.ndarray | None) -> None:
+    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
+        low, high = self._pending
+        if not shared and first == high and low < high:
+            self._pending = low, high + count
+            return
+        self._settle()
+        if shared:
+            self._write(np.arange(first, first + count) if mask is None else first + mask.nonzero()[0])
+        else:
+            self._pending = first, first + count
+
+    def _settle(self) -> None:
+        """Writes the items of the pending blocks to the ring."""
+        low, high = self._pending
+        if low == high:
+            return
+        self._pending = 0, 0
+        index = self._timeline.index(low, high - low)
+        self._write(low + self._present[index].nonzero()[0])
+
+    def evict(self, index: Index) -> None:
+        self._settle()
+        super().evict(index)
+
+    def state(self) -> dict[str, Any]:
+        self._settle()
+        return super().state()
+
+    def _write(self, starts: np.ndarray) -> None:
         size = len(starts)
         if self.ordered and size:
             self.ordered = starts.item(0) > self.last
@@ -170,6 +200,7 @@ class UniformTable(_Ring):
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (starts [count] int64, probabilities [count] float32)."""
+        self._settle()
         starts = self._some(count, rng)
         if not self.ordered:
             # Dead entries are few: draw again instead of them, so that all living ones keep the same chance.
@@ -194,6 +225,7 @@ class QueueTable(_Ring):
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Takes `count` items, of which there must be enough, out of the queue."""
+        self._settle()
         probabilities = _full(count, 1.0 / self.size)
         chosen = np.arange(self.tail, self.tail + count if self.ordered else self.end)
         if not self.ordered:
@@ -224,7 +256,7 @@ class PrioritisedTable(ItemTable):
         self.highest = 1.0
         self.dropped = 0  # updates of items that were gone
 
-    def _push_block(self, starts: np.ndarray, index: Index, mask: np.ndarray | None) -> None:
+    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
         leaf, leaves = self.highest**self._exponent, self._tree.leaves
         leaves[index] = leaf if mask is None else np.where(mask, leaf, leaves[index])
         self._tree.touch(index)

@@ -16,7 +16,6 @@ from rlframe.types import global_env_ids
 
 Index = Union[slice, np.ndarray]
 Numbers = Union[int, np.ndarray]  # the first number of a block, or one number per environment
-_NOTHING: list[Index] = []
 _NONE = 255  # not a step type
 
 
@@ -31,17 +30,13 @@ class Timeline:
         self.head = 0  # the next number
         self.floor = 0  # the lowest number that is still there
 
-    def take(self, count: int) -> tuple[int, list[Index]]:
-        """Allocates a block of `count`; returns its first number, and the slots that are given up for it."""
-        first = self.head
-        self.head = first + count
-        if self.head - self.floor <= self.slots:
-            return first, _NOTHING
-        floor, self.floor = self.floor, self.head - self.slots + self.chunk
+    def give_up(self, count: int) -> list[Index]:
+        """Raises the floor so that a block of `count` fits, and returns the slots that are given up for it."""
+        floor, self.floor = self.floor, self.head + count - self.slots + self.chunk
         low, high = floor % self.slots, self.floor % self.slots
         if low < high:
-            return first, [slice(low, high)]
-        return first, [slice(low, self.slots), slice(0, high)]
+            return [slice(low, high)]
+        return [slice(low, self.slots), slice(0, high)]
 
     def safe(self, count: int) -> int:
         """The lowest number that will still be there when `count` more are allocated."""
