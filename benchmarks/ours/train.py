@@ -32,7 +32,7 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         "schedule_steps": total,
     }
     if name == "ppo_cartpole":
-        return make_experiment("ppo", "CartPole-v1", **common)  # the preset is rl-baselines3-zoo's
+        return make_experiment("ppo", "CartPole-v1", gae_lambda=0.8, **common)  # rl-baselines3-zoo's, as the peers
     if name == "ppo_pong":
         return make_experiment("ppo", "Pong-v5", **common)  # the preset is CleanRL's
     # CleanRL, dqn_jax.py; its counts of environment steps are learner steps here, one every 10.
