@@ -1,9 +1,9 @@
-"""Replay buffers side by side: microseconds per call, with the limit that was set, and bare numpy as the floor.
+"""Replay buffers side by side, with bare numpy as the floor and other libraries as peers.
 
-    python benchmarks/replay.py [--peers-python PATH] [--rounds N] [--json FILE]
+    python -m benchmarks.replay [--peers-python PATH] [--rounds N]
 
 `--peers-python` names an interpreter that has Stable-Baselines3, cpprb or flashbax; they are measured in the same run,
-in turns with this project, since the speed of a shared machine changes by the minute.
+in turns with this project, since the speed of a shared machine changes by the minute. The least time counts.
 """
 
 from __future__ import annotations
@@ -19,20 +19,16 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from replay_peers import BATCH, CARTPOLE, ENVS, GAMMA, PEERS, PONG, data, measure
-
+from benchmarks.context import Context
+from benchmarks.replay_peers import BATCH, CARTPOLE, ENVS, GAMMA, PEERS, PONG, data, measure
+from benchmarks.report import Row, Table
 from rlframe.replay import ReplayBuffer
 from rlframe.types import AgentOutput, ReplaySpec, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
 
-# Row -> (limit in microseconds, or a factor of the floor).
-LIMITS: dict[str, tuple[str, float]] = {
-    "cartpole insert 64": ("us", 10.0),
-    "cartpole sample 256, 1-step": ("us", 25.0),
-    "cartpole sample 256, 3-step": ("us", 80.0),
-    "pong insert 64": ("floor", 1.2),
-    "pong sample 256, 1-step": ("floor", 1.2),
-}
+# Microseconds that a row may take, and how many times as quick as the floor it must be.
+LIMITS = {"cartpole insert 64": 10.0, "cartpole sample 256, 1-step": 25.0, "cartpole sample 256, 3-step": 80.0}
+FLOORS = {"pong insert 64": 1 / 1.2, "pong sample 256, 1-step": 1 / 1.2}
+FLOOR, FRAMES = "a ring of numpy arrays", "rlframe, single frames"
 
 
 class Floor:
@@ -129,67 +125,73 @@ def contenders() -> dict[str, dict[str, Callable[[], Any]]]:
     one, three, prioritised = Ours(CARTPOLE), Ours(CARTPOLE, n_step=3), Ours(CARTPOLE, "prioritised")
     whole, frames = Ours(PONG), Ours(PONG, single_frame=True)
     return {
-        "cartpole insert 64": {"numpy": floor.insert, "rlframe": one.insert},
+        "cartpole insert 64": {FLOOR: floor.insert, "rlframe": one.insert},
         "cartpole insert 64, 3-step": {"rlframe": three.insert},
-        "cartpole sample 256, 1-step": {"numpy": floor.sample, "rlframe": one.sample},
+        "cartpole sample 256, 1-step": {FLOOR: floor.sample, "rlframe": one.sample},
         "cartpole sample 256, 3-step": {"rlframe": three.sample},
         "cartpole insert 64, prioritised": {"rlframe": prioritised.insert},
         "cartpole sample + update 256, prioritised": {"rlframe": prioritised.cycle},
         "pong insert 64": {
-            "numpy": pong_floor.insert,
+            FLOOR: pong_floor.insert,
             "rlframe": whole.insert,
-            "rlframe, single frames": frames.insert,
+            FRAMES: frames.insert,
         },
         "pong sample 256, 1-step": {
-            "numpy": pong_floor.sample,
+            FLOOR: pong_floor.sample,
             "rlframe": whole.sample,
-            "rlframe, single frames": frames.sample,
+            FRAMES: frames.sample,
         },
     }
 
 
-def peers(python: str) -> dict[str, dict[str, float]]:
+def peers(python: Path | str, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
     """Measures the peers that `python` has; says which it has not."""
-    command = [python, str(Path(__file__).with_name("replay_peers.py"))]
+    command = [str(python), str(Path(__file__).with_name("replay_peers.py"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     for line in done.stderr.splitlines():
         if "is left out" in line:
-            print(line, file=sys.stderr)
+            say(line)
     if done.returncode:
-        print(f"The peers could not be measured: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        say(f"The peers could not be measured: {done.stderr.strip().splitlines()[-1]}")
         return {}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", help=f"an interpreter with {', '.join(PEERS)}")
-    parser.add_argument("--rounds", type=int, default=2, help="turns that each contender gets; the best counts")
-    parser.add_argument("--json", help="write the table to this file too")
-    arguments = parser.parse_args()
-    rows = contenders()
+def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
+    """Measures; see `benchmarks.runner`."""
+    rows, seconds = contenders(), 0.05 if context.quick else 0.4
     best: dict[str, dict[str, float]] = {row: {} for row in rows}
-    for _ in range(arguments.rounds):
-        measured = [peers(arguments.peers_python)] if arguments.peers_python else []
-        measured.append(
-            {row: {name: measure(call, 0.3) for name, call in calls.items()} for row, calls in rows.items()}
-        )
+    for turn in range(context.repeats):
+        say(f"replay: turn {turn + 1} of {context.repeats}")
+        measured = [
+            {row: {name: measure(call, seconds) for name, call in calls.items()} for row, calls in rows.items()}
+        ]
+        if context.peers_python is not None:
+            measured.append(peers(context.peers_python, say))
         for results in measured:
             for row, values in results.items():
                 for name, value in values.items():
                     best[row][name] = min(value, best[row].get(name, value))
-    names = ["numpy", "rlframe", "rlframe, single frames", *PEERS]
-    print(f"{'microseconds per call (least)':44}" + "".join(f"{name:>24}" for name in names) + f"{'limit':>12}  met")
-    for row, values in best.items():
-        kind, limit = LIMITS.get(row, ("", 0.0))
-        bound = limit * values["numpy"] if kind == "floor" else limit
-        cells = "".join(f"{values[name]:24.1f}" if name in values else f"{'-':>24}" for name in names)
-        met = "" if not kind else ("yes" if values["rlframe"] <= bound else "NO")
-        print(f"{row:44}{cells}{bound if kind else float('nan'):12.1f}  {met}")
-    if not arguments.peers_python:
-        print(f"Not measured: {', '.join(PEERS)}. Name an interpreter that has them with --peers-python.")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(best, indent=1))
+    return [_table(row, values) for row, values in best.items()]
+
+
+def _table(row: str, values: dict[str, float]) -> Table:
+    others = []
+    if FLOOR in values:
+        others.append(Row(FLOOR, values[FLOOR], FLOORS.get(row)))
+    if FRAMES in values:
+        others.append(Row(FRAMES, values[FRAMES], note="less memory: a quarter"))
+    others += [Row(name, values.get(name), 1.0, "" if name in values else "not measured") for name in PEERS]
+    ours = Row("rlframe", values["rlframe"], LIMITS.get(row))
+    return Table(row, "microseconds", ours, tuple(others), higher_is_better=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers-python", type=Path, help=f"an interpreter with {', '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each contender gets")
+    arguments = parser.parse_args()
+    print(*run(Context(peers_python=arguments.peers_python, repeats=arguments.rounds)), sep="\n\n")
     return 0
 
 

@@ -119,6 +119,19 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
         assert len(drawn) == stats["items"]
 
 
+@pytest.mark.parametrize("item", [Transition(1), Transition(3)], ids=str)
+def test_an_environment_that_is_back_after_its_steps_left_begins_anew(make: Any, item: Any) -> None:
+    buffer, twin, stream = make("uniform", item, 8, 40), Twin(item), Stream(4, end=0.1)
+    buffer.claim_rank(4)
+    twin.claim_rank(4, 0)
+    for t in range(300):
+        ids, step = stream.step(np.arange(0 if t % 30 < 5 else 1, 4))
+        buffer.add(ids, step)
+        twin.add(ids, step)
+        if (batch := buffer.sample()) is not None:
+            assert_batch_matches(batch, twin)
+
+
 def test_every_item_is_drawn_with_the_same_chance(make: Any) -> None:
     buffer, twin = make("uniform", Transition(3), 100, 200), Twin(Transition(3))
     for _ in play("subsets", buffer, twin, 200):
