@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from rlframe.agents import losses
@@ -40,6 +41,9 @@ class DQNConfig:
     epsilon_begin: float = 1.0  # chance of a random action
     epsilon_end: float = 0.1
     epsilon_decay_steps: int = 1_000_000  # environment steps from the first update on
+    # A random action is repeated for n steps with a chance proportional to n^-exponent (Dabney et al. 2020,
+    # arXiv:2006.01782, who use 2): exploration that gets somewhere. None: for one step.
+    exploration_duration_exponent: float | None = None
     optimiser: Literal["rmsprop", "adam"] = "rmsprop"  # centred, decay 0.95, epsilon 0.01
     learning_rate: float = 2.5e-4
     adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
@@ -63,6 +67,11 @@ class DQNConfig:
                 raise UsageError(f"DQNConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
         if self.learning_rate <= 0.0:
             raise UsageError(f"DQNConfig.learning_rate must be above 0, got {self.learning_rate}.")
+        if self.exploration_duration_exponent is not None and self.exploration_duration_exponent <= 1.0:
+            raise UsageError(
+                "DQNConfig.exploration_duration_exponent must be above 1 (or None), "
+                f"got {self.exploration_duration_exponent}."
+            )
         if self.optimiser not in ("rmsprop", "adam"):
             raise UsageError(f"DQNConfig.optimiser must be 'rmsprop' or 'adam', got {self.optimiser!r}.")
         if self.min_replay_size > self.replay_capacity:
@@ -77,6 +86,16 @@ class ActorParams(NamedTuple):
 
     params: Params
     epsilon: Any  # [] float32
+
+
+class Repetition(NamedTuple):
+    """The state of an actor that repeats its random actions."""
+
+    action: Any  # [B]
+    steps_left: Any  # [B] int32: how often more
+
+
+_MAX_DURATION = 1_000
 
 
 class DQN(Agent):
@@ -118,9 +137,27 @@ class DQN(Agent):
         greedy = self._greedy(params.params, timestep.observation)
         # One number decides both: given that it is below epsilon, it is uniform there.
         draw = jax.random.uniform(rng, greedy.shape)
-        random = jnp.minimum(draw / params.epsilon * self._num_actions, self._num_actions - 1)
-        action = jnp.where(draw < params.epsilon, random.astype(greedy.dtype), greedy)
-        return AgentOutput(action, {}), state
+        random = jnp.minimum(draw / params.epsilon * self._num_actions, self._num_actions - 1).astype(greedy.dtype)
+        explores = draw < params.epsilon
+        if self.cfg.exploration_duration_exponent is None:
+            return AgentOutput(jnp.where(explores, random, greedy), {}), state
+        repeats = state.steps_left > 0
+        duration = self._duration(jax.random.fold_in(rng, 1), greedy.shape)
+        action = jnp.where(repeats, state.action, jnp.where(explores, random, greedy))
+        steps_left = jnp.where(repeats, state.steps_left, jnp.where(explores, duration, 1)) - 1
+        return AgentOutput(action, {}), Repetition(action, steps_left)
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        if self.cfg.exploration_duration_exponent is None:
+            return ()
+        zeros = np.zeros((batch_size,), np.int32)
+        return Repetition(zeros.astype(self.action_spec.dtype), zeros)
+
+    def _duration(self, rng: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """int32 `shape`: n with a chance proportional to n^-exponent, from 1 to _MAX_DURATION."""
+        chances = np.arange(1, _MAX_DURATION + 1, dtype=np.float64) ** -self.cfg.exploration_duration_exponent
+        below = jnp.asarray(np.cumsum(chances)[:-1] / chances.sum(), jnp.float32)
+        return 1 + jnp.searchsorted(below, jax.random.uniform(rng, shape)).astype(jnp.int32)
 
     def eval_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState

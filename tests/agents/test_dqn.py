@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rlframe.agents import DQN, DQNConfig, losses
-from rlframe.agents.dqn import ActorParams
+from rlframe.agents.base import zero_timestep
+from rlframe.agents.dqn import ActorParams, Repetition
 from rlframe.agents.networks import MLPConfig
 from rlframe.errors import UsageError
 from rlframe.types import Transition
@@ -52,6 +53,48 @@ def test_a_share_epsilon_of_actions_is_uniform(epsilon):
     expected = np.full(3, epsilon / 3)
     expected[greedy] += 1.0 - epsilon
     np.testing.assert_allclose(np.bincount(actions, minlength=3) / len(actions), expected, atol=0.01)
+
+
+def repeated_actions(epsilon, steps=400, rows=64):
+    """[steps, rows] actions of an agent whose greedy action is 0, and the states after each."""
+    agent = make(exploration_duration_exponent=2.0, epsilon_begin=epsilon)
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    params = jax.tree.map(lambda leaf: 0.0 * leaf, params)
+    params = agent.actor_params(params, agent.initial_learner_state(params))
+    timestep, state, actions = zero_timestep(agent.observation_spec, rows), agent.initial_state(rows), []
+    step = jax.jit(agent.actor_step)
+    for i in range(steps):
+        output, state = step(jax.random.PRNGKey(i), params, timestep, state)
+        actions.append(np.asarray(output.action))
+    return np.array(actions)
+
+
+def test_random_actions_are_repeated_for_durations_of_the_zeta_law():
+    changes = np.diff(repeated_actions(1.0), axis=0) != 0
+    # A duration is sum(n^-1) / sum(n^-2) = 4.55 on average, n up to 1000; the next action differs (A - 1) / A of the time.
+    num_actions = make().action_spec.num_values
+    expected = (num_actions - 1) / num_actions / 4.55
+    assert abs(changes.mean() - expected) < 0.04
+
+
+def test_a_repeated_action_survives_until_its_steps_are_over():
+    agent = make(exploration_duration_exponent=2.0, epsilon_begin=0.0)
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    params = jax.tree.map(lambda leaf: 0.0 * leaf, params)
+    params = agent.actor_params(params, agent.initial_learner_state(params))
+    timestep, state = (
+        zero_timestep(agent.observation_spec, 2),
+        Repetition(np.array([1, 1], np.int32), np.array([2, 0], np.int32)),
+    )
+    seen = []
+    for i in range(4):
+        output, state = agent.actor_step(jax.random.PRNGKey(i), params, timestep, state)
+        seen.append(np.asarray(output.action).tolist())
+    assert seen == [[1, 0], [1, 0], [0, 0], [0, 0]]
+
+
+def test_without_a_duration_exponent_there_is_no_state():
+    assert make().initial_state(3) == ()
 
 
 def test_epsilon_falls_with_learner_steps_and_is_published():
