@@ -71,7 +71,7 @@ def repeated_actions(epsilon, steps=400, rows=64):
 
 def test_random_actions_are_repeated_for_durations_of_the_zeta_law():
     changes = np.diff(repeated_actions(1.0), axis=0) != 0
-    # A duration is sum(n^-1) / sum(n^-2) = 4.55 on average, n up to 1000; the next action differs (A - 1) / A of the time.
+    # A duration is sum(n^-1) / sum(n^-2) = 4.55 on average, n up to 1000; the next action is another (A - 1) / A times.
     num_actions = make().action_spec.num_values
     expected = (num_actions - 1) / num_actions / 4.55
     assert abs(changes.mean() - expected) < 0.04
