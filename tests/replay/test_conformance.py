@@ -100,8 +100,8 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
     capacity = 96
     buffer, twin = make(kind, item, 4, capacity), Twin(item)
     sampled = 0
-    for t in play(scene, buffer, twin, 300):
-        if t % 40 == 39:
+    for t in play(scene, buffer, twin, 140):
+        if t % 30 == 29:
             batch = buffer.sample()
             if batch is not None:
                 assert_batch_matches(batch, twin)
@@ -113,7 +113,7 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
     assert stats["added"] == stats["items"] + stats["evicted"] + (sampled if kind == "queue" else 0)
     assert stats["evicted"] > 0
     if kind != "queue":
-        drawn = {first for _ in range(300) for first in first_ids(buffer.sample()).tolist()}
+        drawn = {first for _ in range(200) for first in first_ids(buffer.sample()).tolist()}
         must_stay = {first for first in twin.items if first >= Stream.next_id - capacity}
         assert must_stay <= drawn
         assert len(drawn) == stats["items"]
