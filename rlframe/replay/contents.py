@@ -78,6 +78,7 @@ def save(path: str | os.PathLike[str], contents: Contents, writers: dict[int, Wr
         "head": timeline.head,
         "floor": timeline.floor,
         "table": table.state(),
+        "items": contents.items.state(),
         "framed": contents.observations.framed(),
         "writers": [[w.rank, w.incarnation, w.num_envs, w.origin] for w in writers.values()],
         "state": state,
@@ -103,10 +104,12 @@ def restore(
         timeline = contents.timeline
         timeline.head, timeline.floor = header["head"], header["floor"]
         contents.table.set_state(header["table"])
+        contents.items.set_state(header["items"])
         writers = {}
         for rank, incarnation, num_envs, origin in header["writers"]:
             writer = Writer(rank, incarnation, num_envs, contents.items.period, contents.items.history)
             writer.origin, writers[rank] = origin, writer
+            writer.margin = num_envs + timeline.chunk - timeline.slots
         extra = {name: np.empty(shape, dtype) for name, (dtype, shape) in shapes.items() if name.startswith("extra/")}
         made.update(contents=contents, writers=writers, extra=extra)
         arrays = {**contents.arrays(), **extra}

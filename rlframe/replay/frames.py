@@ -15,6 +15,7 @@ from rlframe.replay.layout import Leaf
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
+_TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
 _PROBATION = 256  # rows after which a store that mostly keeps frames aside is given up
 
 
@@ -116,14 +117,34 @@ class FrameStore:
         self._aside = {i: frame for i, frame in self._aside.items() if i in used or i == 0}
         self._sweep_at = max(1024, 2 * len(self._aside))
 
-    def read(self, slots: np.ndarray, outputs: Outputs, name: str = "") -> np.ndarray:
+    def read(self, slots: np.ndarray, outputs: Outputs) -> np.ndarray:
         """Returns the stacks in `slots` (any shape; below 0 counts from the end), `[*slots.shape, k, H, W]`."""
         references = self._references.take(slots, axis=0, mode="wrap")
-        out = outputs.take(self._frames, references % self._rows, name)
-        if references.min() < 0:
+        out = outputs.take(self._frames, references % self._rows)
+        self._patch(out, references)
+        return out
+
+    def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: Outputs) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (`read(slots)`, `read(others)`) for [B] slots, a few rows at a time: the second finds in the
+        processor's cache the frames that it shares with the first."""
+        references = [self._references.take(index, axis=0, mode="wrap") for index in (slots, others)]
+        positions = [numbers % self._rows for numbers in references]
+        shape = (len(slots), *self.leaf.shape)
+        a = outputs.empty(shape, self.leaf.dtype)
+        b = outputs.empty(shape, self.leaf.dtype)
+        for low in range(0, len(slots), _TOGETHER):
+            rows = slice(low, low + _TOGETHER)
+            self._frames.take(positions[0][rows], axis=0, mode="wrap", out=a[rows])
+            self._frames.take(positions[1][rows], axis=0, mode="wrap", out=b[rows])
+        self._patch(a, references[0])
+        self._patch(b, references[1])
+        return a, b
+
+    def _patch(self, out: np.ndarray, references: np.ndarray) -> None:
+        """Puts the frames that are kept aside into `out`."""
+        if references.size and references.min() < 0:
             for place in zip(*(references < 0).nonzero()):
                 out[place] = self._aside[-1 - int(references[place])]
-        return out
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint must hold, with `extra`."""

@@ -33,7 +33,7 @@ class _Items:
         self._timeline, self._table = timeline, table
         self._columns = {name: np.zeros(timeline.slots, dtype) for name, dtype in self.columns.items()}
         self._trees = {name: TreeStore(TreeLayout(name, getattr(spec, name)), timeline) for name in self.fields}
-        self._write_action, self._write_extras = self._trees["action"].write, self._trees["extras"].write
+        self._action = self._trees["action"].single  # the usual case, without the way through a tree
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
         # Versions only rise, so the first step's is the oldest of an item.
         self.params_version = self._columns["params_version"]
@@ -51,18 +51,29 @@ class _Items:
             arrays.update(tree.arrays())
         return arrays
 
+    def state(self) -> dict[str, Any]:
+        """The scalars that a checkpoint must hold."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+
     def _write(self, index: Index, step: Step) -> None:
         self.params_version[index] = step.params_version
         output = step.agent_output
-        self._write_action(index, output.action)
+        if self._action is not None:
+            self._action[index] = output.action
+        else:
+            self._trees["action"].write(index, output.action)
         if output.extras:
-            self._write_extras(index, output.extras)
+            self._trees["extras"].write(index, output.extras)
 
 
 class Transitions(_Items):
     """Sums the n-step rewards as they arrive, so that sampling is one gather whatever n is."""
 
-    columns = {"reward": "f4", "discount": "f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
+    # Reward and discount side by side: sampling waits for memory, and finds both in one place.
+    columns = {"outcome": "(2,)f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras")
 
     def __init__(self, item: Transition, spec: StepSpec, timeline: Timeline, table: ItemTable):
@@ -71,7 +82,11 @@ class Transitions(_Items):
         self._n = item.n_step
         self._gamma = np.float32(item.discount)
         self._powers = [np.float32(item.discount**k) for k in range(self._n)]
-        self._reward, self._discount = self._columns["reward"], self._columns["discount"]
+        self._outcome = self._columns["outcome"]
+        self._reward, self._discount = self._outcome[:, 0], self._outcome[:, 1]
+        # The span of all items while they are the same (one writer in lockstep, one step), which is then not written:
+        # 0 before the first, -1 once they differ.
+        self._stride = 0 if self._n == 1 else -1
         # One-step discounts are multiplied by gamma when they are sampled, which is less often than they are added.
         self._late_gamma = self._n == 1
 
@@ -88,7 +103,8 @@ class Transitions(_Items):
         discount = after.discount if self._late_gamma else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
-        self._span[index] = new - now
+        if self._stride != new - now:
+            self._span_of(index, new - now, new - now)
         self._write(index, step)
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else None
         if self._n == 1:
@@ -110,6 +126,25 @@ class Transitions(_Items):
         if _LAST_BYTE in after_types:
             ended = np.frombuffer(after_types.translate(_IS_LAST), bool)
             self._finish(writer, ended, unbroken)
+
+    def _span_of(self, index: Index, span: Any, stride: int) -> None:
+        """Notes the spans of the items at `index`, which are all `stride`, or differ if that is -1."""
+        if self._stride in (0, stride):
+            self._stride = stride
+        if self._stride > 0 and self._stride == stride:
+            return
+        if self._stride > 0:
+            self._span[:] = self._stride
+            self._stride = -1
+        self._span[index] = span
+
+    def state(self) -> dict[str, Any]:
+        """The scalars that a checkpoint must hold."""
+        return {"stride": self._stride}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._stride = state["stride"]
 
     def _extend(
         self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, within: np.ndarray | None
@@ -145,7 +180,8 @@ class Transitions(_Items):
         discount = after.discount if self._late_gamma else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
-        self._span[index] = new - now
+        span = new - now
+        self._span_of(index, span, int(span[0]) if (span == span[0]).all() else -1)
         self._write(index, step)
         writer.begin(now, envs)
         acting, ended = step.timestep.step_type != LAST, after.step_type == LAST
@@ -166,17 +202,15 @@ class Transitions(_Items):
 
     def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> TransitionBatch:
         """Gathers the items that start in `slots` [B]."""
-        ends = self._span.take(slots, mode="wrap")
-        ends += slots
-        discount = self._discount.take(slots, mode="wrap")
-        if self._late_gamma:
-            discount *= self._gamma
+        ends = slots + (self._stride if self._stride > 0 else self._span.take(slots, mode="wrap"))
+        outcome = self._outcome.take(slots, axis=0, mode="wrap")
+        observation, next_observation = observations.read_both(slots, ends, outputs)
         return TransitionBatch(
-            observation=observations.read(slots, outputs),
+            observation=observation,
             action=self._trees["action"].read(slots, outputs),
-            reward=self._reward.take(slots, mode="wrap"),
-            discount=discount,
-            next_observation=observations.read(ends, outputs),
+            reward=outcome[:, 0].copy(),
+            discount=outcome[:, 1] * self._gamma if self._late_gamma else outcome[:, 1].copy(),
+            next_observation=next_observation,
             extras=self._trees["extras"].read(slots, outputs),
         )
 

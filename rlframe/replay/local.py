@@ -51,6 +51,7 @@ class ReplayBuffer(BaseReplayBuffer):
         self._writers: dict[int, Writer] = {}
         self._last: Writer | None = None  # that added
         self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
+        self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
         self._datasets: list[Dataset] = []
         self._contents: Contents | None = None
         self._sampled = self._steps = 0
@@ -78,6 +79,7 @@ class ReplayBuffer(BaseReplayBuffer):
             incarnation = self._incarnations[rank]
             self._writers[rank] = Writer(rank, incarnation, num_envs, self._items.period, self._items.history)
             self._writers[rank].origin = len(self._origins)
+            self._writers[rank].margin = num_envs + self._timeline.chunk - self._timeline.slots
             self._last = None
             self._origins.append((rank, incarnation))
 
@@ -88,10 +90,13 @@ class ReplayBuffer(BaseReplayBuffer):
             if not writer.checked:
                 check_step(self._layouts, step, len(env_ids))
                 writer.checked = True
-            if envs is None and writer.type_bytes == types and writer.block >= self._timeline.safe(writer.num_envs):
+            if envs is None and writer.type_bytes == types and writer.block >= self._timeline.head + writer.margin:
                 after_types = after.step_type.tobytes()
                 new, index = self._take(writer.num_envs, writer)
-                self._observations.write(new, index, after.observation, writer.block)
+                if self._observations.single is not None:
+                    self._observations.single[index] = after.observation
+                else:
+                    self._observations.write(new, index, after.observation, writer.block)
                 self._items.put(writer, writer.block, new, step, types, after_types)
                 writer.block, writer.index, writer.type_bytes = new, index, after_types
                 writer.position += 1
@@ -133,7 +138,9 @@ class ReplayBuffer(BaseReplayBuffer):
             for index in timeline.give_up(count):
                 self._table.evict(index)
         timeline.head = first + count
-        index = timeline.index(first, count)
+        low = first % timeline.slots
+        fits = low + count <= timeline.slots
+        index = slice(low, low + count) if fits else timeline.index(first, count)
         if len(self._origins) > 1:
             self._origin[index] = writer.origin
         return first, index
@@ -171,14 +178,19 @@ class ReplayBuffer(BaseReplayBuffer):
             starts, probabilities = self._table.draw(count, self._rng)
             self._sampled += count
             slots = self._timeline.relative(starts)
-            keys = np.empty((count, 3), np.int64)
-            if len(self._origins) == 1:
-                keys[:, 0], keys[:, 1] = self._origins[0]
-            else:
-                keys[:, :2] = np.asarray(self._origins).take(self._origin.take(slots, mode="wrap"), axis=0)
+            keys = self._keys(slots, count)
             keys[:, 2] = starts
             data = self._items.assemble(slots, self._observations, self._outputs)
             return Batch(data, keys, probabilities, self._items.params_version.take(slots, mode="wrap"))
+
+    def _keys(self, slots: np.ndarray, count: int) -> np.ndarray:
+        """[count, 3] int64, the rank and incarnation that wrote `slots` in the first two columns."""
+        if len(self._origins) > 1:
+            written_by = np.asarray(self._origins).take(self._origin.take(slots, mode="wrap"), axis=0)
+            return np.concatenate([written_by, np.empty((count, 1), np.int64)], axis=1)
+        if len(self._one_writer) != count:
+            self._one_writer = np.tile(np.array([*self._origins[0], 0]), (count, 1))
+        return self._one_writer.copy()
 
     def _batch_size(self) -> int:
         if self.spec.batch_size is not None:
@@ -313,7 +325,7 @@ class ReplayBuffer(BaseReplayBuffer):
         with self._lock:
             made, self._writers, state = contents.restore(path, self.spec, self._step_spec, self._single_frame)
             self._install(made)
-            self._last = None
+            self._last, self._one_writer = None, np.zeros((0, 3), np.int64)
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]

@@ -20,18 +20,18 @@ class Outputs:
     def __init__(self) -> None:
         self._arrays: dict[tuple, list[np.ndarray]] = {}
 
-    def take(self, data: np.ndarray, slots: np.ndarray, name: str = "") -> np.ndarray:
+    def take(self, data: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Returns `data[slots]`, `[*slots.shape, *data.shape[1:]]`. Slots below 0 count from the end."""
         if slots.size * data.strides[0] < _LARGE:
             return data.take(slots, axis=0, mode="wrap")
-        out = self.empty((*slots.shape, *data.shape[1:]), data.dtype, name)
+        out = self.empty((*slots.shape, *data.shape[1:]), data.dtype)
         # Any mode but "raise" writes straight into `out`; "raise" would gather into a buffer first.
         data.take(slots, axis=0, mode="wrap", out=out)
         return out
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype, name: str = "") -> np.ndarray:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an array with arbitrary contents that nobody else refers to."""
-        kept = self._arrays.setdefault((shape, dtype, name), [])
+        kept = self._arrays.setdefault((shape, dtype), [])
         for i in range(len(kept)):
             if sys.getrefcount(kept[i]) == 2:  # the list, and the argument of getrefcount
                 return kept[i]

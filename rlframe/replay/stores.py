@@ -20,20 +20,20 @@ class TreeStore:
         self._layout, self._timeline = layout, timeline
         # Zero pages: memory is touched only as it fills.
         self._data = [np.zeros((timeline.slots, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
-        self._single = self._data[0] if layout.is_leaf else None
+        self.single = self._data[0] if layout.is_leaf else None  # the only array, where the tree is one leaf
 
     def write(self, index: Index, tree: Any) -> None:
         """Stores the tree of `[B, ...]` in the slots `index`."""
-        if self._single is not None:
-            self._single[index] = tree
+        if self.single is not None:
+            self.single[index] = tree
             return
         for data, values in zip(self._data, self._layout.split(tree)):
             data[index] = values
 
     def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
         """Returns the tree of the rows in `slots` (any shape; below 0 counts from the end), `[*slots.shape, ...]`."""
-        if self._single is not None:
-            return outputs.take(self._single, slots)
+        if self.single is not None:
+            return outputs.take(self.single, slots)
         return self._layout.build([outputs.take(data, slots) for data in self._data])
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -58,12 +58,12 @@ class ObservationStore:
             if stores_frames(leaf, single_frame):
                 self._rows[i] = np.zeros(0, leaf.dtype)
                 self._frames[i] = FrameStore(leaf, timeline, slack(leaf, num_envs))
-        self._single = self._rows[0] if layout.is_leaf and not self._frames else None
+        self.single = self._rows[0] if layout.is_leaf and not self._frames else None
 
     def write(self, first: int, index: Index, tree: Any, before: Numbers | None) -> None:
         """Stores the tree of `[B, ...]` for the numbers from `first`; `before`: the timesteps they follow, if any."""
-        if self._single is not None:
-            self._single[index] = tree
+        if self.single is not None:
+            self.single[index] = tree
             return
         for i, values in enumerate(self._layout.split(tree)):
             store = self._frames.get(i)
@@ -76,14 +76,26 @@ class ObservationStore:
 
     def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
         """Returns the tree of the observations in `slots` (any shape), `[*slots.shape, ...]`."""
-        if self._single is not None:
-            return outputs.take(self._single, slots)
+        if self.single is not None:
+            return outputs.take(self.single, slots)
         return self._layout.build(
             [
                 self._frames[i].read(slots, outputs) if i in self._frames else outputs.take(data, slots)
                 for i, data in enumerate(self._rows)
             ]
         )
+
+    def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: Outputs) -> tuple[Any, Any]:
+        """Returns (`read(slots)`, `read(others)`), for `others` that share frames with `slots`."""
+        if self.single is not None:
+            return outputs.take(self.single, slots), outputs.take(self.single, others)
+        pairs = [
+            self._frames[i].read_both(slots, others, outputs)
+            if i in self._frames
+            else (outputs.take(data, slots), outputs.take(data, others))
+            for i, data in enumerate(self._rows)
+        ]
+        return self._layout.build([a for a, _ in pairs]), self._layout.build([b for _, b in pairs])
 
     def _give_up(self, i: int, store: FrameStore) -> None:
         """Keeps whole rows from now on, as the stacks of leaf `i` do not continue each other."""
@@ -101,7 +113,7 @@ class ObservationStore:
             data[part] = store.read(part, Outputs())
         self._rows[i] = data
         del self._frames[i]
-        self._single = data if self._layout.is_leaf else None
+        self.single = data if self._layout.is_leaf else None
 
     def framed(self) -> list[str]:
         """The names of the leaves of which single frames are kept."""

@@ -72,6 +72,7 @@ class Writer:
         self.id_bytes = global_env_ids(rank, np.arange(num_envs)).tobytes()
         self.range = np.arange(num_envs)
         self.checked = False  # whether a first step was compared with the spec
+        self.margin = 0  # an open block below head + margin may be overwritten by the next call
         self.origin = 0  # index of (rank, incarnation) in the buffer's table
         # Lockstep: the block of open timesteps, their step types, the position in the fragment, the starts' blocks.
         self.block = -1
@@ -102,7 +103,7 @@ class Writer:
             if acting is not None:
                 unbroken &= acting
             self.ages += unbroken
-        self.block = -1
+        self.block, self.type_bytes = -1, b""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint must hold. Leaves lockstep; `gather` returns to it."""

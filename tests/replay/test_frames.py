@@ -98,7 +98,7 @@ def pixel_agent(item: Any, capacity: int = 300, shape: Any = SHAPE) -> Any:
 @pytest.mark.parametrize("item", [Transition(1), Transition(3), Sequence(5, 3)], ids=str)
 def test_what_comes_out_is_what_went_in(item: Any, first: str, subsets: bool) -> None:
     rng = np.random.default_rng(1)
-    stream, buffer = FrameStream(rng, 4, first=first), ReplayBuffer(pixel_agent(item))
+    stream, buffer = FrameStream(rng, 4, first=first), ReplayBuffer(pixel_agent(item, 150))
     buffer.claim_rank(4)
     for t in range(150):
         # One environment is slow: its frames must outlive those of the others.
