@@ -235,9 +235,13 @@ class ReplayBuffer(BaseReplayBuffer):
         with self._lock:
             if self._contents is not None:
                 starts = keys[:, 2]
-                written_by = np.asarray(self._origins)[self._origin[starts % self._timeline.slots]]
-                mine = (written_by == keys[:, :2]).all(axis=1)
-                self._table.update(np.where(mine, starts, -1), np.asarray(priorities))
+                written_by = np.asarray(self._origins).T
+                if len(self._origins) > 1:
+                    written_by = written_by[:, self._origin[starts % self._timeline.slots]]
+                other = (keys[:, 0] != written_by[0]) | (keys[:, 1] != written_by[1])
+                if 1 in other.tobytes():
+                    starts = np.where(other, -1, starts)
+                self._table.update(starts, np.asarray(priorities))
 
     @property
     def size(self) -> int:

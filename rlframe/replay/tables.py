@@ -211,7 +211,7 @@ class UniformTable(_Ring):
     def _some(self, count: int, rng: np.random.Generator) -> np.ndarray:
         # A quarter of the time of `rng.integers`, and as even as doubles are: to one part in 2^53 / size.
         draws = rng.random(count)
-        draws *= self.end - self.tail
+        draws *= float(self.end - self.tail)
         positions = draws.astype(np.int64)
         low = self.tail % len(self._starts)
         if low + self.end - self.tail <= len(self._starts):
@@ -279,11 +279,11 @@ class PrioritisedTable(ItemTable):
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
         """Sets the priorities of the items `starts`; of one that comes twice, the last counts."""
         priorities = np.asarray(priorities, np.float64)
-        if priorities.shape != starts.shape or not (priorities >= 0).all() or np.isinf(priorities).any():
+        lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
+        if priorities.shape != starts.shape or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
             raise UsageError(
                 f"update_priorities expected {len(starts)} finite priorities that are not negative, one for each key; "
-                f"got shape {priorities.shape}, from {priorities.min(initial=np.inf)} to "
-                f"{priorities.max(initial=-np.inf)}."
+                f"got shape {priorities.shape}, from {lowest} to {highest}."
             )
         there = self.holds(starts)
         if not there.all():
