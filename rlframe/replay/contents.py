@@ -11,8 +11,9 @@ from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import checkpoint
 from rlframe.replay.items import Sequences, Transitions
 from rlframe.replay.layout import TreeLayout, check_memory
+from rlframe.replay.prioritised import PrioritisedTable
 from rlframe.replay.stores import ObservationStore, observation_bytes
-from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
+from rlframe.replay.tables import ItemTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Timeline, Writer
 from rlframe.types import ReplaySpec, StepSpec, Transition
 

@@ -1,4 +1,4 @@
-"""Which items there are, and which are drawn: one class for each kind of `ReplaySpec`.
+"""Which items there are, and which are drawn: a class for each kind of `ReplaySpec` (`prioritised.py` has one more).
 
 Items are known by the number of their first timestep, and leave when it is overwritten.
 """
@@ -10,11 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.errors import UsageError
-from rlframe.replay.sum_tree import SumTree
 from rlframe.replay.timeline import Index, Timeline
-
-_LOWEST = 1e-8  # priority: so that an item with none can still be drawn
 
 
 class ItemTable(abc.ABC):
@@ -239,72 +235,6 @@ class QueueTable(_Ring):
     def _advance(self, gone: int) -> None:
         self.evicted_unsampled += gone
         super()._advance(gone)
-
-
-class PrioritisedTable(ItemTable):
-    """Items with chances proportional to priority^exponent (Schaul et al. 2016).
-
-    New ones get the highest priority so far.
-    """
-
-    _scalars = (*ItemTable._scalars, "highest", "dropped")
-
-    def __init__(self, timeline: Timeline, exponent: float):
-        super().__init__(timeline)
-        self._tree = SumTree(timeline.slots)
-        self._exponent = exponent
-        self.highest = 1.0
-        self.dropped = 0  # updates of items that were gone
-
-    def _push_block(self, first: int, index: Index, count: int, mask: np.ndarray | None, shared: bool) -> None:
-        leaf, leaves = self.highest**self._exponent, self._tree.leaves
-        leaves[index] = leaf if mask is None else np.where(mask, leaf, leaves[index])
-        self._tree.touch(index)
-
-    def _push(self, starts: np.ndarray) -> None:
-        index = starts % self._timeline.slots
-        self._tree.leaves[index] = self.highest**self._exponent
-        self._tree.touch(index)
-
-    def evict(self, index: Index) -> None:
-        super().evict(index)
-        self._tree.leaves[index] = 0.0
-        self._tree.touch(index)
-
-    def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (starts [count] int64, probabilities [count] float32)."""
-        slots, probabilities = self._tree.draw(count, rng)
-        return self._numbers(slots), probabilities
-
-    def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Sets the priorities of the items `starts`; of one that comes twice, the last counts."""
-        priorities = np.asarray(priorities, np.float64)
-        lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
-        if priorities.shape != starts.shape or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
-            raise UsageError(
-                f"update_priorities expected {len(starts)} finite priorities that are not negative, one for each key; "
-                f"got shape {priorities.shape}, from {lowest} to {highest}."
-            )
-        there = self.holds(starts)
-        if not there.all():
-            self.dropped += int(np.count_nonzero(~there))
-            starts, priorities = starts[there], priorities[there]
-        if not len(starts):
-            return
-        self.highest = max(self.highest, float(priorities.max()))
-        index = starts % self._timeline.slots
-        self._tree.leaves[index] = np.maximum(priorities, _LOWEST) ** self._exponent
-        self._tree.touch(index)
-
-    def _numbers(self, slots: np.ndarray) -> np.ndarray:
-        """The living numbers in `slots`."""
-        head, size = self._timeline.head, self._timeline.slots
-        numbers = slots + (head - head % size)
-        return np.where(numbers >= head, numbers - size, numbers)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        self._tree.refresh()
-        return {**super().arrays(), **{f"tree{i}": level for i, level in enumerate(self._tree.levels)}}
 
 
 def _full(count: int, value: float) -> np.ndarray:
