@@ -87,7 +87,9 @@ PENDULUM = Preset(
         ),
         **settings(SB3, agent__num_minibatches=64),
         **settings("three times the zoo's, which explores by gSDE", steps=300_000),
-        **settings("without it one seed of 3 fell from -169 to -250 in its last updates", agent__anneal_learning_rate=True),
+        **settings(
+            "without it one seed of 3 fell from -169 to -250 in its last updates", agent__anneal_learning_rate=True
+        ),
     },
 )
 
