@@ -70,6 +70,8 @@ def train(task: Task, seed: int) -> None:
     seconds = time.monotonic() - began
     if result["return_mean"] is None:  # interrupted when its time was up
         result.update(_rlframe(["evaluate", str(directory), "--json"], None))
+        with open(ROOT / directory / "metrics.jsonl", "a") as rows:  # where an uninterrupted run has it
+            rows.write(json.dumps({"step": result["env_steps"], "return_mean": result["return_mean"]}) + "\n")
     record = {
         "result": {name: value for name, value in result.items() if name != "run_dir"},
         "seconds": seconds,

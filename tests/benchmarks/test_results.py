@@ -105,6 +105,8 @@ def test_training_leaves_a_record_and_a_run_out_of_time_is_evaluated(elsewhere, 
     record = json.loads((elsewhere / runs.run_dir(task, 2) / runs.RECORD).read_text())
     assert record["result"] == {"env_steps": 90, "return_mean": 7.0, "return_std": 1.0}
     assert runs.is_finished(task, 2)
+    row = (elsewhere / runs.run_dir(task, 2) / "metrics.jsonl").read_text()
+    assert json.loads(row) == {"step": 90, "return_mean": 7.0}
 
 
 def test_a_command_that_runs_out_of_time_is_interrupted_and_its_last_line_read(elsewhere):
