@@ -1,13 +1,12 @@
 """How fast the environment pools are, against peers and against what the machine allows, in one run.
 
-    python benchmarks/envs.py [--seconds 3] [--repeats 3]
+    rlframe bench envs
 
 Ratios are of medians over interleaved repeats, so that a noisy neighbour slows all rows alike.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import multiprocessing
@@ -15,15 +14,30 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 
+from benchmarks.context import Context
+from benchmarks.report import Row, Table
 from rlframe.envs import AsyncEnv, SyncEnv
 
 WORKERS = 2
-Row = tuple[str, Callable[[float], float]]  # (name, seconds -> steps per second)
+Contender = tuple[str, Callable[[float], float]]  # (name, seconds -> steps per second)
+
+ALONE = "two processes that do not communicate"
+PROCESSES = "SyncEnv process"
+GYMNASIUM = "gymnasium AsyncVectorEnv"
+CHOSEN = "SyncEnv envpool, as it chooses"
+
+
+class Wanted(NamedTuple):
+    """Which row is ours, and what is asked of it."""
+
+    of: str
+    ratios: dict[str, float]  # the least multiple of these rows
+    least: float | None = None  # steps per second
 
 
 class BusyEnv(gymnasium.Env):
@@ -139,16 +153,16 @@ def busy_5ms() -> gymnasium.Env:
     return BusyEnv(5.0)
 
 
-def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **options: Any) -> list[Row]:
+def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **options: Any) -> list[Contender]:
     """The process pools against each other and against processes that do not communicate."""
-    rows: list[Row] = [
-        ("two processes that do not communicate", lambda s: no_communication(make, size, s)),
-        ("SyncEnv process", lambda s: ours(lambda: SyncEnv(name, size, "process", num_workers=WORKERS, **options), s)),
+    rows: list[Contender] = [
+        (ALONE, lambda s: no_communication(make, size, s)),
+        (PROCESSES, lambda s: ours(lambda: SyncEnv(name, size, "process", num_workers=WORKERS, **options), s)),
         (
             "AsyncEnv process, half of them",
             lambda s: ours(lambda: AsyncEnv(name, size, size // 2, "process", num_workers=WORKERS, **options), s),
         ),
-        ("gymnasium AsyncVectorEnv", lambda s: gymnasium_async(make, size, s)),
+        (GYMNASIUM, lambda s: gymnasium_async(make, size, s)),
     ]
     with contextlib.suppress(ImportError):
         import stable_baselines3  # noqa: F401
@@ -157,7 +171,7 @@ def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **opti
     return rows
 
 
-def envpool_rows(task: str, size: int, threads: int) -> list[Row]:
+def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
     """EnvPool itself and under SyncEnv."""
 
     def bare(seconds: float) -> float:
@@ -174,43 +188,34 @@ def envpool_rows(task: str, size: int, threads: int) -> list[Row]:
     return [
         (f"EnvPool, {threads} threads", bare),
         (f"SyncEnv envpool, {threads} threads", pool(threads)),
-        ("SyncEnv envpool, as it chooses", pool(None)),
+        (CHOSEN, pool(None)),
     ]
 
 
-def table(title: str, rows: list[Row], seconds: float, repeats: int, ideal: float | None = None) -> None:
-    """Prints steps per second of each row and its ratio to the first (or to `ideal`)."""
+def table(title: str, rows: list[Contender], context: Context, say: Callable[[str], None], wanted: Wanted) -> Table:
+    """Steps per second of each row, in turns; `wanted` names what is ours and how much is asked of it."""
+    say(f"envs: {title}")
     rates: dict[str, list[float]] = {name: [] for name, _ in rows}
-    for _ in range(repeats):
+    for _ in range(context.repeats):
         for name, rate in rows:
-            rates[name].append(rate(seconds))
+            rates[name].append(rate(0.5 if context.quick else 3.0))
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    limit = ideal or medians[rows[0][0]]
-    print(f"\n{title}" + (f" (ideal {ideal:,.0f} steps/s)" if ideal else ""))
-    print(f"  {'':40s}{'steps/s':>12s}{'of limit':>10s}{'lowest':>12s}{'highest':>12s}")
-    for name, median in medians.items():
-        low, high = min(rates[name]), max(rates[name])
-        print(f"  {name:40s}{median:12,.0f}{median / limit:10.2f}{low:12,.0f}{high:12,.0f}", flush=True)
-    if "gymnasium AsyncVectorEnv" in medians:
-        ratio = medians["SyncEnv process"] / medians["gymnasium AsyncVectorEnv"]
-        print(f"  SyncEnv process is {ratio:.1f} times gymnasium AsyncVectorEnv")
+    others = [Row(name, median, wanted.ratios.get(name)) for name, median in medians.items() if name != wanted.of]
+    return Table(title, "steps/s", Row(wanted.of, medians[wanted.of], wanted.least), tuple(others))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
+    """Measures; see `benchmarks.runner`."""
     warnings.simplefilter("ignore")
-    run = (options.seconds, options.repeats)
-    table("CartPole, 64 environments, 2 workers", process_rows(cart_pole, 64, "gymnasium:CartPole-v1"), *run)
+    processes = Wanted(PROCESSES, {ALONE: 0.4, GYMNASIUM: 8.0})
+    rows = process_rows(cart_pole, 64, "gymnasium:CartPole-v1")
+    tables = [table("CartPole, 64 environments, 2 workers", rows, context, say, processes)]
     for milliseconds, make in ((1, busy_1ms), (5, busy_5ms)):
         ideal = WORKERS * 1000.0 / milliseconds
-        table(f"A Python environment of {milliseconds} ms, 8 of them", process_rows(make, 8, make), *run, ideal=ideal)
+        title = f"A Python environment of {milliseconds} ms, 8 of them; ideal {ideal:,.0f}"
+        wanted = Wanted(PROCESSES, {}, 0.95 * ideal if milliseconds == 5 else None)
+        tables.append(table(title, process_rows(make, 8, make), context, say, wanted))
     for task, size in (("CartPole-v1", 8), ("CartPole-v1", 64), ("HalfCheetah-v4", 8), ("Pong-v5", 8)):
-        for threads in (1, 2):
-            table(f"EnvPool {task}, {size} environments", envpool_rows(task, size, threads), *run)
-
-
-if __name__ == "__main__":
-    main()
+        rows = [*envpool_rows(task, size, 1), *envpool_rows(task, size, 2)]
+        tables.append(table(f"EnvPool {task}, {size} environments", rows, context, say, Wanted(CHOSEN, {})))
+    return tables

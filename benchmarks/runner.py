@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.context import ROOT, Context
+from benchmarks.context import Context
 from benchmarks.report import Table, machine
 
-# name -> what it compares. Each is a module here with `run(context, say) -> list[Table]`, or a script (SCRIPTS).
+# name -> what it compares. Each is a module here with `run(context, say) -> list[Table]`.
 BENCHMARKS = {
     "actor": "where the time of an Actor's step goes",
     "envs": "environment pools, against gymnasium's AsyncVectorEnv",
@@ -22,8 +21,6 @@ BENCHMARKS = {
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",
 }
-
-SCRIPTS = ("envs", "replay")  # they print tables of their own
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -50,26 +47,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     )
     print(machine(), flush=True)
     tables: list[Table] = []
-    failed = False
     for name in args.names or BENCHMARKS:
-        if name in SCRIPTS:
-            print(flush=True)
-            failed |= _run_script(name, context) != 0
-            continue
         found = importlib.import_module(f"benchmarks.{name}").run(context, _say)
         print("", *found, sep="\n\n" if len(found) > 1 else "\n", flush=True)
         tables += found
-    return _sum_up(tables) or int(failed)
-
-
-def _run_script(name: str, context: Context) -> int:
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py")]
-    if name == "envs":
-        command += ["--repeats", str(context.repeats), *(["--seconds", "0.5"] if context.quick else [])]
-    else:
-        command += ["--rounds", str(context.repeats)]
-        command += ["--peers-python", str(context.peers_python)] if context.peers_python else []
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    return _sum_up(tables)
 
 
 def _sum_up(tables: list[Table]) -> int:
