@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import shutil
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,9 +63,11 @@ class Checkpointer:
 
         leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
+        # Orbax checks its own indices, but not the arrays.
+        sums = np.array([_checksum(array) for array in (*leaves.values(), pickled)], np.uint32)
         step = max([step, *(taken + 1 for taken in self.steps())])
         with self._explain("write", step):
-            args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled})
+            args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled, "checksums": sums})
             self._manager().save(step, args=args, force=True)
             self._manager().wait_until_finished()
 
@@ -86,7 +89,10 @@ class Checkpointer:
         with self._explain("read", step):
             saved = self._manager().restore(step, args=ocp.args.StandardRestore())
             leaves = [np.asarray(saved["leaves"][name]) for name in sorted(saved["leaves"])]
-            extras = pickle.loads(np.asarray(saved["extras"]).tobytes())
+            pickled = np.asarray(saved["extras"])
+            if [_checksum(array) for array in (*leaves, pickled)] != np.asarray(saved["checksums"]).tolist():
+                raise ValueError("its arrays are not the ones that were saved")
+            extras = pickle.loads(pickled.tobytes())
         self._check(template, leaves, step)
         return jax.tree.unflatten(jax.tree.structure(template), leaves), extras
 
@@ -134,8 +140,14 @@ class Checkpointer:
             if what == "read":
                 hint = f" Remove {path} to go on from that one." if others else ""
                 raise CheckpointError(f"Checkpoint {path} is damaged: {_first_line(error)}.{kept}{hint}") from error
-            hint = f" {_free_megabytes(self._directory):.1f} MB are free there: make room, then resume."
+            free = _free_megabytes(self._directory)
+            hint = f" Only {free:.1f} MB are free there: make room." if free < 1_000 else ""
+            hint += " Then go on with --resume." if others else ""
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
+
+
+def _checksum(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
 def _first_line(error: Exception) -> str:
@@ -183,7 +195,8 @@ class VersionCounter:
                 self._reserved = int(json.loads(self._path.read_text())["reserved"])
             except (ValueError, KeyError, OSError) as error:
                 raise CheckpointError(f'Cannot read {self._path}: {error}. It must hold {{"reserved": N}}.') from error
-            self.value = max(value, self._reserved)
+            # Equal after a clean stop. Otherwise every value up to the reserved one may have been given.
+            self.value = value if value == self._reserved else max(value, self._reserved) + 1
 
     def _reserve(self, upto: int) -> None:
         assert self._path is not None

@@ -103,6 +103,7 @@ class Learner:
         self._published = (self._versions.next(), published)
         self._unchecked = (self._learner_steps, logs.get("loss"), keys)
         if "priorities" in logs:
+            self._check_loss()  # they are fetched here in any case, and a buffer takes no NaN
             self._replay_buffer.update_priorities(keys, np.asarray(logs.pop("priorities")))
         logs["staleness"] = float(staleness)
         return logs
@@ -114,9 +115,7 @@ class Learner:
             for batch in dataset:
                 logs = self.step(batch)
                 if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
-                    self._logger.write(
-                        self._learner_steps, {name: float(value) for name, value in (logs or {}).items()}
-                    )
+                    self._logger.write(self._learner_steps, logs or {})
                 if self._checkpointer is not None and self._learner_steps % self._cfg.checkpoint_every == 0:
                     self.save()
                 if self._stop.is_set() or self._learner_steps == self._cfg.max_learner_steps:

@@ -55,6 +55,16 @@ def test_a_damaged_checkpoint_is_named_and_so_is_the_one_before(checkpointer):
     assert checkpointer.restore(tree(0.0), step=1)[0]["w"][0, 0] == 1.0
 
 
+def test_a_single_changed_byte_of_the_data_is_noticed(checkpointer):
+    checkpointer.save(1, {"w": np.arange(50_000, dtype=np.float32)}, extras="kept")
+    data = max((p for p in (checkpointer.directory / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointError, match="1 is damaged"):
+        checkpointer.restore({"w": np.zeros(50_000)})
+
+
 def test_a_checkpoint_of_another_network_is_refused_by_name(checkpointer):
     checkpointer.save(1, tree(1.0))
     with pytest.raises(CheckpointError, match=r"\['w'\] has shape \(3, 2\) where this agent has \(3, 4\)"):
@@ -72,6 +82,21 @@ def test_versions_go_on_past_all_that_may_have_been_given(tmp_path):
     after_crash = VersionCounter(tmp_path)
     after_crash.resume(value=given[10])  # the checkpoint is older than the last version given
     assert after_crash.next() > given[-1]
+
+
+def test_a_version_is_never_given_twice_however_many_of_the_reserved_were_used(tmp_path):
+    for used in range(1, 2_100, 100):
+        counter = VersionCounter(tmp_path / str(used))
+        given = [counter.next() for _ in range(used)]
+        resumed = VersionCounter(tmp_path / str(used))
+        resumed.resume(value=given[0])
+        assert resumed.value not in given[1:]
+    drawn_out = VersionCounter(tmp_path)
+    while drawn_out.next() < drawn_out._reserved:
+        pass
+    resumed = VersionCounter(tmp_path)
+    resumed.resume(value=2)
+    assert resumed.value > drawn_out.value
 
 
 def test_a_new_counter_does_not_forget_what_was_reserved_before_it_resumes(tmp_path):

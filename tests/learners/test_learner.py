@@ -76,6 +76,14 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_good_checkpoin
     learner.close()
 
 
+def test_a_loss_that_is_not_finite_is_noticed_before_its_priorities_reach_the_buffer():
+    buffer = RecordingBuffer()
+    learner = make(buffer=buffer, prioritised=True)
+    with pytest.raises(NonFiniteLossError, match="learner step 1 is nan"):
+        learner.step(reward_batch([1, np.nan, 1, 1]))
+    assert buffer.priorities == []
+
+
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     learner = make(tmp_path)
     learner.step(reward_batch([1, 1, 1, 1]))
@@ -145,7 +153,7 @@ def test_run_learns_from_the_buffers_dataset_logs_and_saves(tmp_path):
 
     class Logger:
         def write(self, step, values):
-            rows.append((step, values["loss"]))
+            rows.append((step, float(values["loss"])))
 
     rows = []
     buffer = RecordingBuffer()
