@@ -117,7 +117,13 @@ def _section(task: Task, outcomes: list[Outcome]) -> str:
     ]
     names = ("seed", "steps", "wall time", "steps/s", "return", "first at target", f"at least {task.target:g}")
     theirs = [
-        (p.what, f"{p.steps:,}", f"{p.mean:,.1f} ± {p.std:,.1f}", p.note, f"[{p.source[0]}]({p.source[1]})")
+        (
+            p.what,
+            f"{p.steps:,}" if p.steps else "not stated",
+            f"{p.mean:,.1f} ± {p.std:,.1f}",
+            p.note,
+            f"[{p.source[0]}]({p.source[1]})",
+        )
         for p in task.published
     ]
     command = f"rlframe train --agent {task.agent} --env {task.env} --seed {outcomes[0].seed}"

@@ -18,7 +18,7 @@ class Published:
     """Somebody's figure for the same task."""
 
     what: str
-    steps: int
+    steps: int | None  # None: the source does not say
     mean: float
     std: float
     source: tuple[str, str]  # name, address
@@ -56,8 +56,8 @@ def _cleanrl(script: str, mean: float, std: float, source: tuple[str, str], step
 
 
 def _baselines(mean: float, std: float) -> Published:
-    note = "as CleanRL's, by its authors (Huang et al. 2022)"
-    return Published("OpenAI Baselines' PPO", 500_000, mean, std, CLEANRL_PPO, note)
+    note = "run by CleanRL's authors, beside theirs (Huang et al. 2022)"
+    return Published("OpenAI Baselines' PPO", None, mean, std, CLEANRL_PPO, note)
 
 
 TASKS = (
