@@ -130,7 +130,7 @@ def _section(task: Task, outcomes: list[Outcome]) -> str:
     return "\n".join(
         [
             f"## {task.title}\n",
-            f"Asked: at least {task.target:g} within {_limit(task)}. `{command}` {task.about}".rstrip() + "\n",
+            f"Asked: at least {task.target:g} within {_limit(task)}. `{command}`\n\n{task.about}".rstrip() + "\n",
             f"![{task.title}: returns over environment steps]({_beside(picture)})\n",
             _table(names, ours),
             _table(("published", "steps", "return", "of what", "source"), theirs),
