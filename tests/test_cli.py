@@ -92,6 +92,8 @@ def test_a_config_is_repeated_and_changed(trained):
         ("train --resume --run-dir nothing", "There is no run in nothing"),
         ("evaluate", "RUN_DIR"),
         ("evaluate nothing", "There is no run in nothing"),
+        ("evaluate nothing --episodes 0", "--episodes must be at least 1, got 0."),
+        ("evaluate nothing --seed -1", "--seed must be between 0 and 2147483647, got -1."),
         ("plot", "Name one run directory or several."),
         ("plot nothing", "nothing has no metrics.jsonl"),
         ("envs NoSuchThing", "No environment has 'NoSuchThing' in its name."),

@@ -51,6 +51,7 @@ class Agent:
     """
 
     config_cls: type[Any] = type(None)
+    network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
@@ -84,8 +85,8 @@ class Agent:
     # Acting
 
     def initial_params(self, rng: jax.Array) -> Params:
-        """Fresh parameters: a pytree of float arrays."""
-        raise NotImplementedError
+        """Fresh parameters, a pytree of float arrays: those of `self.network`, unless overridden."""
+        return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
 
     def initial_state(self, batch_size: int) -> AgentState:
         """The recurrent state at FIRST, a pytree of `[batch_size, ...]`. `()` where there is none."""

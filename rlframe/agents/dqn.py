@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory, zeros_like_spec
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.errors import UsageError
 from rlframe.types import (
@@ -65,9 +65,9 @@ class DQNConfig:
         for name in ("discount", "epsilon_begin", "epsilon_end"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise UsageError(f"DQNConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
-        if self.learning_rate <= 0.0:
+        if not self.learning_rate > 0.0:  # NaN is not
             raise UsageError(f"DQNConfig.learning_rate must be above 0, got {self.learning_rate}.")
-        if self.exploration_duration_exponent is not None and self.exploration_duration_exponent <= 1.0:
+        if self.exploration_duration_exponent is not None and not self.exploration_duration_exponent > 1.0:
             raise UsageError(
                 "DQNConfig.exploration_duration_exponent must be above 1 (or None), "
                 f"got {self.exploration_duration_exponent}."
@@ -127,9 +127,6 @@ class DQN(Agent):
         self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
 
     # Acting
-
-    def initial_params(self, rng: jax.Array) -> Params:
-        return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
 
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState

@@ -14,7 +14,7 @@ import optax
 
 from rlframe import compilation
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory, zeros_like_spec
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.errors import UsageError
@@ -62,7 +62,7 @@ class PPOConfig:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise UsageError(f"PPOConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
         for name in ("clip_epsilon", "learning_rate"):
-            if getattr(self, name) <= 0.0:
+            if not getattr(self, name) > 0.0:  # NaN is not
                 raise UsageError(f"PPOConfig.{name} must be above 0, got {getattr(self, name)}.")
 
 
@@ -111,9 +111,6 @@ class PPO(Agent):
         self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
 
     # Acting
-
-    def initial_params(self, rng: jax.Array) -> Params:
-        return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState

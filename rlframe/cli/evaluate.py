@@ -10,6 +10,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from rlframe.cli.parsing import parse
+from rlframe.errors import UsageError
 
 PROG = "rlframe evaluate"
 DESCRIPTION = "Play episodes greedily with the latest checkpoint of a run."
@@ -30,6 +31,12 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     options = parse(Options, arguments, PROG, DESCRIPTION)
+    if options.episodes < 1:
+        raise UsageError(f"--episodes must be at least 1, got {options.episodes}.")
+    from rlframe.programs.experiment import MAX_SEED
+
+    if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
+        raise UsageError(f"--seed must be between 0 and {MAX_SEED}, got {options.seed}.")
     from rlframe.programs.evaluation import evaluate, record
 
     result = evaluate(options.run_dir, episodes=options.episodes, seed=options.seed)

@@ -49,6 +49,9 @@ class GymnasiumEnv:
         self.observation_spec = spaces.observation_spec_of_space(env.observation_space)
         self.action_spec, self.codec = spaces.action_spec_of_space(env.action_space)
         self._step: Callable[[Any], Any] = env.step
+        self._starts = spaces.observation_starts(env.observation_space)
+        self._moves = any(self._starts)
+        self._layout = spaces.Layout(self.observation_spec)
 
     def reset(self, seed: int | None) -> Any:
         result = self.env.reset() if seed is None else self.env.reset(seed=seed)
@@ -57,13 +60,19 @@ class GymnasiumEnv:
                 f"reset() of {self.env} must return (observation, info), got {type(result).__name__}. "
                 "This looks like the API of Gym before 0.26: use a Gymnasium environment."
             )
-        return result[0]
+        return self._from_zero(result[0]) if self._moves else result[0]
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         observation, reward, terminated, truncated, _ = self._step(action)
+        if self._moves:
+            observation = self._from_zero(observation)
         if terminated:
             return observation, reward, 0.0, True
         return observation, reward, 1.0, bool(truncated)
+
+    def _from_zero(self, observation: Any) -> Any:
+        leaves = zip(self._layout.flatten(observation), self._starts, strict=True)
+        return self._layout.unflatten([np.asarray(leaf) - start if start else leaf for leaf, start in leaves])
 
     def close(self) -> None:
         self.env.close()

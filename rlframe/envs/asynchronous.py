@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from dm_env import specs
 
 from rlframe.envs.envpool import EnvPoolAsync
 from rlframe.envs.group import build_group
+from rlframe.envs.handle import PoolHandle
 from rlframe.envs.names import Builder
 from rlframe.envs.process import AsyncProcesses
 from rlframe.envs.sync import check_actions, check_arguments, refuse_builder, split_among, workers_for
@@ -20,7 +20,7 @@ from rlframe.types import TimeStep
 ASYNC_TYPES = ("thread", "process", "envpool")
 
 
-class AsyncEnv:
+class AsyncEnv(PoolHandle):
     """`size` environments, `wait_num` of which answer at a time: the slow ones hold nobody up.
 
     Args:
@@ -47,12 +47,9 @@ class AsyncEnv:
         check_arguments(size, type, ASYNC_TYPES, seed, num_workers)
         if not isinstance(wait_num, (int, np.integer)) or not 1 <= wait_num <= size:
             raise UsageError(f"wait_num must be between 1 and the size, {size}, got {wait_num!r}.")
-        self._pool: Any = _make_pool(name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs)
-        self.num_envs = size
+        self._attach(_make_pool(name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs))
         self.wait_num = wait_num
-        self.observation_spec = self._pool.observation_spec
-        self.action_spec: specs.Array = self._pool.action_spec
-        self._closed = self._started = self._checked = False
+        self._started = False
         self._running = np.zeros(size, np.bool_)  # sent to, but not yet received
         self._num_running = 0
 
@@ -95,19 +92,8 @@ class AsyncEnv:
 
     def close(self) -> None:
         """Ends every thread and process of the pool. May be called twice."""
-        if not self._closed:
-            self._closed, self._started, self._checked = True, False, False
-            self._pool.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("This environment pool is closed: make a new one.")
-
-    def __enter__(self) -> AsyncEnv:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
+        self._started = False
+        super().close()
 
 
 def _make_pool(

@@ -16,6 +16,9 @@ from rlframe.errors import EnvError, RlframeError, UsageError
 
 ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung
 
+# An environment that calls sys.exit() failed; Ctrl-C is no error of an environment.
+_ERRORS = (Exception, SystemExit)
+
 EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, the seed if not yet given to it)
 
 
@@ -85,7 +88,7 @@ class EnvGroup:
             rows.step_type[:] = step_types
             rows.discount[:] = discounts
             rows.reward[:] = rewards
-        except Exception as error:
+        except _ERRORS as error:
             raise self._explain(error, i, "step") from error
 
     def step_one(self, i: int, action: np.ndarray, rows: Rows, row: int) -> None:
@@ -99,14 +102,14 @@ class EnvGroup:
             )
             rows.step_type[row] = 2 if self._last[i] else 1
             self._write(i, observation, rows.leaves, row)
-        except Exception as error:
+        except _ERRORS as error:
             raise self._explain(error, i, "step") from error
 
     def reset_one(self, i: int, rows: Rows, row: int) -> None:
         """Resets environment i (counted in this group) and writes row `row`."""
         try:
             self._write(i, self._reset_env(i), rows.leaves, row)
-        except Exception as error:
+        except _ERRORS as error:
             raise self._explain(error, i, "reset") from error
         rows.step_type[row], rows.reward[row], rows.discount[row] = 0, 0.0, 1.0
         self._last[i] = False
@@ -160,7 +163,7 @@ class EnvGroup:
             if came != wanted:
                 raise different_specs(self.first_id, wanted, self.first_id + i, came)
 
-    def _explain(self, error: Exception, i: int, call: str) -> RlframeError:
+    def _explain(self, error: BaseException, i: int, call: str) -> RlframeError:
         if isinstance(error, RlframeError):
             return error
         sentence = f"Environment {self.first_id + i} raised {type(error).__name__} in {call}(): {error}"

@@ -141,7 +141,7 @@ class Builder:
             return wrap(self.target(**self.kwargs, **self._seed_argument(index)))
         except RlframeError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvError(f"Building environment {index} failed: {type(error).__name__}: {error}") from error
 
     def _seed_argument(self, index: int) -> dict[str, int]:

@@ -40,7 +40,10 @@ class ActionCodec(NamedTuple):
 
 
 def observation_spec_of_space(space: Any, path: str = "observation") -> Any:
-    """The spec tree of a gymnasium observation space. Raises UsageError for spaces without a fixed shape."""
+    """The spec tree of a gymnasium observation space. Raises UsageError for spaces without a fixed shape.
+
+    A Discrete counts from 0 in it, wherever the space starts: see `observation_starts`.
+    """
     import gymnasium.spaces as g
 
     if isinstance(space, (g.Dict, Mapping)):
@@ -48,8 +51,19 @@ def observation_spec_of_space(space: Any, path: str = "observation") -> Any:
     if isinstance(space, g.Tuple):
         return tuple(observation_spec_of_space(sub, f"{path}.{i}") for i, sub in enumerate(space))
     if isinstance(space, g.Discrete):
-        return specs.BoundedArray((), np.int32, int(space.start), int(space.start) + int(space.n) - 1, name=path)
+        return specs.DiscreteArray(int(space.n), np.int32, path)
     return _array_spec_of_space(space, path)
+
+
+def observation_starts(space: Any) -> list[int]:
+    """What to subtract from each leaf of an observation, in the order of `Layout`: where its Discrete starts."""
+    import gymnasium.spaces as g
+
+    if isinstance(space, (g.Dict, Mapping)):
+        return [start for sub in space.values() for start in observation_starts(sub)]
+    if isinstance(space, g.Tuple):
+        return [start for sub in space for start in observation_starts(sub)]
+    return [int(space.start) if isinstance(space, g.Discrete) else 0]
 
 
 def action_spec_of_space(space: Any) -> tuple[specs.Array, ActionCodec]:
@@ -107,6 +121,8 @@ def observation_spec_of_specs(tree: Any, path: str = "observation") -> Any:
         return {key: observation_spec_of_specs(sub, f"{path}.{key}") for key, sub in tree.items()}
     if isinstance(tree, (tuple, list)):
         return tuple(observation_spec_of_specs(sub, f"{path}.{i}") for i, sub in enumerate(tree))
+    if isinstance(tree, specs.DiscreteArray):
+        return specs.DiscreteArray(tree.num_values, np.int32, path)
     if isinstance(tree, specs.BoundedArray):
         return bounded(tree.shape, tree.dtype, tree.minimum, tree.maximum, path)
     if isinstance(tree, specs.Array) and tree.dtype.kind in "fiub":

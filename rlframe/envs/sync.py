@@ -14,6 +14,7 @@ from dm_env import specs
 from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import EnvPoolPool
 from rlframe.envs.group import EnvGroup, build_group
+from rlframe.envs.handle import PoolHandle
 from rlframe.envs.loop import LoopPool
 from rlframe.envs.names import Builder, takes_seed
 from rlframe.envs.process import ProcessPool
@@ -24,7 +25,7 @@ from rlframe.types import TimeStep
 SYNC_TYPES = ("loop", "thread", "process", "envpool")
 
 
-class SyncEnv:
+class SyncEnv(PoolHandle):
     """`size` environments in lock step. Obeys the data contract of `rlframe.types` (auto-reset, discounts, dtypes).
 
     Args:
@@ -65,14 +66,6 @@ class SyncEnv:
         pool._attach(LoopPool(EnvGroup([wrap(env)], [env_seed(seed, 0)], 0)))
         return pool
 
-    def _attach(self, pool: Any) -> None:
-        self._pool = pool
-        self._closed = False
-        self._checked = False
-        self.num_envs: int = pool.num_envs
-        self.observation_spec = pool.observation_spec
-        self.action_spec: specs.Array = pool.action_spec
-
     def reset(self) -> TimeStep:
         """Starts a new episode everywhere: a FIRST timestep [B, ...]."""
         self._check_open()
@@ -106,22 +99,6 @@ class SyncEnv:
         if len(states) != self.num_envs:
             raise UsageError(f"The state holds {len(states)} environments, but this pool has {self.num_envs}.")
         self._pool.set_state(states)
-
-    def close(self) -> None:
-        """Ends every thread and process of the pool. May be called twice."""
-        if not self._closed:
-            self._closed, self._checked = True, False
-            self._pool.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("This environment pool is closed: make a new one.")
-
-    def __enter__(self) -> SyncEnv:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
 
 
 def as_pool(env: Any, *, seed: int = 0) -> Any:

@@ -15,7 +15,7 @@ from rlframe.types import ReplaySpec, Sequence
 
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 
-_MAX_SEED = 2**31 - 1
+MAX_SEED = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Experiment:
         for name in ("eval_every", "checkpoint_every", "replay_checkpoint_every", "schedule_steps", "log_every"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}.")
-        if not 0 <= self.seed <= _MAX_SEED:
-            raise UsageError(f"seed must be between 0 and {_MAX_SEED}, got {self.seed}.")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
 

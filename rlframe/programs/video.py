@@ -132,17 +132,18 @@ def _rendering_env(described: Experiment, seed: int) -> Any:
     if where == "dm_control":
         raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control's are not filmed.")
     name = split(target)[1]
+    # The twin of an EnvPool task takes none of EnvPool's options.
     if where == "envpool" and described.env_type in ("auto", "envpool"):
         return _twin(plain_name(name))
     import gymnasium
 
-    return gymnasium.make(name, render_mode="rgb_array", **described.env_kwargs)
+    return gymnasium.make(name, render_mode="rgb_array", **_options(described))
 
 
 def _from_builder(builder: Any, described: Experiment, seed: int) -> Any:
     seeds = {"seed": seed} if takes_seed(builder) else {}
     try:
-        env = builder(render_mode="rgb_array", **described.env_kwargs, **seeds)
+        env = builder(render_mode="rgb_array", **_options(described), **seeds)
     except TypeError as error:
         raise UsageError(
             f"{described.env} cannot be filmed: it should take render_mode='rgb_array' and give a gymnasium "
@@ -151,6 +152,10 @@ def _from_builder(builder: Any, described: Experiment, seed: int) -> Any:
     if not hasattr(env, "render"):
         raise UsageError(f"{described.env} cannot be filmed: {type(env).__name__} has no render().")
     return env
+
+
+def _options(described: Experiment) -> dict[str, Any]:
+    return {**described.env_kwargs, **described.eval_env_kwargs}
 
 
 def _twin(task: str) -> Any:

@@ -214,7 +214,16 @@ def test_actions_that_are_not_discrete_are_refused(spec):
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch_size": 0}, {"epsilon_end": 2.0}, {"learning_rate": -1.0}, {"optimiser": "sgd"}, {"n_step": 0}]
+    "change",
+    [
+        {"batch_size": 0},
+        {"epsilon_end": 2.0},
+        {"learning_rate": -1.0},
+        {"learning_rate": float("nan")},
+        {"exploration_duration_exponent": float("nan")},
+        {"optimiser": "sgd"},
+        {"n_step": 0},
+    ],
 )
 def test_options_out_of_range_are_refused_by_name(change):
     with pytest.raises(UsageError, match=f"DQNConfig.{next(iter(change))}"):

@@ -157,7 +157,15 @@ def test_repeating_a_rewarded_action_makes_it_likelier():
 
 
 @pytest.mark.parametrize(
-    "change", [{"unroll_length": 0}, {"discount": 1.5}, {"gae_lambda": -0.1}, {"learning_rate": 0.0}]
+    "change",
+    [
+        {"unroll_length": 0},
+        {"discount": 1.5},
+        {"gae_lambda": -0.1},
+        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"clip_epsilon": float("nan")},
+    ],
 )
 def test_options_out_of_range_are_refused_by_name(change):
     with pytest.raises(UsageError, match=f"PPOConfig.{next(iter(change))}"):

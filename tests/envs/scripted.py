@@ -95,6 +95,8 @@ class FaultyEnv(ScriptedEnv):
         self.fault = fault if seed == env_seed(0, victim) else None
         if self.fault == "build":
             raise RuntimeError("no such level")
+        if self.fault == "exit in build":
+            raise SystemExit("no fuel")
         if self.fault == "spec":
             self.action_space = spaces.Discrete(NUM_ACTIONS + 1)
 
@@ -103,6 +105,8 @@ class FaultyEnv(ScriptedEnv):
         if self.t == 2:
             if self.fault == "raise":
                 raise KeyError("the wheel came off")
+            if self.fault == "exit":
+                raise SystemExit("out of fuel")
             if self.fault == "shape":
                 return observation[:2], *rest
             if self.fault == "dtype":

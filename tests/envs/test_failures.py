@@ -51,6 +51,14 @@ def test_an_exception_arrives_with_its_traceback_and_env_id(run, type):
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
+def test_an_environment_that_exits_has_failed_like_any_other(run, type):
+    with pytest.raises(EnvError, match=r"Environment 2 raised SystemExit in step\(\): out of fuel"):
+        run("exit", type)
+    with pytest.raises(EnvError, match="Building environment 2 failed: SystemExit: no fuel"):
+        run("exit in build", type)
+
+
+@pytest.mark.parametrize(("run", "type"), RUNS)
 def test_a_wrong_observation_names_the_environment_the_leaf_and_both_shapes(run, type):
     with pytest.raises(
         UsageError, match=r"Environment 2 gave 'observation' as float64 of shape \(2,\).*float32.*\(3,\)"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dm_env
 import gymnasium
+import jax
 import numpy as np
 import pytest
 from dm_env import specs
 from gymnasium import spaces as g
 
+from rlframe.agents import PPO, PPOConfig
 from rlframe.envs import SyncEnv, as_pool, spaces
 from rlframe.errors import UsageError
 from tests.envs.scripted import ScriptedDmEnv, ScriptedEnv
@@ -76,12 +78,48 @@ def test_dtypes_are_narrowed_and_bounds_with_them():
     np.testing.assert_array_equal(spec.minimum, [-np.inf, -np.inf])
     np.testing.assert_array_equal(spec.maximum, [np.inf, np.inf])
     assert spaces.observation_spec_of_space(g.Box(0, 255, (2,), np.uint8)).dtype == np.uint8
-    assert spaces.observation_spec_of_space(g.Discrete(4, start=2)).maximum == 5
     wide = spaces.observation_spec_of_space(g.Box(0, 2**40, (1,), np.int64))
     assert (wide.dtype, wide.maximum[0]) == (np.int32, 2**31 - 1)
 
 
+class Floors(ScriptedEnv):
+    """Observes one of the floors -1 .. 3, alone and beside others."""
+
+    def __init__(self, nested):
+        self.nested = nested
+        floor = g.Discrete(5, start=-1)
+        self.observation_space = g.Dict(a=g.Tuple((g.Discrete(9), floor)), b=floor) if nested else floor
+
+    def _observation(self):
+        return {"b": self.t - 1, "a": (self.t, np.int64(self.t - 1))} if self.nested else self.t - 1
+
+
+def test_a_discrete_observation_counts_from_zero():
+    floor = specs.DiscreteArray(5, np.int32, "observation")
+    with SyncEnv(lambda: Floors(False), 1) as pool:
+        assert pool.observation_spec == floor and type(pool.observation_spec) is specs.DiscreteArray
+        seen = [pool.reset().observation[0], pool.step(np.zeros(1, np.int32)).observation[0]]
+    assert seen == [0, 1]
+    with SyncEnv(lambda: Floors(True), 1) as pool:
+        assert pool.observation_spec["a"][1] == floor.replace(name="observation.a.1")
+        pool.reset()
+        observation = pool.step(np.zeros(1, np.int32)).observation
+    assert (observation["a"][0][0], observation["a"][1][0], observation["b"][0]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("type", ["loop", "envpool"])
+def test_an_agent_takes_a_discrete_observation_as_one_input_for_each_value(type):
+    with SyncEnv("FrozenLake-v1", 2, type) as pool:
+        agent = PPO(PPOConfig(), pool.observation_spec, pool.action_spec)
+        assert pool.reset().observation.shape == (2,)
+    shapes = jax.eval_shape(agent.initial_params, jax.random.PRNGKey(0))
+    assert shapes["torso0_dense0"]["w"].shape == (16, 64)
+
+
 def test_dm_env_specs_become_the_same():
+    observed = spaces.observation_spec_of_specs((specs.DiscreteArray(3, np.int64), specs.BoundedArray((), int, 0, 2)))
+    assert [type(spec) for spec in observed] == [specs.DiscreteArray, specs.BoundedArray]
+    assert observed[0] == specs.DiscreteArray(3, np.int32, "observation.0")
     spec, codec = spaces.action_spec_of_specs(specs.BoundedArray((), np.int64, 3, 6))
     assert spec == specs.DiscreteArray(4, np.int32, "action") and codec.offset == 3
     assert codec.decode(np.array([0, 3], np.int32)) == [3, 6]
