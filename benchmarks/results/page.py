@@ -18,8 +18,10 @@ _INTRO = """\
 # Learning results
 
 Each run is one command, `rlframe train --agent AGENT --env ENV --seed SEED`, with the preset of its agent and
-environment and nothing tuned by seed. `make results` repeats all of them and writes this page;
-`python -m benchmarks.results NAME` does one task. Where a seed misses its target, the table says so.
+environment and nothing set by seed. Where a preset departs from its source because of what was found here (lambda of
+PPO on CartPole, the annealed rates of DQN on CartPole and PPO on Pendulum, most of DQN on MountainCar), these seeds
+were among those that it was chosen on. Where a seed misses its target, the table says so. `make results` repeats all
+runs and writes this page; `python -m benchmarks.results NAME` does one task.
 
 - **return**: of the final policy, greedy, over 20 episodes with seeds that training never used: mean ± deviation
   over the episodes.
