@@ -131,7 +131,7 @@ class ReplaySpec:
     item: Union[Transition, Sequence]
     batch_size: Union[int, None]  # items; None: one of each environment (on-policy agents)
     capacity: int  # environment steps kept, over all environments
-    min_size: int = 1  # items there must be before `sample` answers
+    min_size: int = 1  # items that must have been added before `sample` answers; in a queue, that must be there
     samples_per_insert: Union[float, None] = None  # items sampled per item added; None: as fast as they come
     priority_exponent: float = 0.6  # `prioritised` only; Schaul et al. 2016, alpha
 

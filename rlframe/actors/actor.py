@@ -85,13 +85,15 @@ class Actor:
         self.stop()
         self._env.close()
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, *, with_envs: bool = True) -> dict[str, Any]:
         """All that a resumed Actor needs: numpy, ints and bytes.
 
-        `env` is None where the environments cannot save their state: a resumed Actor resets them.
+        `env` is None where the environments cannot save their state, or are not asked to because they
+        have failed: a resumed Actor resets them.
         """
+        with_envs = with_envs and self._env.is_sync and self._timestep is not None
         return {
-            "env": self._env.get_state() if self._env.is_sync and self._timestep is not None else None,
+            "env": self._env.get_state() if with_envs else None,
             "timestep": self._timestep,
             "state": self._state,
             "episodes": self._episodes.get_state(),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import rlframe
 from rlframe.errors import RlframeError, UsageError, suggest
@@ -32,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(arguments)
+        with _warnings_shown():
+            return _dispatch(arguments)
     except KeyboardInterrupt:
         print("rlframe: interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -46,6 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"rlframe: {_one_sentence(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, RlframeError) else 1
+
+
+@contextlib.contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """What the package warns of goes to stderr, in the form of the command's errors."""
+    logger, handler = logging.getLogger("rlframe"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("rlframe: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -42,9 +42,7 @@ def parse(options: type[T], arguments: Sequence[str], prog: str, description: st
                 prog=prog,
                 description=description,
                 return_unknown_args=True,
-                config=(tyro.conf.SuppressFixed, tyro.conf.HelptextFromCommentsOff)
-                if False
-                else (tyro.conf.SuppressFixed,),
+                config=(tyro.conf.SuppressFixed,),
                 registry=_registry(),
                 **extra,
             )
@@ -61,10 +59,13 @@ def peek(arguments: Sequence[str], name: str) -> str | None:
     """The value of `--name` before the options are known, or None. The last one given counts."""
     value = None
     for i, argument in enumerate(arguments):
-        if argument == f"--{name}" and i + 1 < len(arguments):
+        option, joined, rest = argument.partition("=")
+        if option.replace("_", "-") != f"--{name}":  # tyro takes both
+            continue
+        if joined:
+            value = rest
+        elif i + 1 < len(arguments):
             value = arguments[i + 1]
-        elif argument.startswith(f"--{name}="):
-            value = argument.partition("=")[2]
     return value
 
 

@@ -41,6 +41,14 @@ class SessionOptions:
     traceback: bool = False  # show where an error came from
 
 
+@dataclasses.dataclass(frozen=True)
+class ExperimentOptions(Experiment):
+    """An experiment whose configs are options of their own; among its fields they would only be noise."""
+
+    agent_config: Annotated[Any, tyro.conf.Suppress] = None
+    network_config: Annotated[Any, tyro.conf.Suppress] = None
+
+
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     described, session, preset = read_arguments(arguments)
@@ -102,13 +110,10 @@ def _saved(arguments: list[str]) -> Experiment | None:
 
 def _options(defaults: Experiment) -> type:
     """What tyro parses: an experiment, a session, the agent's config without prefix, the network's with one."""
-    # The configs are options of their own; among the experiment's they would only be noise.
-    hidden = [(name, Annotated[Any, tyro.conf.Suppress], None) for name in ("agent_config", "network_config")]
-    own: Any = dataclasses.make_dataclass("Experiment", hidden, bases=(Experiment,), frozen=True)
     flat: Any = tyro.conf.OmitArgPrefixes
     config_cls: Any = type(defaults.agent_config)
     fields: list[tuple[str, Any]] = [
-        ("experiment", Annotated[own, tyro.conf.arg(name=""), flat]),
+        ("experiment", Annotated[ExperimentOptions, tyro.conf.arg(name=""), flat]),
         ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat]),
         ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), flat]),
     ]
@@ -121,12 +126,11 @@ def _options(defaults: Experiment) -> type:
 
 def _start(options: Any, defaults: Experiment) -> Any:
     """The instance of `options` that holds the defaults."""
-    types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(options)}
     plain = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(Experiment)}
     plain.update(agent_config=None, network_config=None)
-    values = {"experiment": types["experiment"].__origin__(**plain), "session": SessionOptions()}
+    values = {"experiment": ExperimentOptions(**plain), "session": SessionOptions()}
     values["agent_config"] = defaults.agent_config
-    if "network_config" in types:
+    if defaults.network_config is not None:
         values["network_config"] = defaults.network_config
     return options(**values)
 

@@ -14,7 +14,7 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment, total_learner_steps
 from rlframe.replay import ReplayBuffer
-from rlframe.types import Sequence
+from rlframe.types import Logs, Sequence
 
 CHECKPOINTS_KEPT = 3
 
@@ -141,9 +141,24 @@ def make_agent(described: Experiment, observation_spec: Any, action_spec: Any) -
     return make(dataclasses.replace(config, total_learner_steps=total))
 
 
-def make_evaluator(described: Experiment, agent: Agent, learner: Any, episodes: int, seed: int) -> Evaluator:
-    """Plays greedily in environments of its own, whose seeds training never used."""
-    env_kwargs = {**described.env_kwargs, **described.eval_env_kwargs}
-    env_builder = EnvBuilder(described, episodes, env_kwargs)
-    inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, learner)
-    return Evaluator(env_builder, inferencer, episodes, seed=seed)
+class Evaluations:
+    """A run's evaluations: greedy, in environments whose seeds training never used, and the same each time.
+
+    The inferencer is compiled once; the environments are built for each evaluation and closed after it.
+    """
+
+    def __init__(self, described: Experiment, agent: Agent, learner: Any) -> None:
+        self._described = described
+        self._inferencer = Inferencer(InferencerConfig(greedy=True, seed=described.seed), agent, learner)
+        self._begin = self._inferencer.get_state()
+
+    def evaluate(self) -> Logs:
+        """As `Evaluator.evaluate`, by the newest parameters."""
+        described = self._described
+        env_kwargs = {**described.env_kwargs, **described.eval_env_kwargs}
+        env_builder = EnvBuilder(described, described.eval_episodes, env_kwargs)
+        self._inferencer.set_state(self._begin)
+        try:
+            return Evaluator(env_builder, self._inferencer, described.eval_episodes, seed=described.seed).evaluate()
+        finally:
+            env_builder.close()

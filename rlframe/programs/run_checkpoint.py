@@ -6,23 +6,27 @@ before the checkpoint is written: a run that dies in between goes on from the ch
 
 from __future__ import annotations
 
+import logging
 import pathlib
 
+from rlframe.learners.checkpoints import Checkpointer
 from rlframe.programs.assemble import CHECKPOINTS_KEPT, Parts
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import RunDir
+
+_log = logging.getLogger(__name__)
 
 # A replay up to this size goes with every checkpoint: a resumed run is then exact, wherever it stopped.
 _SMALL_REPLAY_BYTES = 64 * 2**20
 
 
-def save(parts: Parts, directory: RunDir, *, with_actor: bool, with_replay: bool, final: bool) -> bool:
+def save(parts: Parts, directory: RunDir, *, with_envs: bool, with_replay: bool, final: bool) -> bool:
     """Writes a checkpoint of everything.
 
     Args:
         parts: the run.
         directory: of the run.
-        with_actor: False where the environments have failed: a resumed run resets them.
+        with_envs: False where the environments have failed: a resumed run resets them.
         with_replay: whether a large replay is written too; without it the last one written counts.
         final: nothing follows in this session.
 
@@ -38,7 +42,7 @@ def save(parts: Parts, directory: RunDir, *, with_actor: bool, with_replay: bool
         directory.replay.mkdir(exist_ok=True)
         parts.replay_buffer.save(_path(directory, parts.actor.env_steps))
     extras = {
-        "actor": parts.actor.get_state() if with_actor else None,
+        "actor": parts.actor.get_state(with_envs=with_envs),
         "env_steps": parts.actor.env_steps,
         "incarnation": parts.actor.incarnation,
         "inferencer": parts.inferencer.get_state(),
@@ -49,6 +53,11 @@ def save(parts: Parts, directory: RunDir, *, with_actor: bool, with_replay: bool
     for env_steps in sorted(_saved(directory))[: -CHECKPOINTS_KEPT if small else -1]:
         _path(directory, env_steps).unlink(missing_ok=True)
     return small or with_replay
+
+
+def exists(directory: RunDir) -> bool:
+    """Whether there is a checkpoint to restore."""
+    return bool(Checkpointer(directory.checkpoints).steps())
 
 
 def restore(parts: Parts, described: Experiment, directory: RunDir) -> int:
@@ -64,8 +73,15 @@ def restore(parts: Parts, described: Experiment, directory: RunDir) -> int:
     extras = parts.learner.restore()
     parts.inferencer.set_state(extras["inferencer"])
     env_steps, actor_state = extras["env_steps"], extras["actor"]
+    for later in (saved for saved in _saved(directory) if saved > env_steps):
+        _path(directory, later).unlink()  # of a checkpoint that was never completed, or was removed
     saved_at = extras["replay"] if extras["replay"] in _saved(directory) else None
-    if saved_at == env_steps and actor_state is not None and actor_state["env"] is not None:
+    if saved_at is None and extras["replay"] is not None:
+        _log.warning(
+            "The replay of this checkpoint (%s) is no longer there: learning waits until the buffer has filled again.",
+            _path(directory, extras["replay"]),
+        )
+    if saved_at == env_steps and actor_state["env"] is not None:
         # The environments go on in mid-episode, and so do the fragments that they have open in the buffer.
         actor = parts.make_actor(described.seed)
         parts.replay_buffer.restore(_path(directory, saved_at))
@@ -76,8 +92,7 @@ def restore(parts: Parts, described: Experiment, directory: RunDir) -> int:
         while parts.replay_buffer.claim_rank(rank=0)[1] < extras["incarnation"]:
             pass
         actor = parts.make_actor(described.seed, rank=0)
-    if actor_state is not None:
-        actor.set_state(actor_state)
+    actor.set_state(actor_state)
     return saved_at or 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import pathlib
@@ -21,13 +22,15 @@ from rlframe.metrics import (
     plot_learning_curve,
 )
 from rlframe.programs import run_checkpoint
-from rlframe.programs.assemble import Parts, assemble, make_evaluator
+from rlframe.programs.assemble import Evaluations, Parts, assemble
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
 from rlframe.programs.profile import Profile
 from rlframe.programs.run_dir import Result, RunDir, default_path
 from rlframe.programs.stopping import StopSignal
 from rlframe.programs.window import Window
 from rlframe.types import Logs
+
+_log = logging.getLogger(__name__)
 
 Callback = Callable[[int, dict[str, Any]], Any]
 
@@ -54,7 +57,7 @@ def train(
     Args:
         described: what to run; on resume what ran before, perhaps with other `steps` (see `continued`).
         run_dir: where everything is written; None: a new directory under `runs/`.
-        resume: go on from the latest checkpoint in `run_dir`.
+        resume: go on from the latest checkpoint in `run_dir`; a run that ended before its first one starts again.
         stop_at: environment steps at which this session stops and saves; schedules still end at `described.steps`.
         callback: `callback(env_steps, values)` is called with each row of the logs.
         open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
@@ -115,6 +118,7 @@ class _Run:
         self._progress = progress
         self._profile = profile
         self._logger: Logger = MultiLogger([])
+        self._evaluations = Evaluations(described, parts.agent, parts.learner)
         self._learns_once = parts.replay_buffer.spec.samples_per_insert is None
         self._began = time.monotonic()
         self._not_training = 0.0
@@ -122,6 +126,10 @@ class _Run:
 
     def start(self, resume: bool) -> None:
         """Makes the Actor, or takes everything over from the latest checkpoint."""
+        self._continues_files = resume
+        if resume and not run_checkpoint.exists(self._directory):
+            _log.warning("The run in %s ended before its first checkpoint: it starts again.", self._directory.path)
+            resume = False
         self._resumed = resume
         if resume:
             self._replay_saved_at = run_checkpoint.restore(self._parts, self._described, self._directory)
@@ -141,7 +149,7 @@ class _Run:
 
     def open_loggers(self, more: list[Logger]) -> None:
         """Opens the files of the run directory; on resume, rows after the checkpoint go."""
-        path, at = self._directory.path, self._first_step if self._resumed else None
+        path, at = self._directory.path, self._first_step if self._continues_files else None
         shown = [self._progress] if self._progress is not None else []
         self._logger = MultiLogger(
             [
@@ -159,7 +167,7 @@ class _Run:
         try:
             self._loop(until)
         except EnvError:
-            run_checkpoint.save(self._parts, self._directory, with_actor=False, with_replay=True, final=True)
+            run_checkpoint.save(self._parts, self._directory, with_envs=False, with_replay=True, final=True)
             raise
         finally:
             if self._profile is not None:
@@ -168,6 +176,8 @@ class _Run:
         if self._actor.env_steps > self._window.first_step:
             self._write_row()
         self._save(final=True)
+        if self._parts.learner.learner_steps == 0 and self._stop.number is None:
+            self._say_nothing_was_learned()
         evaluation = self._evaluate() if self._stop.number is None else None
         if evaluation is None and self._stop.number is None:
             raise KeyboardInterrupt
@@ -209,6 +219,16 @@ class _Run:
             batch = None if self._learns_once else replay_buffer.sample()
         return logs
 
+    def _say_nothing_was_learned(self) -> None:
+        spec, size = self._parts.replay_buffer.spec, self._parts.replay_buffer.size
+        _log.warning(
+            "No update was made in %d steps: the first one needs %d items in the replay buffer, and it holds %d. "
+            "Run for more steps, or let learning begin earlier.",
+            self._actor.env_steps,
+            max(spec.min_size, (spec.batch_size or self._actor.num_envs) if spec.kind == "queue" else 1),
+            size,
+        )
+
     def _periodic(self, now: int, until: int) -> None:
         if now >= self._due["row"]:
             self._write_row()
@@ -240,18 +260,13 @@ class _Run:
         self._logger.write(self._actor.env_steps, values)
 
     def _evaluate(self) -> Logs | None:
-        described, parts = self._described, self._parts
         self._stop.interruptible(True)
-        evaluator = None
         try:
-            evaluator = make_evaluator(described, parts.agent, parts.learner, described.eval_episodes, described.seed)
-            values = evaluator.evaluate()
+            values = self._evaluations.evaluate()
         except KeyboardInterrupt:
             return None
         finally:
             self._stop.interruptible(False)
-            if evaluator is not None:
-                evaluator.close()
         kept = {name: values[name] for name in ("return_mean", "return_std", "length_mean", "episodes")}
         self._logger.write(self._actor.env_steps, kept)
         return values
@@ -263,7 +278,7 @@ class _Run:
         every = self._described.replay_checkpoint_every
         with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
         saved_replay = run_checkpoint.save(
-            self._parts, self._directory, with_actor=True, with_replay=with_replay, final=final
+            self._parts, self._directory, with_envs=True, with_replay=with_replay, final=final
         )
         if saved_replay:
             self._replay_saved_at = now

@@ -10,7 +10,8 @@ import numpy as np
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import checkpoint
 from rlframe.replay.items import Sequences, Transitions
-from rlframe.replay.layout import TreeLayout, check_memory
+from rlframe.replay.layout import TreeLayout
+from rlframe.replay.memory import check_memory
 from rlframe.replay.prioritised import PrioritisedTable
 from rlframe.replay.stores import ObservationStore, observation_bytes
 from rlframe.replay.tables import ItemTable, QueueTable, UniformTable
@@ -28,6 +29,7 @@ class Contents:
         self, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ):
         self.spec, self.num_envs = spec, num_envs
+        self._step_spec = step_spec
         check_memory(bytes_needed(spec, step_spec, slots, num_envs, single_frame), slots, _what(step_spec))
         self.timeline = Timeline(slots, chunk)
         self.table: ItemTable = _table(spec, self.timeline)
@@ -39,6 +41,11 @@ class Contents:
         layout = TreeLayout("observation", step_spec.observation)
         self.observations = ObservationStore(layout, self.timeline, single_frame, num_envs)
         self.origin = np.zeros(slots, np.int32)  # index of the (rank, incarnation) that wrote the slot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when it is full."""
+        return _row_bytes(self.spec, self._step_spec) * self.timeline.slots + self.observations.nbytes
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The used part of everything that is indexed by slots."""
@@ -63,9 +70,13 @@ def needed(spec: ReplaySpec, all_envs: int) -> int:
 def bytes_needed(spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int, single_frame: bool | None) -> int:
     """Bytes that a full buffer takes."""
     layout = TreeLayout("observation", step_spec.observation)
+    return _row_bytes(spec, step_spec) * slots + observation_bytes(layout, single_frame, slots, num_envs)
+
+
+def _row_bytes(spec: ReplaySpec, step_spec: StepSpec) -> int:
+    """Of one slot, its observation aside."""
     kind = Transitions if isinstance(spec.item, Transition) else Sequences
-    rows = slots * (kind.row_bytes(step_spec) + _BOOKKEEPING)
-    return rows + observation_bytes(layout, single_frame, slots, num_envs)
+    return kind.row_bytes(step_spec) + _BOOKKEEPING
 
 
 def save(path: str | os.PathLike[str], contents: Contents, writers: dict[int, Writer], state: dict[str, Any]) -> None:

@@ -93,36 +93,6 @@ def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:
     layouts["agent_state"].check(step.agent_state, batch)
 
 
-def check_memory(needed: int, capacity: int, what: str) -> None:
-    """Raises `UsageError` where `needed` bytes for `capacity` steps exceed what the machine has left.
-
-    Pages are touched only as the buffer fills, so nothing else would stop it before the machine is out of memory.
-    """
-    available = available_memory()
-    if available is not None and needed > available:
-        fits = int(capacity * (available / needed) * 0.9)
-        raise UsageError(
-            f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), and "
-            f"{_gigabytes(available)} of memory is available. A capacity of {fits} steps would fit."
-        )
-
-
-def available_memory() -> int | None:
-    """Bytes that can still be used without swapping, or None where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def _gigabytes(n: int) -> str:
-    return f"{n / 1e9:.2f} GB ({n} bytes)"
-
-
 def _describe(tree: Tree) -> str:
     return str(jtu.tree_map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}", tree))
 

@@ -13,7 +13,8 @@ from rlframe.replay import contents
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.contents import Contents, bytes_needed
 from rlframe.replay.dataset import Dataset
-from rlframe.replay.layout import TreeLayout, check_memory, check_step
+from rlframe.replay.layout import TreeLayout, check_step
+from rlframe.replay.memory import check_memory
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.timeline import Index, Writer
 from rlframe.types import Batch, Step, StepSpec, split_env_ids
@@ -167,7 +168,7 @@ class ReplayBuffer(BaseReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None while there are fewer than `min_size` items (a queue: than a batch).
+        """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds fewer, or no batch).
 
         Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
         """
@@ -201,7 +202,12 @@ class ReplayBuffer(BaseReplayBuffer):
         if self._contents is None or self._closed:
             return False
         spec, table = self.spec, self._table
-        if table.size < max(spec.min_size, count if spec.kind == "queue" else 1):
+        # A full buffer may hold fewer items than its capacity: an episode's last timestep begins none. So what
+        # counts towards min_size is what was ever added; of a queue, what is in it.
+        if spec.kind == "queue":
+            if table.size < max(spec.min_size, count):
+                return False
+        elif table.added < spec.min_size or not table.size:
             return False
         if spec.samples_per_insert is None:
             return True
@@ -256,7 +262,7 @@ class ReplayBuffer(BaseReplayBuffer):
         with self._lock:
             if self._contents is None:
                 return dict.fromkeys(_STATS, 0)
-            table, slots, num_envs = self._table, self._timeline.slots, self._contents.num_envs
+            table = self._table
             values = (
                 table.size,
                 self._steps,
@@ -265,7 +271,7 @@ class ReplayBuffer(BaseReplayBuffer):
                 table.evicted,
                 table.evicted_unsampled,
                 getattr(table, "dropped", 0),
-                bytes_needed(self.spec, self._step_spec, slots, num_envs, self._single_frame),
+                self._contents.nbytes,
             )
             return dict(zip(_STATS, values))
 

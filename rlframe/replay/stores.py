@@ -8,7 +8,8 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.replay.frames import FrameStore, looks_stacked
-from rlframe.replay.layout import Leaf, TreeLayout, check_memory
+from rlframe.replay.layout import Leaf, TreeLayout
+from rlframe.replay.memory import check_memory
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
@@ -50,7 +51,7 @@ class ObservationStore:
     """
 
     def __init__(self, layout: TreeLayout, timeline: Timeline, single_frame: bool | None, num_envs: int):
-        self._layout, self._timeline, self._forced = layout, timeline, single_frame
+        self._layout, self._timeline, self._forced, self._num_envs = layout, timeline, single_frame, num_envs
         rows = TreeStore(layout, timeline)
         self._rows = rows._data
         self._frames: dict[int, FrameStore] = {}
@@ -115,6 +116,14 @@ class ObservationStore:
         del self._frames[i]
         self.single = data if self._layout.is_leaf else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when it is full."""
+        return sum(
+            _leaf_bytes(leaf, i in self._frames, self._timeline.slots, self._num_envs)
+            for i, leaf in enumerate(self._layout.leaves)
+        )
+
     def framed(self) -> list[str]:
         """The names of the leaves of which single frames are kept."""
         return [store.leaf.name for store in self._frames.values()]
@@ -161,10 +170,10 @@ def slack(leaf: Leaf, num_envs: int) -> int:
 
 def observation_bytes(layout: TreeLayout, single_frame: bool | None, slots: int, num_envs: int) -> int:
     """Bytes that an `ObservationStore` takes when it is full."""
-    total = 0
-    for leaf in layout.leaves:
-        if stores_frames(leaf, single_frame):
-            total += FrameStore.bytes_needed(leaf, slots) + slack(leaf, num_envs) * (leaf.nbytes // leaf.shape[0])
-        else:
-            total += leaf.nbytes * slots
-    return total
+    return sum(_leaf_bytes(leaf, stores_frames(leaf, single_frame), slots, num_envs) for leaf in layout.leaves)
+
+
+def _leaf_bytes(leaf: Leaf, framed: bool, slots: int, num_envs: int) -> int:
+    if not framed:
+        return leaf.nbytes * slots
+    return FrameStore.bytes_needed(leaf, slots) + slack(leaf, num_envs) * (leaf.nbytes // leaf.shape[0])

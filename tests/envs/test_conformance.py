@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -46,14 +47,16 @@ def test_async_gives_every_step_that_the_environments_made(type, builder):
     random = np.random.RandomState(0)
     received = np.zeros(SIZE, np.int64)
     with AsyncEnv(builder, SIZE, 2, type, seed=7, num_workers=2) as pool:
-        for _ in range(60):
+        deadline = time.monotonic() + 60.0
+        # As many rounds as it takes: which worker is scheduled first is the machine's affair.
+        while received.sum() < 120 or received.min() < 3:
+            assert time.monotonic() < deadline, f"An environment was left out: {received}."
             env_ids, timestep = pool.recv()
             expected = [twins[i].step(int(actions[i])) for i in env_ids]
             assert rows(timestep, numbers_of(timestep.observation)) == expected
             received[env_ids] += 1
             actions[env_ids] = random.randint(NUM_ACTIONS, size=2)
             pool.send(env_ids, actions[env_ids])
-    assert received.sum() == 120 and received.min() >= 3
 
 
 @pytest.mark.parametrize("type", PYTHON_TYPES)

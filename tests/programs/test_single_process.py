@@ -66,6 +66,26 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path):
     assert load_experiment(tmp_path / "run") == ppo()
 
 
+def test_an_agent_that_logs_an_array_is_told_which(tmp_path):
+    (tmp_path / "agent.py").write_text(LOGS_AN_ARRAY)
+    with pytest.raises(UsageError, match=r"logs 'td_errors' as float32 of shape \(8,\); a log is one number"):
+        train(
+            make_experiment(f"{tmp_path}/agent.py:Logs", steps=400, min_replay_size=50, batch_size=8),
+            run_dir=tmp_path / "run",
+        )
+
+
+LOGS_AN_ARRAY = """
+import jax.numpy as jnp
+from rlframe.agents import DQN
+
+class Logs(DQN):
+    def learner_step(self, params, learner_state, batch):
+        params, learner_state, logs = super().learner_step(params, learner_state, batch)
+        return params, learner_state, {**logs, "td_errors": jnp.zeros(8)}
+"""
+
+
 def test_rows_carry_what_happened_since_the_row_before(tmp_path):
     train(ppo(log_every=100), run_dir=tmp_path / "run")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -186,12 +206,86 @@ def make():
 
 def test_an_environment_that_raises_ends_the_run_with_all_saved_until_then(tmp_path):
     (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="reward"))
-    described = ppo(env=f"{tmp_path}/env.py:make")
+    described = ppo(env=f"{tmp_path}/env.py:make", log_every=100)
     with pytest.raises(EnvError, match="the simulator is gone"):
         train(described, run_dir=tmp_path / "run")
+    before = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] // 100 for row in before] == [1, 2]
+    updates = before[-1]["learner_steps"]
+    assert updates >= 6
+
     result = train(described, run_dir=tmp_path / "run", resume=True)
-    assert result.env_steps >= 600
-    assert result.learner_steps > 9
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert rows[:2] == before  # steps are counted on from where it ended
+    assert [row["step"] // 100 for row in rows[2:]] == [3, 4, 5, 6, 6]
+    assert 600 <= result.env_steps < 602
+    assert 18 <= result.learner_steps <= 20
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, caplog):
+    once = BREAKING_ENV.format(reward="float('nan') if Breaks.steps == 250 else reward").replace("== 300", "== -1")
+    (tmp_path / "env.py").write_text(once)
+    described = ppo(env=f"{tmp_path}/env.py:make", log_every=100)
+    with pytest.raises(NonFiniteLossError, match="Nothing was saved before"):
+        train(described, run_dir=tmp_path / "run")
+    result = train(described, run_dir=tmp_path / "run", resume=True)
+    assert "ended before its first checkpoint: it starts again" in caplog.text
+    assert 600 <= result.env_steps < 602
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_a_run_in_which_nothing_was_learned_says_so(tmp_path, caplog):
+    result = train(dqn(min_replay_size=500), run_dir=tmp_path / "run")
+    assert result.learner_steps == 0
+    assert f"No update was made in {result.env_steps} steps: the first one needs 500 items" in caplog.text
+
+
+RECORDING_ENV = """
+import gymnasium
+
+class Recorder(gymnasium.Wrapper):
+    def __init__(self, env):
+        super().__init__(env)
+        self.file = open({path!r}, "a")  # which also keeps its state from being saved
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.file.write(f"{{seed}}\\n")
+            self.file.flush()
+        return self.env.reset(seed=seed, options=options)
+
+def make():
+    return Recorder(gymnasium.make("CartPole-v1"))
+"""
+
+
+def test_a_resumed_run_without_its_replay_fills_a_new_one_in_environments_of_new_seeds(tmp_path, caplog):
+    (tmp_path / "env.py").write_text(RECORDING_ENV.format(path=str(tmp_path / "seeds")))
+    described = dqn(env=f"{tmp_path}/env.py:make", prioritised=False)
+    stopped = train(described, run_dir=tmp_path / "run", stop_at=200)
+    for path in (tmp_path / "run" / "replay").iterdir():
+        path.unlink()
+    result = train(described, run_dir=tmp_path / "run", resume=True)
+    assert "is no longer there: learning waits until the buffer has filled again" in caplog.text
+    assert 400 <= result.env_steps < 403
+    assert stopped.learner_steps + 30 < result.learner_steps <= stopped.learner_steps + 40  # (200 - 50) / 4
+
+    seeds = [int(line) for line in (tmp_path / "seeds").read_text().split()]
+    acted, evaluated, acted_on, evaluated_again = seeds[:2], seeds[2:4], seeds[4:6], seeds[6:]
+    assert len({*acted, *evaluated, *acted_on}) == 6
+    assert evaluated_again == evaluated
+
+
+def test_a_replay_that_belongs_to_no_checkpoint_is_not_taken_for_a_later_one(tmp_path):
+    described = dqn(checkpoint_every=100)
+    train(described, run_dir=tmp_path / "whole")
+    train(described, run_dir=tmp_path / "run", stop_at=150)
+    # As after a crash between the replay of a later checkpoint and the checkpoint itself.
+    (tmp_path / "run" / "replay" / "399").write_bytes(b"unfinished")
+    train(described, run_dir=tmp_path / "run", resume=True, stop_at=250)
+    train(described, run_dir=tmp_path / "run", resume=True)
+    assert_same_arrays(tmp_path / "whole", tmp_path / "run")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_the_last_good_checkpoint(tmp_path):

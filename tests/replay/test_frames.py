@@ -132,6 +132,9 @@ def test_images_that_only_look_stacked_are_kept_whole() -> None:
             stream.assert_exact(batch.data.observation)
             stream.assert_exact(batch.data.next_observation)
     assert buffer._observations.framed() == []
+    whole = ReplayBuffer(pixel_agent(Transition(1)), single_frame=False)
+    whole.claim_rank(4)
+    assert buffer.stats()["bytes"] == whole.stats()["bytes"]
 
 
 def test_single_frames_of_what_is_not_stacked_are_refused_when_asked_for() -> None:

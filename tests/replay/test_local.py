@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import threading
 from typing import Any, NamedTuple
 
@@ -9,19 +10,47 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.replay import ReplayBuffer, layout
+from rlframe.replay import ReplayBuffer, memory
 from rlframe.replay.dataset import DatasetTimeoutError
 from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
 from tests.replay.streams import STEP_SPEC, Stream, Twin, assert_batch_matches, fake_agent, first_ids
 
 
 def test_more_memory_than_there_is_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"100000 steps.*A capacity of \d+ steps would fit") as caught:
         ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100_000))
     fits = int(str(caught.value).split("A capacity of ")[1].split()[0])
     assert 5_000 < fits < 20_000
     ReplayBuffer(fake_agent("uniform", Transition(1), 8, fits)).claim_rank(4)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_container_counts(version: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    inner = root / ("memory/pod/box" if version == 1 else "pod/box")
+    inner.mkdir(parents=True)
+    own.write_text("4:memory:/pod/box\n3:cpuset:/\n0::/\n" if version == 1 else "0::/pod/box\n")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit, usage, cache = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
+    for directory, numbers in [(inner, ("9000000", "5000000", "1000000")), (inner.parent, ("8000000", "6000000", "0"))]:
+        for name, number in zip((limit, usage, "memory.stat"), numbers, strict=True):
+            (directory / name).write_text(f"anon 7\n{cache} {number}\n" if name == "memory.stat" else number + "\n")
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(memory, "_CGROUPS", root)
+    assert memory.available_memory() == 2_000_000  # the pod's; the box alone could take 5,000,000
+    (inner.parent / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
+    assert memory.available_memory() == 5_000_000
+
+
+def test_learning_begins_where_as_much_is_asked_for_as_the_buffer_keeps() -> None:
+    buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100, min_size=100))
+    stream = Stream(4, end=0.5)  # half of what it keeps begins no item
+    buffer.claim_rank(4)
+    for _ in range(100):
+        buffer.add(*stream.step())
+        assert (buffer.sample() is not None) == (buffer.stats()["added"] >= 100)
+    assert buffer.size < 100 < buffer.stats()["added"]
 
 
 def test_the_estimate_is_what_the_arrays_take() -> None:
