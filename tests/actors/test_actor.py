@@ -55,7 +55,7 @@ def test_logs_tell_of_ended_episodes_and_ignored_actions_are_no_steps():
     actor.close()
 
 
-@pytest.mark.parametrize("wait_num", [1, 2, 4])
+@pytest.mark.parametrize("wait_num", [1, 2, 3, 4])  # 3: answers beside environments that were not asked yet
 def test_an_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num):
     buffer = RecordingBuffer()
     actor = Actor(lambda: AsyncEnv(CountingEnv, 4, wait_num, "thread"), inferencer(), buffer)

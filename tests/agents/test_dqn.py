@@ -86,11 +86,13 @@ def test_a_repeated_action_survives_until_its_steps_are_over():
         zero_timestep(agent.observation_spec, 2),
         Repetition(np.array([1, 1], np.int32), np.array([2, 0], np.int32)),
     )
-    seen = []
+    seen, left = [], []
     for i in range(4):
         output, state = agent.actor_step(jax.random.PRNGKey(i), params, timestep, state)
         seen.append(np.asarray(output.action).tolist())
+        left.append(np.asarray(state.steps_left).tolist())
     assert seen == [[1, 0], [1, 0], [0, 0], [0, 0]]
+    assert left == [[1, 0], [0, 0], [0, 0], [0, 0]]  # a greedy action is never repeated blindly
 
 
 def test_without_a_duration_exponent_there_is_no_state():
