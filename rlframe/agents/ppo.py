@@ -45,7 +45,7 @@ class PPOConfig:
     clip_epsilon: float = 0.2
     value_clip: float | None = None  # distance from the old value; ppo2 uses clip_epsilon, the paper none
     entropy_cost: float = 0.0
-    value_cost: float = 0.5  # ppo2: vf_coef
+    value_cost: float = 0.5  # of half the squared error, as ppo2's vf_coef; Stable-Baselines3's 0.5 would be 1.0 here
     normalise_advantages: bool = True  # in each minibatch; ppo2/model.py
     learning_rate: float = 3e-4
     adam_epsilon: float = 1e-5  # ppo2/model.py

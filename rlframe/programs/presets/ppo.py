@@ -10,7 +10,8 @@ SB3 = "stable-baselines3, the default of PPO"
 CLEANRL_ATARI = "CleanRL, ppo_atari_envpool.py"
 CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py"
 
-# SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
+# SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size. Its vf_coef is not in the
+# zoo's files; `value_cost` stays at ppo2's, which weighs the value loss half as much as SB3 does.
 
 CARTPOLE = Preset(
     name="ppo/cartpole",
