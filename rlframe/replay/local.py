@@ -168,7 +168,7 @@ class ReplayBuffer(BaseReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds fewer, or no batch).
+        """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds too few).
 
         Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
         """

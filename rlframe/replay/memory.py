@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator
 
+import psutil
+
 from rlframe.errors import UsageError
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
@@ -22,7 +24,7 @@ def check_memory(needed: int, capacity: int, what: str) -> None:
     Pages are touched only as the buffer fills, so nothing else would stop it before the machine is out of memory.
     """
     available = available_memory()
-    if available is not None and needed > available:
+    if needed > available:
         fits = int(capacity * (available / needed) * 0.9)
         raise UsageError(
             f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), and "
@@ -30,22 +32,10 @@ def check_memory(needed: int, capacity: int, what: str) -> None:
         )
 
 
-def available_memory() -> int | None:
-    """Bytes that this process can still take without swapping: of the machine, and of its container's limit.
-
-    None where the system does not say.
-    """
-    found = [*_machine(), *(left for directory in _cgroups() if (left := _left(directory)) is not None)]
-    return max(0, min(found)) if found else None
-
-
-def _machine() -> Iterator[int]:
-    try:
-        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-    except OSError:
-        return
+def available_memory() -> int:
+    """Bytes that this process can still take without swapping: of the machine, and of its container's limit."""
+    containers = [left for directory in _cgroups() if (left := _left(directory)) is not None]
+    return max(0, min([psutil.virtual_memory().available, *containers]))
 
 
 def _cgroups() -> Iterator[pathlib.Path]:
