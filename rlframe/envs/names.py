@@ -75,11 +75,29 @@ def backend(name: str) -> str:
     raise unknown(task, [*envpool_tasks(), *gymnasium_ids()])
 
 
-def default_type(name_or_pybuilder: Any) -> str:
-    """How a pool of this name is best run: `envpool` where EnvPool has the task, else `loop`."""
-    if isinstance(name_or_pybuilder, str) and backend(name_or_pybuilder) == "envpool":
-        return "envpool"
-    return "loop"
+# Up to so many environments, a plain loop over Gymnasium's own is ahead of EnvPool: waking a thread takes 60 us, and
+# leaves the caches cold for what follows (docs/performance.md).
+_LOOP_IS_QUICKER = {
+    "CartPole-v0": 8,
+    "CartPole-v1": 8,
+    "FrozenLake-v1": 8,
+    "MountainCar-v0": 8,
+    "MountainCarContinuous-v0": 8,
+    "Pendulum-v1": 4,
+    "Acrobot-v1": 2,
+    "Blackjack-v1": 2,
+}
+
+
+def default_type(name_or_pybuilder: Any, size: int) -> str:
+    """How a pool of `size` of this name is best run.
+
+    `envpool` where EnvPool has the task, but `loop` for a few light ones that Gymnasium has too; else `loop`.
+    """
+    if not isinstance(name_or_pybuilder, str) or backend(name_or_pybuilder) != "envpool":
+        return "loop"
+    light = size <= _LOOP_IS_QUICKER.get(name_or_pybuilder, 0) and name_or_pybuilder in gymnasium_ids()
+    return "loop" if light else "envpool"
 
 
 def list_envs() -> list[tuple[str, str]]:

@@ -64,7 +64,7 @@ class EnvBuilder:
         what = naming.env_name_or_builder(described.env)
         kind: str = described.env_type
         if kind == "auto":
-            kind = default_type(what) if isinstance(what, str) else "loop"
+            kind = default_type(what, self._num_envs)
         self._pool = build_pool(
             lambda seed: SyncEnv(
                 what,

@@ -31,7 +31,7 @@ class Experiment:
     steps: int = 100_000  # environment steps of the whole run: schedules end there
     seed: int = 1
     num_envs: int = 8
-    env_type: EnvType = "auto"  # how the pool runs; auto: envpool where EnvPool has the task, else loop
+    env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop
     num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to them for evaluation

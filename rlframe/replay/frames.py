@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.replay.layout import Leaf
-from rlframe.replay.outputs import Outputs
+from rlframe.replay.outputs import Outputs, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
@@ -35,7 +35,7 @@ class FrameStore:
         self.leaf, self._timeline, self._slack = leaf, timeline, slack
         self._k = leaf.shape[0]
         self._rows = timeline.slots + slack
-        self._frames = np.zeros((self._rows, *leaf.shape[1:]), leaf.dtype)
+        self._frames = storage((self._rows, *leaf.shape[1:]), leaf.dtype)
         self._references = np.zeros((timeline.slots, self._k), np.int64)
         self._aside = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0: black, which most first stacks hold
         self._next_aside, self._sweep_at = 1, 1024

@@ -10,7 +10,7 @@ from rlframe.errors import UsageError
 from rlframe.replay.frames import FrameStore, looks_stacked
 from rlframe.replay.layout import Leaf, TreeLayout
 from rlframe.replay.memory import check_memory
-from rlframe.replay.outputs import Outputs
+from rlframe.replay.outputs import Outputs, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 
@@ -19,8 +19,7 @@ class TreeStore:
 
     def __init__(self, layout: TreeLayout, timeline: Timeline):
         self._layout, self._timeline = layout, timeline
-        # Zero pages: memory is touched only as it fills.
-        self._data = [np.zeros((timeline.slots, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+        self._data = [storage((timeline.slots, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
         self.single = self._data[0] if layout.is_leaf else None  # the only array, where the tree is one leaf
 
     def write(self, index: Index, tree: Any) -> None:
@@ -108,7 +107,7 @@ class ObservationStore:
             )
         slots = self._timeline.slots
         check_memory(leaf.nbytes * slots, slots, f"{leaf.name} looks like stacked frames but is none: kept whole")
-        data = np.zeros((slots, *leaf.shape), leaf.dtype)
+        data = storage((slots, *leaf.shape), leaf.dtype)
         for low in range(0, min(slots, self._timeline.head), 256):
             part = np.arange(low, min(low + 256, slots, self._timeline.head))
             data[part] = store.read(part, Outputs())

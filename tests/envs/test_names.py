@@ -19,10 +19,17 @@ def test_a_name_is_an_envpool_task_where_envpool_has_it_else_a_gymnasium_id():
 
 
 def test_default_type_is_envpool_where_it_has_the_task():
-    assert default_type("CartPole-v1") == "envpool"
-    assert default_type("gymnasium:CartPole-v1") == "loop"
-    assert default_type("Ant-v5") == "loop"
-    assert default_type(lambda: None) == "loop"
+    assert default_type("Pong-v5", 1) == "envpool"
+    assert default_type("CartPole-v1", 16) == "envpool"
+    assert default_type("gymnasium:CartPole-v1", 16) == "loop"
+    assert default_type("Ant-v5", 16) == "loop"
+    assert default_type(lambda: None, 16) == "loop"
+
+
+def test_a_few_light_environments_are_not_worth_a_thread():
+    assert default_type("CartPole-v1", 8) == "loop"
+    assert default_type("Acrobot-v1", 8) == "envpool"
+    assert default_type("envpool:CartPole-v1", 1) == "envpool"
 
 
 def test_a_prefix_decides_which_library_makes_it():
