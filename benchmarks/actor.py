@@ -51,7 +51,7 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
 
 
 def _measure(workload: Workload, turns: int) -> Table:
-    described = make_experiment(workload.agent, workload.env, num_envs=workload.num_envs)
+    described = make_experiment(workload.agent, workload.env, num_envs=workload.num_envs, env_type="envpool")
     parts = assemble(described, None)
     try:
         parts.make_actor(described.seed)
