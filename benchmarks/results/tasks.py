@@ -74,8 +74,7 @@ TASKS = (
         ),
         eval_every=5_000,
         about=(
-            "Seed 1 is `make demo`. Of 16 seeds 2 lose a good policy for a while in the middle (seed 3 here), and all "
-            "have one at the end."
+            "Seed 1 is `make demo`. Of the seeds 1 to 12, 11 end at 500.0 and one (seed 4) at 457.0."
         ),
     ),
     Task(
