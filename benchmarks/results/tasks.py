@@ -73,9 +73,7 @@ TASKS = (
             _baselines(497.54, 4.02),
         ),
         eval_every=5_000,
-        about=(
-            "Seed 1 is `make demo`. Of the seeds 1 to 12, 11 end at 500.0 and one (seed 4) at 457.0."
-        ),
+        about=("Seed 1 is `make demo`. Of the seeds 1 to 12, 11 end at 500.0 and one (seed 4) at 457.0."),
     ),
     Task(
         name="dqn-cartpole",
