@@ -149,7 +149,7 @@ def _bare_parts(parts: Parts, described: Any) -> dict[str, Callable[[], Any]]:
 
     # The very function that the Inferencer calls, without the Inferencer.
     inferencer: Any = parts.inferencer
-    act, rng, params = inferencer._act, inferencer._rng, inferencer._params
+    act, rng, (_, params) = inferencer._act, inferencer._rng, inferencer._acting
 
     def infer() -> np.ndarray:
         return np.asarray(act(rng, np.uint32(1), params, step.timestep, step.agent_state)[0])

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "actor": "where the time of an Actor's step goes",
     "envs": "environment pools, against gymnasium's AsyncVectorEnv",
     "replay": "insert and sample, against Stable-Baselines3, cpprb and flashbax",
+    "inference": "the inference service, against its jitted call alone and against unbatched calls",
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",

@@ -34,6 +34,18 @@ class CheckpointError(RlframeError):
     """A checkpoint could not be read or written. What was saved before is untouched."""
 
 
+class PeerError(RlframeError):
+    """Another process did not answer within its deadline. Names it, the call, and how long was waited."""
+
+
+class RemoteError(RlframeError):
+    """A call raised in the process that it was sent to. Names both, and has the traceback."""
+
+
+class UnavailableError(RlframeError):
+    """A service cannot answer just now, or no longer. The same call may be repeated, there or elsewhere."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

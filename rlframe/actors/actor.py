@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import threading
 from typing import Any
 
-import jax
 import numpy as np
 
-from rlframe.actors.episodes import EpisodeStatistics
+from rlframe import handles
+from rlframe.actors.lanes import make_lane
 from rlframe.envs import as_pool
-from rlframe.types import FIRST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree, global_env_ids
+from rlframe.errors import PeerError, UsageError
+from rlframe.types import Logs, global_env_ids
 
 
 class Actor:
@@ -20,44 +22,64 @@ class Actor:
     Args:
         env_builder: an environment pool, one gymnasium or dm_env environment, or a callable that gives
             one of these; it gets `seed=`, drawn from (seed, rank, incarnation), where it takes that.
-        inferencer: anything with `inference(env_ids, timestep, state)` and `initial_state(batch_size)`.
-        replay_buffer: anything with `claim_rank`, `open_segment` and `add`.
+        inferencer: anything with `inference(env_ids, timestep, state)` and `initial_state(batch_size)`; a handle to a
+            node that has them; or a list of handles to several. Of these the Actor calls number `rank` (modulo how
+            many there are), and the others while that one does not answer.
+        replay_buffer: anything with `claim_rank`, `open_segment` and `add`, or a handle to it.
         rank: which actor this is, from 0; None claims the next free rank of the buffer.
         seed: of the whole run.
+        num_pools: how many pools to build. With two synchronous ones, `run()` steps one while an inferencer in
+            another process answers for the other.
+        deadline: seconds that a node which this one calls may be out of reach.
     """
 
     def __init__(
-        self, env_builder: Any, inferencer: Any, replay_buffer: Any, rank: int | None = None, *, seed: int = 0
+        self,
+        env_builder: Any,
+        inferencer: Any,
+        replay_buffer: Any,
+        rank: int | None = None,
+        *,
+        seed: int = 0,
+        num_pools: int = 1,
+        deadline: float = handles.DEADLINE,
     ) -> None:
-        self._inferencer = inferencer
-        self._replay_buffer = replay_buffer
-        self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
-        self._env = build_pool(env_builder, env_seed(seed, self.rank, self.incarnation))
-        num_envs = self._env.num_envs
-        replay_buffer.open_segment(self.rank, num_envs)
-        self._env_ids = global_env_ids(self.rank, np.arange(num_envs))
-        self._episodes = EpisodeStatistics(num_envs)
-        self._initial_state = inferencer.initial_state(num_envs)
-        self._is_recurrent = bool(jax.tree.leaves(self._initial_state))
-        self._state: AgentState = self._initial_state
-        self._timestep: TimeStep | None = None
-        self._pending = _Pending(num_envs)
+        if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
+            raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
         self._stop = threading.Event()
+        replay_buffer = handles.resolve(replay_buffer, "replay buffer", deadline=deadline, stop=self._stop)
+        self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
+        # It is not called before the first step: a node's constructor does not wait for another node's.
+        self._inferencer = handles.resolve(
+            inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank
+        )
+        self._lanes: list[Any] = []
+        self._begun = False
+        try:
+            for number in range(num_pools):
+                parts = (seed, self.rank, self.incarnation, number)
+                env = build_pool(env_builder, env_seed(*(parts if number else parts[:3])))
+                env_ids = global_env_ids(self.rank, self.num_envs + np.arange(env.num_envs))
+                self._lanes.append(make_lane(env, env_ids, replay_buffer))
+            replay_buffer.open_segment(self.rank, self.num_envs)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def env_steps(self) -> int:
         """Steps that environments took; a step whose action was ignored (after LAST) is not one."""
-        return self._episodes.env_steps
+        return sum(lane.episodes.env_steps for lane in self._lanes)
 
     @property
     def episodes(self) -> int:
         """Episodes that ended."""
-        return self._episodes.episodes
+        return sum(lane.episodes.episodes for lane in self._lanes)
 
     @property
     def num_envs(self) -> int:
-        """Environments in the pool."""
-        return self._env.num_envs
+        """Environments in the pools."""
+        return sum(lane.env.num_envs for lane in self._lanes)
 
     def step(self) -> Logs | None:
         """One step of every environment (of those that are ready, if the pool is asynchronous).
@@ -68,13 +90,35 @@ class Actor:
 
         Raises:
             EnvError: an environment raised, or its process died.
+            PeerError: a node that it calls did not answer within the deadline.
         """
-        return self._step_sync() if self._env.is_sync else self._step_async()
+        if not self._begun:
+            self._begin()
+        logs = None
+        for lane in self._lanes:
+            request = lane.ask()
+            output, state = self._inferencer.inference(*request)
+            logs = _merge(logs, lane.act(request, output, state))
+        return logs
 
     def run(self) -> None:
-        """Steps until `stop()`: the Actor as a service."""
-        while not self._stop.is_set():
-            self.step()
+        """Steps until `stop()`: the Actor as a service.
+
+        On a node of a Launchpad program the end of the program ends it too, and it closes the environments.
+        """
+        with handles.stopped_by_program(self.stop):
+            try:
+                if isinstance(self._inferencer, handles.Remote):
+                    self._run_overlapped()
+                else:
+                    while not self._stop.is_set():
+                        self.step()
+            except PeerError:
+                if not self._stop.is_set():
+                    raise
+            finally:
+                if handles.program_stop() is not None:
+                    self.close()
 
     def stop(self) -> None:
         """Ends `run()` after the step under way. Any thread may call it."""
@@ -83,88 +127,45 @@ class Actor:
     def close(self) -> None:
         """Stops, and closes the environments."""
         self.stop()
-        self._env.close()
+        for lane in self._lanes:
+            lane.env.close()
 
     def get_state(self, *, with_envs: bool = True) -> dict[str, Any]:
-        """All that a resumed Actor needs: numpy, ints and bytes.
+        """All that a resumed Actor of one pool needs: numpy, ints and bytes.
 
         `env` is None where the environments cannot save their state, or are not asked to because they
         have failed: a resumed Actor resets them.
         """
-        with_envs = with_envs and self._env.is_sync and self._timestep is not None
-        return {
-            "env": self._env.get_state() if with_envs else None,
-            "timestep": self._timestep,
-            "state": self._state,
-            "episodes": self._episodes.get_state(),
-        }
+        return self._only_lane().get_state(with_envs)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes over what `get_state` gave; call it before the first `step`."""
-        resets = state["env"] is None
-        self._episodes.set_state(state["episodes"], resets)
-        if not resets:
-            self._env.set_state(state["env"])
-            self._timestep, self._state = state["timestep"], state["state"]
+        self._only_lane().set_state(state)
 
-    def _step_sync(self) -> Logs | None:
-        if self._timestep is None:
-            self._timestep = self._env.reset()
-        timestep, state = self._timestep, self._state
-        output, next_state = self._inferencer.inference(self._env_ids, timestep, state)
-        next_timestep = self._env.step(output.action)
-        self._replay_buffer.add(self._env_ids, Step(timestep, output, state, output.params_version, next_timestep))
-        self._timestep = next_timestep
-        if self._is_recurrent:
-            self._state = zero_at_first(next_timestep, next_state, self._initial_state)
-        return self._episodes.update(next_timestep)
+    def _begin(self) -> None:
+        for lane in self._lanes:
+            lane.begin(self._inferencer.initial_state(lane.env.num_envs))
+        self._begun = True
 
-    def _step_async(self) -> Logs | None:
-        indices, timestep = self._env.recv()
-        self._pending.add_to(self._replay_buffer, self._env_ids, indices, timestep)
-        state = self._state
-        if self._is_recurrent:
-            initial, state = (jax.tree.map(lambda leaf: leaf[indices], tree) for tree in (self._initial_state, state))
-            state = zero_at_first(timestep, state, initial)
-        output, next_state = self._inferencer.inference(self._env_ids[indices], timestep, state)
-        self._env.send(indices, output.action)
-        self._pending.keep(indices, timestep, output, state)
-        if self._is_recurrent:
-            _write(self._state_rows(), indices, next_state)
-        return self._episodes.update(timestep, indices)
+    def _run_overlapped(self) -> None:
+        """Steps environments while the inferencer, in another process, answers for others."""
+        self._begin()
+        in_flight: collections.deque[tuple[Any, Any, handles.Call]] = collections.deque()  # oldest first
+        while not self._stop.is_set():
+            lane = next((lane for lane in self._lanes if lane.can_ask), None)
+            if lane is None and not (in_flight and in_flight[0][2].done()):
+                lane = next((lane for lane in self._lanes if lane.can_wait), None)
+            if lane is not None:
+                request = lane.ask()
+                in_flight.append((lane, request, handles.Call(self._inferencer, "inference", request)))
+            else:
+                lane, request, call = in_flight.popleft()
+                lane.act(request, *call.result())
 
-    def _state_rows(self) -> AgentState:
-        if self._state is self._initial_state:
-            self._state = jax.tree.map(np.array, self._initial_state)
-        return self._state
-
-
-class _Pending:
-    """What each environment of an asynchronous pool was last asked, until its answer comes."""
-
-    def __init__(self, num_envs: int) -> None:
-        self._num_envs = num_envs
-        self._has = np.zeros(num_envs, bool)
-        self._rows: tuple[TimeStep, AgentOutput, AgentState] | None = None
-        self._versions = np.zeros(num_envs, np.int64)
-
-    def keep(self, indices: np.ndarray, timestep: TimeStep, output: AgentOutput, state: AgentState) -> None:
-        asked = (timestep, output._replace(params_version=None), state)
-        if self._rows is None:
-            self._rows = jax.tree.map(lambda leaf: np.zeros((self._num_envs, *leaf.shape[1:]), leaf.dtype), asked)
-        _write(self._rows, indices, asked)
-        self._versions[indices] = output.params_version
-        self._has[indices] = True
-
-    def add_to(self, replay_buffer: Any, env_ids: np.ndarray, indices: np.ndarray, timestep: TimeStep) -> None:
-        has = self._has[indices]
-        if not has.any():
-            return
-        if not has.all():
-            indices, timestep = indices[has], jax.tree.map(lambda leaf: leaf[has], timestep)
-        before, output, state = jax.tree.map(lambda leaf: leaf[indices], self._rows)
-        step = Step(before, output, state, self._versions[indices], timestep)
-        replay_buffer.add(env_ids[indices], step)
+    def _only_lane(self) -> Any:
+        if len(self._lanes) > 1:
+            raise UsageError(f"An Actor of {len(self._lanes)} pools cannot save its state: use one.")
+        return self._lanes[0]
 
 
 def build_pool(env_builder: Any, seed: int) -> Any:
@@ -180,18 +181,10 @@ def env_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
 
 
-def _write(rows: Tree, indices: np.ndarray, values: Tree) -> None:
-    for row, value in zip(jax.tree.leaves(rows), jax.tree.leaves(values), strict=True):
-        row[indices] = value
-
-
-def zero_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
-    """`state` with the rows that are at FIRST taken from `initial`; trees of [B, ...]."""
-    first = timestep.step_type == FIRST
-    if not first.any():
-        return state
-
-    def choose(new: np.ndarray, fresh: np.ndarray) -> np.ndarray:
-        return np.where(first.reshape((-1,) + (1,) * (new.ndim - 1)), fresh, new)
-
-    return jax.tree.map(choose, state, initial)
+def _merge(some: Logs | None, more: Logs | None) -> Logs | None:
+    if some is None or more is None:
+        return some if more is None else more
+    episodes = some["episodes"] + more["episodes"]
+    names = ("episode_return", "episode_length")
+    means = {name: (some[name] * some["episodes"] + more[name] * more["episodes"]) / episodes for name in names}
+    return {**means, "episodes": episodes}

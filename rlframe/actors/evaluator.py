@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.actors.actor import build_pool, env_seed, zero_at_first
+from rlframe.actors.actor import build_pool, env_seed
+from rlframe.actors.lanes import zero_at_first
 from rlframe.errors import EnvError, UsageError
 from rlframe.types import LAST, Logs, global_env_ids
 
@@ -88,7 +89,7 @@ class Evaluator:
             "return_std": float(values.std()),
             "length_mean": float(np.mean([length for _, length in done])),
             "episodes": len(done),
-            "params_version": self._inferencer.params_version,
+            "params_version": output.params_version,
             "returns": values,
         }
 

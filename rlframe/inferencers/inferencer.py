@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+import threading
+import time
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlframe import compilation
-from rlframe.errors import UsageError
+from rlframe import compilation, handles
+from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.packing import Packing
-from rlframe.types import AgentOutput, AgentState, TimeStep, Tree
+from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentState, TimeStep, Tree
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,34 +28,73 @@ class InferencerConfig:
     sync_interval: int = 1  # inference calls between two looks at the learner's parameters
     greedy: bool = False  # True: `agent.eval_step` in place of `agent.actor_step`
     seed: int = 0
+    learner_deadline: float = handles.DEADLINE  # seconds that a learner in another process may be out of reach
+    # As a service (`run`):
+    refresh_interval: float = 0.02  # seconds between two looks at the learner's parameters
+    max_batch: int = 256  # rows that one jitted call answers, unless a single request holds more
+    max_wait: float = 0.0  # seconds to wait for more requests than are there; none was the fastest
 
     def __post_init__(self) -> None:
-        if self.sync_interval < 1:
-            raise UsageError(f"InferencerConfig.sync_interval must be at least 1 call, got {self.sync_interval}.")
+        for name, least in (("sync_interval", 1), ("max_batch", 1), ("max_wait", 0.0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"InferencerConfig.{name} must be at least {least}, got {getattr(self, name)}.")
+        for name in ("refresh_interval", "learner_deadline"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"InferencerConfig.{name} must be more than 0 s, got {getattr(self, name)}.")
 
 
 class Inferencer:
     """Answers batches of timesteps with an agent's actions, by the learner's newest parameters.
 
+    Called by one thread it is synchronous and repeats exactly. While `run()` goes on it is a service: calls that come
+    at the same time are answered by one jitted call, and parameters are refreshed beside them.
+
+    An Inferencer pickles as its constructor's arguments, so it can be given to an Actor that will live elsewhere.
+
     Args:
         cfg: see `InferencerConfig`.
         agent: the `Agent` that acts.
-        learner: anything with `get_params(known_version) -> (version, tree or None)`.
+        learner: anything with `get_params(known_version) -> (version, tree or None)`, or a handle to a node that has
+            it, which is looked up at the first call.
     """
 
     def __init__(self, cfg: InferencerConfig, agent: Any, learner: Any) -> None:
         self._cfg = cfg
         self._agent = agent
-        self._learner = learner
-        self._rng = jax.random.PRNGKey(cfg.seed)
+        self._learner_or_handle = learner
         self._calls = 0
-        self._version = -1
-        self._params: list[jax.Array] = []
+        # (version, packed parameters): a refresh beside a call replaces both at once.
+        self._acting: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
         self._output_packings: dict[int, Packing] = {}  # by batch size
+        self._stream_of: tuple[Any, int] = (None, 0)  # (env_ids, the stream of random numbers that they have)
+        self._lock = threading.Lock()  # of calls that are not a service's
+        self._batcher: Batcher | None = None  # while it is a service, and after
+        self._failure: BaseException | None = None
+        self._has_params, self._stop = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._cfg, self._agent, self._learner_or_handle)
+
+    # Made when they are first used, in the process that uses them.
+
+    @functools.cached_property
+    def _learner(self) -> Any:
+        deadline = self._cfg.learner_deadline
+        return handles.resolve(self._learner_or_handle, "learner", deadline=deadline, stop=self._stop)
+
+    @functools.cached_property
+    def _rng(self) -> jax.Array:
+        return jax.random.PRNGKey(self._cfg.seed)
+
+    @functools.cached_property
+    def _act(self) -> compilation.jit:
+        return compilation.jit(self._packed_step, differentiates=False)
+
+    @functools.cached_property
+    def _upload(self) -> Any:
         # A jitted identity moves arrays to the device in a tenth of the time that jax.device_put takes.
-        self._upload = jax.jit(lambda arrays: arrays)
-        self._act = compilation.jit(self._packed_step, differentiates=False)
+        return jax.jit(lambda arrays: arrays)
 
     @property
     def agent(self) -> Any:
@@ -58,17 +104,18 @@ class Inferencer:
     @property
     def params_version(self) -> int:
         """The version that acted in the last call; -1 before the first."""
-        return self._version
+        return self._acting[0]
 
     def initial_state(self, batch_size: int) -> AgentState:
         """The agent's recurrent state at FIRST, as numpy: a tree of [batch_size, ...]."""
         return jax.tree.map(np.asarray, self._agent.initial_state(batch_size))
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        """Acts on a batch of timesteps.
+        """Acts on a batch of timesteps. Any thread may call it, and any call may be repeated.
 
         Args:
-            env_ids: [B] int64, the global ids of the environments.
+            env_ids: [B] int64, the global ids of the environments. State travels with the call, so any inferencer can
+                answer for any environment; the rank of the first decides the stream of random numbers.
             timestep: [B, ...], see `rlframe.types`.
             state: the recurrent state that the call before gave for these environments, [B, ...].
 
@@ -77,27 +124,63 @@ class Inferencer:
 
         Raises:
             UsageError: an observation does not match the agent's spec (checked when a shape is new).
+            PeerError: the learner is in another process, and did not answer for `learner_deadline`.
+            UnavailableError: a service that has no parameters yet, is overloaded or stops.
         """
-        del env_ids  # the state travels with the call, so any inferencer can answer for any environment
-        if self._calls % self._cfg.sync_interval == 0:
-            self.refresh()
-        self._calls += 1
-        packed = self._act(self._rng, np.uint32(self._calls), self._params, timestep, state)
-        output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
-        return AgentOutput(output.action, output.extras, self._version), state
+        if self._batcher is not None:
+            if not self._has_params.wait(TIMEOUT):
+                raise UnavailableError("The inference service has no parameters yet: its learner has not answered.")
+            return self._batcher(env_ids, timestep, state)
+        with self._lock:
+            if self._calls % self._cfg.sync_interval == 0:
+                self.refresh()
+            return self._step(env_ids, timestep, state)
 
     def refresh(self) -> None:
         """Fetches the learner's parameters if there is a newer version."""
-        version, params = self._learner.get_params(self._version)
+        version, params = self._learner.get_params(self._acting[0])
         if params is not None:
             self._take(version, params)
 
+    def run(self) -> None:
+        """Is a service until `stop()`, or the end of the Launchpad program whose node this is.
+
+        Parameters are asked for every `refresh_interval` seconds. While the learner is out of reach, the newest that
+        came act.
+
+        Raises:
+            PeerError: no learner answered within `learner_deadline`, and there are no parameters to act by.
+        """
+        if self._batcher is not None:
+            raise UsageError("This Inferencer is a service already, or was one: make another.")
+        self._batcher = Batcher(self._agent, self._step_of_service, self._cfg.max_batch, self._cfg.max_wait)
+        try:
+            with handles.stopped_by_program(self.stop):
+                while not self._stop.is_set():
+                    self._refresh_of_service()
+                    self._stop.wait(self._cfg.refresh_interval)
+        finally:
+            self._batcher.stop("The inference service has stopped.")
+            self._has_params.set()  # for those who wait for them: the Batcher tells them
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Ends `run()`: calls that wait are refused at once, with UnavailableError. Any thread may call it."""
+        self._stop.set()
+
+    def stats(self) -> dict[str, int]:
+        """Counters: compilations, params_version and, of a service, requests, calls, rows, padding_rows."""
+        counts = self._batcher.counts if self._batcher is not None else {}
+        return {**counts, "compilations": len(self._output_packings), "params_version": self.params_version}
+
     def get_state(self) -> dict[str, Any]:
         """All that a resumed Inferencer needs to go on as if it had not stopped (numpy and ints)."""
+        version, packed = self._acting
         # Between two syncs it acts by parameters that the learner no longer has.
         packing = self._params_packing if self._cfg.sync_interval > 1 else None
-        params = packing.unpack_numpy(self._params) if packing is not None else None
-        return {"calls": self._calls, "version": self._version, "params": params}
+        params = packing.unpack_numpy(packed) if packing is not None else None
+        return {"calls": self._calls, "version": version, "params": params}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes over what `get_state` gave."""
@@ -108,8 +191,44 @@ class Inferencer:
     def _take(self, version: int, params: Tree) -> None:
         if self._params_packing is None:
             self._params_packing = Packing(params)
-        self._params = self._upload(self._params_packing.pack_numpy(params))
-        self._version = version
+        self._acting = version, self._upload(self._params_packing.pack_numpy(params))
+
+    def _refresh_of_service(self) -> None:
+        try:
+            self.refresh()
+        except PeerError as error:
+            if self._stop.is_set():
+                return
+            if self.params_version < 0:
+                raise
+            _log.warning("Inference goes on by version %d of the parameters: %s", self.params_version, error)
+        if self.params_version >= 0:
+            self._has_params.set()
+
+    def _step_of_service(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
+        known, began = len(self._output_packings), time.perf_counter()
+        try:
+            answer = self._step(env_ids, timestep, state)
+        except BaseException as error:  # not the request's fault, whose shapes were checked: `run` fails with it
+            self._failure = error
+            self.stop()
+            raise
+        if len(self._output_packings) > known:
+            seconds, rows = time.perf_counter() - began, len(timestep.step_type)
+            _log.info("Compiled inference of %d rows in %.1f s.", rows, seconds)
+        return answer
+
+    def _step(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
+        self._calls += 1
+        if env_ids is not self._stream_of[0]:
+            # Inferencers of one seed would draw the same numbers for all actors. A rank's stream is that of rank 0,
+            # this far ahead: strides by the golden ratio keep any number of ranks apart.
+            self._stream_of = env_ids, int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
+        call = np.uint32((self._calls + self._stream_of[1]) & 0xFFFFFFFF)
+        version, params = self._acting
+        packed = self._act(self._rng, call, params, timestep, state)
+        output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
+        return AgentOutput(output.action, output.extras, version), state
 
     def _packed_step(
         self, rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState

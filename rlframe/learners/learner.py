@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe import compilation
+from rlframe import compilation, handles
 from rlframe.agents.base import LearnerState
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
@@ -44,20 +44,26 @@ class Learner:
     Args:
         cfg: see `LearnerConfig`.
         agent: the `Agent` that learns.
-        replay_buffer: where `run()` takes its batches and where priorities go.
+        replay_buffer: where `run()` takes its batches and where priorities go: an object in this process.
         logger: anything with `write(step, values)`, used by `run()`; None logs nothing.
     """
 
     def __init__(self, cfg: LearnerConfig, agent: Any, replay_buffer: Any, logger: Any = None) -> None:
         self._cfg = cfg
         self._agent = agent
-        self._replay_buffer = replay_buffer
+        self._stop = threading.Event()
+        self._replay_buffer = handles.resolve(replay_buffer, "replay buffer", stop=self._stop)
+        if isinstance(self._replay_buffer, handles.Remote):
+            raise UsageError(
+                "A Learner cannot sample from a replay buffer on another node: batches would be copied through it. Use "
+                "a buffer in shared memory, or Reverb."
+            )
+        self._dataset: Any = None  # that `run()` takes batches from
         self._logger = logger
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
         self._versions = VersionCounter(cfg.checkpoint_dir)
         self._learner_steps = 0
         self._unchecked: tuple[int, Any, Any] | None = None  # (learner step, loss, keys) of the update before
-        self._stop = threading.Event()
         self._publish_lock = threading.Lock()
 
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
@@ -109,25 +115,32 @@ class Learner:
         return logs
 
     def run(self) -> None:
-        """Learns until `max_learner_steps` or `stop()`, logging and saving on the way."""
-        dataset = self._replay_buffer.make_dataset()
+        """Learns until `max_learner_steps`, `stop()` or the end of the Launchpad program; logs and saves on the way."""
+        self._dataset = dataset = self._replay_buffer.make_dataset()
+        if self._stop.is_set():  # before there was a dataset that `stop` could close
+            dataset.close()
         try:
-            for batch in dataset:
-                logs = self.step(batch)
-                if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
-                    self._logger.write(self._learner_steps, logs or {})
-                if self._checkpointer is not None and self._learner_steps % self._cfg.checkpoint_every == 0:
-                    self.save()
-                if self._stop.is_set() or self._learner_steps == self._cfg.max_learner_steps:
-                    break
+            with handles.stopped_by_program(self.stop):
+                for batch in dataset:
+                    if self._stop.is_set():
+                        break
+                    logs = self.step(batch)
+                    if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
+                        self._logger.write(self._learner_steps, logs or {})
+                    if self._checkpointer is not None and self._learner_steps % self._cfg.checkpoint_every == 0:
+                        self.save()
+                    if self._learner_steps == self._cfg.max_learner_steps:
+                        break
         finally:
             dataset.close()
         if self._checkpointer is not None:
             self.save(final=True)
 
     def stop(self) -> None:
-        """Ends `run()` after the update under way. Any thread may call it."""
+        """Ends `run()` after the update under way, or while it waits for a batch. Any thread may call it."""
         self._stop.set()
+        if self._dataset is not None:
+            self._dataset.close()
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
         """The newest parameters for acting, as a tree of numpy arrays that nobody may write to.

@@ -1,0 +1,152 @@
+"""Actors whose inferencer is a node: the same steps, environments and service at work at once, and dead peers."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlframe import AsyncEnv, SyncEnv
+from rlframe.actors import Actor
+from rlframe.errors import PeerError, UsageError
+from rlframe.handles import resolve
+from rlframe.inferencers import Inferencer, InferencerConfig
+from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
+from tests.serving import CHILD_DEADLINE, Child, client, fixed_inferencer, free_address, running, serving
+
+DEADLINE = 60.0
+
+
+class Inferencers(Inferencer):
+    """An Inferencer that says how many of its calls there were at once."""
+
+    def __init__(self, at_once: int = 1) -> None:
+        super().__init__(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
+        self._together = threading.Barrier(at_once)
+
+    def inference(self, env_ids, timestep, state):
+        self._together.wait(4.0)  # breaks, and fails the call, unless so many come at once
+        return super().inference(env_ids, timestep, state)
+
+
+class CountedBuffer(RecordingBuffer):
+    """Stops the actor after so many adds."""
+
+    def __init__(self, adds: int) -> None:
+        super().__init__()
+        self._adds, self.full = adds, threading.Event()
+
+    def add(self, env_ids, step):
+        super().add(env_ids, step)
+        if len(self.steps) >= self._adds:
+            self.full.set()
+
+
+def async_actor(inferencer, buffer, wait_num=1):
+    return Actor(lambda: AsyncEnv(CountingEnv, 4, wait_num, "thread"), inferencer, buffer)
+
+
+def two_pools_actor(inferencer, buffer):
+    return Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, buffer, num_pools=2)
+
+
+@pytest.mark.parametrize("make", [async_actor, functools.partial(async_actor, wait_num=3), two_pools_actor])
+def test_a_run_by_way_of_a_service_adds_the_steps_that_an_inline_one_adds(make):
+    address, buffer = free_address(), CountedBuffer(40)
+    service = Inferencers()
+    with serving(service, address), running(service):
+        actor = make(client(address), buffer)
+        with running(actor):
+            assert buffer.full.wait(DEADLINE)
+        actor.close()
+    seen = 0
+    for env in range(4):
+        rows = [(step, list(ids).index(env)) for ids, step in buffer.steps if env in ids]
+        seen += len(rows) >= 6
+        for number, (step, row) in enumerate(rows):
+            count = number % 4  # episodes of three steps
+            assert step.timestep.observation[row, 0] == count
+            assert step.next_timestep.observation[row, 0] == (count + 1) % 4
+            assert step.agent_state["seen"][row] == count
+            assert np.broadcast_to(step.params_version, (len(step.timestep.step_type),))[row] == 1
+    assert seen >= 1 and sum(len(ids) for ids, _ in buffer.steps) >= 40
+
+
+@pytest.mark.parametrize("make", [async_actor, two_pools_actor])
+def test_a_run_asks_again_before_it_was_answered(make):
+    address, buffer = free_address(), CountedBuffer(10)
+    service = Inferencers(at_once=2)
+    with serving(service, address), running(service):
+        actor = make(client(address), buffer)
+        stopped = threading.Event()
+
+        def stop():  # with two calls under way as well
+            buffer.full.wait(DEADLINE)
+            stopped.set()
+            actor.stop()
+
+        stopper = threading.Thread(target=stop)
+        stopper.start()
+        actor.run()
+        stopper.join()
+        actor.close()
+        service._together.abort()  # lets go of a call that was under way
+    assert stopped.is_set() and len(buffer.steps) >= 10
+
+
+def test_step_is_synchronous_over_all_pools():
+    buffer = RecordingBuffer()
+    inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
+    actor = two_pools_actor(inferencer, buffer)
+    assert actor.num_envs == 4 and buffer.segment == (0, 4)
+    logs = [actor.step() for _ in range(3)]
+    assert logs == [None, None, {"episode_return": 3.0, "episode_length": 3.0, "episodes": 4}]
+    assert [list(ids) for ids, _ in buffer.steps[:2]] == [[0, 1], [2, 3]]
+    with pytest.raises(UsageError, match="2 pools cannot save"):
+        actor.get_state()
+    actor.close()
+
+
+def test_the_constructor_does_not_call_the_inferencer_and_a_dead_one_is_named_within_the_deadline():
+    address = free_address()
+    actor = Actor(CountingEnv, client(address), RecordingBuffer(), deadline=1.0)
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=rf"The inferencer at {address} did not answer initial_state\(\) within 1 s"):
+        actor.run()
+    assert time.monotonic() - began < 10.0
+    actor.close()
+
+
+def test_a_stop_ends_the_waiting_for_a_dead_inferencer():
+    actor = Actor(CountingEnv, client(free_address()), RecordingBuffer())
+    with running(actor):
+        pass
+    actor.close()
+
+
+def test_an_actor_goes_on_with_another_inferencer_when_its_own_is_killed():
+    addresses, buffer = [free_address(), free_address()], CountedBuffer(10)
+    children = [Child(address, fixed_inferencer, w) for address, w in zip(addresses, (0.25, 0.75), strict=True)]
+    try:
+        inferencers = [client(address) for address in addresses]
+        for inferencer in inferencers:  # both are there
+            resolve(inferencer, "inferencer", deadline=CHILD_DEADLINE).stats()
+        actor = Actor(CountingEnv, inferencers, buffer, rank=1, deadline=CHILD_DEADLINE)
+        with running(actor):
+            assert buffer.full.wait(CHILD_DEADLINE)
+            children[1].kill()
+            survived = len(buffer.steps) + 10
+            buffer._adds = survived
+            buffer.full.clear()
+            assert buffer.full.wait(CHILD_DEADLINE)
+        actor.close()
+    finally:
+        for child in children:
+            child.close()
+    answered_by = [float(step.agent_output.extras["w"][0]) for _, step in buffer.steps]
+    assert (answered_by[0], answered_by[-1]) == (0.75, 0.25)  # rank 1 begins with number 1
+    counts = [int(step.timestep.observation[0, 0]) for _, step in buffer.steps]
+    assert counts == [number % 4 for number in range(len(counts))]  # and no environment noticed

@@ -1,0 +1,194 @@
+"""Batching: many callers, few calls, and every caller's own answer."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UnavailableError, UsageError
+from rlframe.inferencers.batching import Batcher, bucket_of
+from rlframe.types import FIRST, AgentOutput, TimeStep
+from tests.fakes import counting_agent
+
+DEADLINE = 30.0
+
+
+def request(rows, first=0.0):
+    """Observations (first + row, 0), so that every row is known again."""
+    observation = np.zeros((rows, 2), np.float32)
+    observation[:, 0] = first + np.arange(rows)
+    ones = np.ones(rows, np.float32)
+    return (
+        np.arange(rows),
+        TimeStep(np.full(rows, FIRST), ones, ones, observation),
+        {"seen": np.zeros(rows, np.float32)},
+    )
+
+
+def echo(env_ids, timestep, state):
+    """Answers each row with its own observation, and passes the state's very array on."""
+    return AgentOutput(timestep.observation[:, 0].astype(np.int32), {}, 7), state
+
+
+class Gate:
+    """`echo`, the first call of which waits until it is let through."""
+
+    def __init__(self):
+        self.entered, self.opened, self.sizes = threading.Event(), threading.Event(), []
+
+    def __call__(self, env_ids, timestep, state):
+        self.sizes.append(len(timestep.step_type))
+        self.entered.set()
+        assert self.opened.wait(DEADLINE)
+        return echo(env_ids, timestep, state)
+
+
+def call_in_threads(call, requests):
+    """What each call returned or raised, in order; the threads, to be joined."""
+    results = [None] * len(requests)
+
+    def run(i):
+        try:
+            results[i] = call(*requests[i])
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    return results, threads
+
+
+def join(threads):
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+
+
+def test_callers_that_come_together_are_answered_by_one_call_each_with_its_own_rows():
+    calls = []
+
+    def act(*args):
+        calls.append(len(args[1].step_type))
+        return echo(*args)
+
+    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE)  # waits until the 32 are there
+    results, threads = call_in_threads(batcher, [request(4, first=100.0 * i) for i in range(8)])
+    join(threads)
+    assert calls == [32]
+    for i, (output, state) in enumerate(results):
+        np.testing.assert_array_equal(output.action, 100 * i + np.arange(4))
+        assert output.params_version == 7 and output.action.flags.writeable and state["seen"].shape == (4,)
+
+
+def test_what_came_during_a_call_is_answered_by_the_next_one():
+    gate = Gate()
+    batcher = Batcher(counting_agent(), gate, max_rows=16, max_wait=0.0, timeout=DEADLINE)
+    first, leader = call_in_threads(batcher, [request(3)])
+    assert gate.entered.wait(DEADLINE)
+    rest, others = call_in_threads(batcher, [request(5, first=10.0 * i) for i in range(5)])
+    _until(lambda: len(batcher._waiting) == 5)
+    gate.opened.set()
+    join([*leader, *others])
+    assert gate.sizes == [8, 16, 16]  # 3 rows, then three requests of 5, then two
+    assert batcher.counts == {"requests": 6, "calls": 3, "rows": 28, "padding_rows": 12}
+    np.testing.assert_array_equal(first[0][0].action, np.arange(3))
+    for i in range(5):
+        np.testing.assert_array_equal(rest[i][0].action, 10 * i + np.arange(5))
+
+
+def test_an_answer_is_its_callers_own():
+    batcher = Batcher(counting_agent(), echo, max_rows=16, max_wait=0.0)
+    env_ids, timestep, _ = request(3)
+    _, state = batcher(env_ids, timestep, {"seen": np.full(3, 5.0, np.float32)})
+    batcher(env_ids, timestep, {"seen": np.full(3, 6.0, np.float32)})
+    np.testing.assert_array_equal(state["seen"], [5.0, 5.0, 5.0])
+
+
+def test_a_stop_refuses_those_who_wait_and_answers_the_one_under_way():
+    gate = Gate()
+    batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=DEADLINE)
+    first, leader = call_in_threads(batcher, [request(8)])
+    assert gate.entered.wait(DEADLINE)
+    waiting, others = call_in_threads(batcher, [request(8)] * 3)
+    _until(lambda: len(batcher._waiting) == 3)
+    batcher.stop("The service has stopped.")
+    join(others)
+    assert [str(error) for error in waiting] == ["The service has stopped."] * 3
+    assert all(isinstance(error, UnavailableError) for error in waiting)
+    gate.opened.set()
+    join(leader)
+    assert isinstance(first[0], tuple)
+    with pytest.raises(UnavailableError, match="has stopped"):
+        batcher(*request(2))
+
+
+def test_a_caller_that_waits_for_too_long_is_told_to_call_again_and_holds_nobody_up():
+    gate = Gate()
+    batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=0.05)
+    first, leader = call_in_threads(batcher, [request(8)])
+    assert gate.entered.wait(DEADLINE)
+    with pytest.raises(UnavailableError, match=r"busy for 0.05 s. Call again"):
+        batcher(*request(4))
+    gate.opened.set()
+    join(leader)
+    output, _ = batcher(*request(4, first=50.0))
+    np.testing.assert_array_equal(output.action, 50 + np.arange(4))
+    assert isinstance(first[0], tuple) and batcher.counts["requests"] == 2
+
+
+def test_a_request_that_does_not_fit_the_specs_fails_alone():
+    batcher = Batcher(counting_agent(), echo, max_rows=16, max_wait=0.0)
+    env_ids, timestep, state = request(4)
+    with pytest.raises(UsageError, match=r"observation should be \[B, 2\] float32, got \[4, 3\]"):
+        batcher(env_ids, timestep._replace(observation=np.zeros((4, 3), np.float32)), state)
+    with pytest.raises(UsageError, match=r"seen.* should be \[B\] float32, got \[4\] float64"):
+        batcher(env_ids, timestep, {"seen": np.zeros(4)})
+    with pytest.raises(UsageError, match=r"got 3 env_ids, but arrays of \[4\] rows"):
+        batcher(env_ids[:3], timestep, state)
+    assert batcher.counts["calls"] == 0
+    batcher(env_ids, timestep, state)
+
+
+def test_an_error_of_the_call_reaches_everyone_in_it_and_the_next_ones_are_answered():
+    gate = Gate()
+
+    def act(*args):
+        answer = gate(*args)
+        if len(gate.sizes) == 2:
+            raise ZeroDivisionError("agent")
+        return answer
+
+    batcher = Batcher(counting_agent(), act, max_rows=8, max_wait=0.0, timeout=DEADLINE)
+    _, leader = call_in_threads(batcher, [request(8)])
+    assert gate.entered.wait(DEADLINE)
+    results, others = call_in_threads(batcher, [request(4)] * 2)
+    _until(lambda: len(batcher._waiting) == 2)
+    gate.opened.set()
+    join([*leader, *others])
+    assert [type(result) for result in results] == [ZeroDivisionError] * 2
+    batcher(*request(4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_rows", "bucket"),
+    [(1, 64, 8), (8, 64, 8), (9, 64, 16), (33, 64, 64), (40, 48, 48), (3, 4, 4), (65, 64, 128), (200, 64, 256)],
+)
+def test_rows_are_padded_to_powers_of_two_or_the_largest_batch(rows, max_rows, bucket):
+    assert bucket_of(rows, max_rows) == bucket
+
+
+def test_any_number_of_rows_comes_to_few_sizes():
+    assert {bucket_of(rows, 256) for rows in range(1, 257)} == {8, 16, 32, 64, 128, 256}
+
+
+def _until(condition):
+    """Waits for what no event tells."""
+    deadline = threading.Event()
+    for _ in range(int(DEADLINE * 1000)):
+        if condition():
+            return
+        deadline.wait(0.001)
+    raise AssertionError("It did not come to that.")

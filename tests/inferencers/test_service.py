@@ -1,0 +1,217 @@
+"""The Inferencer as a service: the answers of an inline one, for many callers, whatever its learner does."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from rlframe.agents import PPO, PPOConfig
+from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.handles import Call, resolve
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.inferencers.batching import bucket_of
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.types import ENVS_PER_RANK, FIRST, TimeStep
+from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, FixedParams, RecordingBuffer, counting_agent
+from tests.serving import client, free_address, running, serving
+
+DEADLINE = 60.0
+
+
+def ppo():
+    return PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
+
+
+def ppo_learner(agent):
+    return Learner(LearnerConfig(), agent, RecordingBuffer())
+
+
+def random_timestep(rows, seed):
+    ones = np.ones(rows, np.float32)
+    observation = np.random.default_rng(seed).normal(size=(rows, 2)).astype(np.float32)
+    return TimeStep(np.full(rows, FIRST), ones, ones, observation)
+
+
+def ask(inferencer, rows=2):
+    timestep = TimeStep(*random_timestep(rows, 0))
+    return inferencer.inference(np.arange(rows), timestep, {"seen": np.zeros(rows, np.float32)})
+
+
+def test_many_callers_get_the_answers_that_they_would_get_alone_by_fewer_calls():
+    agent = ppo()
+    learner = ppo_learner(agent)
+    alone = Inferencer(InferencerConfig(greedy=True), agent, learner)
+    service = Inferencer(InferencerConfig(greedy=True, max_wait=0.05, max_batch=64), agent, learner)
+    rng = np.random.default_rng(0)
+    plan = [[int(rows) for rows in rng.integers(1, 20, size=12)] for _ in range(8)]
+    answers = {}
+
+    def caller(who):
+        for number, rows in enumerate(plan[who]):
+            answers[who, number] = service.inference(np.arange(rows), random_timestep(rows, 100 * who + number), ())
+
+    with running(service):
+        _until_run(service)
+        threads = [threading.Thread(target=caller, args=(who,)) for who in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+    stats = service.stats()
+    assert stats["requests"] == 96 and stats["calls"] < 48
+    assert stats["compilations"] <= len({bucket_of(rows, 64) for rows in range(1, 65)}) == 4
+    for (who, number), (output, _) in answers.items():
+        rows = plan[who][number]
+        expected, _ = alone.inference(np.arange(rows), random_timestep(rows, 100 * who + number), ())
+        np.testing.assert_array_equal(output.action, expected.action)
+        for name in expected.extras:
+            np.testing.assert_allclose(output.extras[name], expected.extras[name], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_changes_no_answer():
+    agent = ppo()
+    service = Inferencer(InferencerConfig(greedy=True), agent, ppo_learner(agent))
+    with running(service):
+        _until_run(service)
+        timestep = random_timestep(5, seed=1)
+        first, _ = service.inference(np.arange(5), timestep, ())
+        for seed in range(3):  # leaves other rows behind
+            service.inference(np.arange(8), random_timestep(8, seed), ())
+            service.inference(np.arange(7), random_timestep(7, seed), ())
+        again, _ = service.inference(np.arange(5), timestep, ())
+    np.testing.assert_array_equal(first.action, again.action)
+    for name in first.extras:
+        np.testing.assert_array_equal(first.extras[name], again.extras[name])
+
+
+def test_inferencers_of_one_seed_draw_other_numbers_for_other_ranks():
+    def actions(rank):
+        agent = ppo()
+        inferencer = Inferencer(InferencerConfig(seed=3), agent, ppo_learner(agent))
+        env_ids = rank * ENVS_PER_RANK + np.arange(64)
+        return inferencer.inference(env_ids, random_timestep(64, 0), ())[0].action.tolist()
+
+    assert actions(0) == actions(0)
+    assert actions(1) == actions(1)
+    assert len({str(actions(rank)) for rank in range(4)}) == 4
+
+
+def test_an_inferencer_that_has_not_run_pickles_with_its_handle():
+    address = free_address()
+    inferencer = pickle.loads(pickle.dumps(Inferencer(InferencerConfig(seed=5), counting_agent(), client(address))))
+    with serving(FixedParams({"w": np.float32(0.25)}), address):
+        output, _ = ask(inferencer)
+    assert output.extras["w"].tolist() == [0.25, 0.25]
+
+
+def test_a_dead_learner_leaves_the_service_its_parameters_and_a_new_one_brings_newer(caplog):
+    address = free_address()
+    learner = FixedParams({"w": np.float32(0.5)})
+    service = Inferencer(InferencerConfig(learner_deadline=1.0), counting_agent(), client(address))
+    server = contextlib.ExitStack()
+    server.enter_context(serving(learner, address))
+    with server, running(service):
+        assert _answer_of_version(service, 1).extras["w"].tolist() == [0.5, 0.5]
+        server.close()
+        _until(lambda: f"goes on by version 1 of the parameters: The learner at {address}" in caplog.text)
+        assert ask(service)[0].params_version == 1
+        learner.version, learner.params = 2, {"w": np.float32(0.75)}
+        server.enter_context(serving(learner, address))
+        assert _answer_of_version(service, 2).extras["w"].tolist() == [0.75, 0.75]
+
+
+def test_a_service_whose_learner_never_answers_fails_and_names_it():
+    address = free_address()
+    service = Inferencer(InferencerConfig(learner_deadline=0.5), counting_agent(), client(address))
+    with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_params\(\) within 0.5 s"):
+        service.run()
+    with pytest.raises(UnavailableError, match="has stopped"):
+        ask(service)
+
+
+def test_a_stopped_service_refuses_calls_and_cannot_be_run_again():
+    service = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
+    with running(service):
+        _answer_of_version(service, 1)
+    with pytest.raises(UnavailableError, match="has stopped"):
+        ask(service)
+    with pytest.raises(UsageError, match="make another"):
+        service.run()
+
+
+class Broken(type(counting_agent())):
+    def actor_step(self, rng, params, timestep, state):
+        raise ZeroDivisionError("a bug of the agent")
+
+
+def test_an_agent_that_raises_fails_the_callers_and_the_service():
+    agent = Broken(counting_agent().cfg, OBSERVATION_SPEC, ACTION_SPEC)
+    service = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)}))
+    caught = []
+
+    def call():
+        _until_run(service)
+        try:
+            ask(service)
+        except ZeroDivisionError as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    with pytest.raises(ZeroDivisionError, match="a bug of the agent"):
+        service.run()
+    caller.join(DEADLINE)
+    assert len(caught) == 1
+
+
+def test_clients_of_a_served_inferencer_get_numpy_once_its_learner_is_there():
+    learner_address, address = free_address(), free_address()
+    service = Inferencer(InferencerConfig(), counting_agent(), client(learner_address))
+    with serving(service, address), running(service):
+        remote = resolve(client(address), "inferencer", deadline=DEADLINE)
+        call = Call(remote, "inference", _request(3))  # refused and repeated, while there are no parameters
+        with serving(FixedParams({"w": np.float32(0.5)}), learner_address):
+            output, state = call.result()
+            _until(lambda: service.params_version == 1)
+        assert type(output.action) is np.ndarray and output.params_version == 1
+        assert state["seen"].tolist() == [1.0, 1.0, 1.0]
+        env_ids, timestep, state = _request(3)
+        with pytest.raises(UsageError, match=r"observation should be \[B, 2\] float32"):
+            remote.inference(env_ids, timestep._replace(observation=np.zeros((3, 5), np.float32)), state)
+
+
+def _request(rows):
+    return np.arange(rows), random_timestep(rows, 0), {"seen": np.zeros(rows, np.float32)}
+
+
+def _answer_of_version(service, version):
+    """The first answer by these parameters; before `run` has begun a call is an inline one, and as good."""
+    answers = []
+
+    def answered():
+        try:
+            answers.append(ask(service)[0])
+        except UnavailableError:
+            return False
+        return answers[-1].params_version >= version
+
+    _until(answered)
+    return answers[-1]
+
+
+def _until_run(service):
+    """Until calls are a service's."""
+    _until(lambda: "calls" in service.stats())
+
+
+def _until(condition):
+    pause = threading.Event()
+    for _ in range(int(DEADLINE / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("It did not come to that.")

@@ -1,0 +1,100 @@
+"""Real Courier servers for tests, in this process and in others."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.inferencers import Inferencer, InferencerConfig
+from tests.fakes import FixedParams, counting_agent
+
+if importlib.util.find_spec("launchpad") is None:
+    pytest.skip("Launchpad has no wheel for this Python.", allow_module_level=True)
+
+CHILD_DEADLINE = 120.0  # seconds for a process to start, on a machine that is busy
+
+
+def free_address() -> str:
+    import portpicker
+
+    return f"localhost:{portpicker.pick_unused_port()}"
+
+
+@contextlib.contextmanager
+def serving(instance: Any, address: str) -> Iterator[None]:
+    """Exposes `instance` as a CourierNode does."""
+    from launchpad.nodes.courier import courier_utils
+
+    server = courier_utils.make_courier_server(instance, port=int(address.rpartition(":")[2]))
+    server.Start()
+    try:
+        yield
+    finally:
+        server.Stop()
+        server.Join()
+
+
+def client(address: str) -> Any:
+    """What Launchpad hands to a node for a handle."""
+    import courier
+
+    return courier.Client(address)
+
+
+@contextlib.contextmanager
+def running(target: Any) -> Iterator[None]:
+    """Has `target.run()` go on in a thread; stops it at the end, and raises what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            target.run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        target.stop()
+        thread.join(timeout=30)
+        assert not thread.is_alive(), "run() did not end"
+    if raised:
+        raise raised[0]
+
+
+class Child:
+    """`make(*args)` in a process of its own, served and run as a CourierNode does."""
+
+    def __init__(self, address: str, make: Any, *args: Any) -> None:
+        self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=(address, make, args))
+        self._process.start()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def fixed_inferencer(w: float) -> Inferencer:
+    """One whose every answer says `w`."""
+    return Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(w)}))
+
+
+def _serve(address: str, make: Any, args: Any) -> None:
+    instance = make(*args)
+    with serving(instance, address):
+        instance.run()
