@@ -16,6 +16,7 @@ import numpy as np
 
 CLIENTS, PROCESSES, ROWS = 8, 2, 8  # clients in all; the processes that they share; environments of each
 WARM_UP = 1.0  # seconds, after the first answer to everyone
+BUCKETS = (8, 16, 32, 64)  # compiled before
 SHAPES = {"cnn": ((4, 84, 84), np.uint8), "mlp": ((4,), np.float32)}
 
 
@@ -70,14 +71,15 @@ def _served(workload: str, way: str, seconds: float) -> dict[str, float]:
     # Unbatched: no call takes in more than one request.
     config = {"service": {}, "wait": {"max_wait": 0.001}, "unbatched": {"max_batch": ROWS}}[way]
     inferencer, port = _inferencer(workload, **config), portpicker.pick_unused_port()
+    for rows in BUCKETS:
+        inferencer.inference(*request(workload, rows))
     server = courier_utils.make_courier_server(inferencer, port=port)
     server.Start()
     runner = threading.Thread(target=inferencer.run)
     runner.start()
     context = multiprocessing.get_context("spawn")
-    rows, ready = context.Value("q", 0), context.Semaphore(0)
-    stop = context.Event()
-    arguments = (f"localhost:{port}", workload, rows, ready, stop)
+    answered, ready, stop = context.Value("q", 0), context.Semaphore(0), context.Event()
+    arguments = (f"localhost:{port}", workload, answered, ready, stop)
     clients = [context.Process(target=_clients, args=arguments, daemon=True) for _ in range(PROCESSES)]
     for client in clients:
         client.start()
@@ -85,9 +87,9 @@ def _served(workload: str, way: str, seconds: float) -> dict[str, float]:
         if not ready.acquire(timeout=120.0):
             raise TimeoutError("A client got no answer within 120 s.")
     time.sleep(WARM_UP)
-    before, counts, began = rows.value, inferencer.stats(), time.perf_counter()
+    before, counts, began = answered.value, inferencer.stats(), time.perf_counter()
     time.sleep(seconds)
-    answered, took, after = rows.value - before, time.perf_counter() - began, inferencer.stats()
+    rows, took, after = answered.value - before, time.perf_counter() - began, inferencer.stats()
     stop.set()
     for client in clients:
         client.join(timeout=30.0)
@@ -96,10 +98,10 @@ def _served(workload: str, way: str, seconds: float) -> dict[str, float]:
     server.Stop()
     server.Join()
     calls = after["calls"] - counts["calls"]
-    return {"rows_per_second": answered / took, "rows_per_call": answered / max(calls, 1)}
+    return {"rows_per_second": rows / took, "rows_per_call": rows / max(calls, 1)}
 
 
-def _clients(address: str, workload: str, rows: Any, ready: Any, stop: Any) -> None:
+def _clients(address: str, workload: str, answered: Any, ready: Any, stop: Any) -> None:
     """So many clients as threads, each with one call under way."""
     import courier
 
@@ -111,8 +113,8 @@ def _clients(address: str, workload: str, rows: Any, ready: Any, stop: Any) -> N
         ready.release()
         while not stop.is_set():
             remote.inference(*arguments)
-            with rows.get_lock():
-                rows.value += ROWS
+            with answered.get_lock():
+                answered.value += ROWS
 
     threads = [threading.Thread(target=work) for _ in range(CLIENTS // PROCESSES)]
     for thread in threads:

@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -64,12 +65,14 @@ def test_many_callers_get_the_answers_that_they_would_get_alone_by_fewer_calls()
     stats = service.stats()
     assert stats["requests"] == 96 and stats["calls"] < 48
     assert stats["compilations"] <= len({bucket_of(rows, 64) for rows in range(1, 65)}) == 4
-    for (who, number), (output, _) in answers.items():
-        rows = plan[who][number]
-        expected, _ = alone.inference(np.arange(rows), random_timestep(rows, 100 * who + number), ())
-        np.testing.assert_array_equal(output.action, expected.action)
-        for name in expected.extras:
-            np.testing.assert_allclose(output.extras[name], expected.extras[name], rtol=1e-5, atol=1e-5)
+    # One call of an inline Inferencer on all the rows, to compile it once.
+    asked = [random_timestep(plan[who][number], 100 * who + number) for who, number in answers]
+    together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *asked)
+    expected, _ = alone.inference(np.arange(len(together.reward)), together, ())
+    np.testing.assert_array_equal(np.concatenate([output.action for output, _ in answers.values()]), expected.action)
+    for name in expected.extras:
+        came = np.concatenate([output.extras[name] for output, _ in answers.values()])
+        np.testing.assert_allclose(came, expected.extras[name], rtol=1e-5, atol=1e-5)
 
 
 def test_padding_changes_no_answer():
@@ -89,14 +92,16 @@ def test_padding_changes_no_answer():
 
 
 def test_inferencers_of_one_seed_draw_other_numbers_for_other_ranks():
+    agent = ppo()
+    inferencer = Inferencer(InferencerConfig(seed=3), agent, ppo_learner(agent))
+    first = inferencer.get_state()
+
     def actions(rank):
-        agent = ppo()
-        inferencer = Inferencer(InferencerConfig(seed=3), agent, ppo_learner(agent))
+        inferencer.set_state(first)
         env_ids = rank * ENVS_PER_RANK + np.arange(64)
         return inferencer.inference(env_ids, random_timestep(64, 0), ())[0].action.tolist()
 
-    assert actions(0) == actions(0)
-    assert actions(1) == actions(1)
+    assert actions(0) == actions(0) and actions(1) == actions(1)
     assert len({str(actions(rank)) for rank in range(4)}) == 4
 
 
