@@ -46,6 +46,10 @@ class UnavailableError(RlframeError):
     """A service cannot answer just now, or no longer. The same call may be repeated, there or elsewhere."""
 
 
+class ProgramError(RlframeError):
+    """A program of several processes failed. Names the node, and has its traceback."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -1,0 +1,1 @@
+"""Programs of several processes: started, watched, restarted and ended together."""

@@ -1,0 +1,132 @@
+"""`launch(program)`: a Launchpad program in processes whose ends are told.
+
+Launchpad's own launcher ignores a crashed node, or kills itself (exit code 137) while it ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+from rlframe.errors import UsageError, suggest
+from rlframe.programs.launching.node_main import LAUNCHER_PID
+from rlframe.programs.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPolicy:
+    """What holds for the nodes of one group (label) of a program."""
+
+    max_restarts: int = 0  # how often each node may die and be started again, at the same address
+    decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of its processes
+
+
+# One thread for JAX and numerical libraries, no accelerator: for every node but the learner.
+ON_CPU = {
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def launch(program: Any, policies: Mapping[str, GroupPolicy] | None = None, output: TextIO | None = None) -> int | None:
+    """Runs every node of a program as a process, and returns when it is over.
+
+    It is over when the nodes of the groups that decide have ended, when all nodes have, when a node calls
+    `lp.stop()`, or on Ctrl-C and SIGTERM. Every process gets SIGTERM then (`lp.stop_event()` is set) and is killed
+    after 8 s. Nothing outlives the caller, whatever it dies of.
+
+    Args:
+        program: a `launchpad.Program`.
+        policies: by group label; a group without one has no restarts and decides nothing.
+        output: where the nodes' lines go; stderr.
+
+    Returns:
+        The number of the signal that ended the program, or None where it ended by itself.
+
+    Raises:
+        ProgramError: a node failed for good; the message names it and has its traceback.
+        UsageError: a policy is of a group that the program has not, or a node cannot be pickled.
+    """
+    policies = policies or {}
+    for label in policies:
+        if label not in program.groups:
+            raise UsageError(
+                f"The program has no group {label!r}; it has {', '.join(program.groups)}."
+                f"{suggest(label, program.groups)}"
+            )
+    with _functions(program) as descriptors:
+        nodes = []
+        for label, group in program.groups.items():
+            policy = policies.get(label, GroupPolicy())
+            for index in range(len(group)):
+                name = f"{label}/{index}" if len(group) > 1 else label
+                nodes.append(
+                    NodeProcess(
+                        name=name,
+                        command=_command(descriptors[label], index, name),
+                        env={**policy.env, LAUNCHER_PID: str(os.getpid())},
+                        descriptors=(descriptors[label],),
+                        max_restarts=policy.max_restarts,
+                        decides=policy.decides,
+                    )
+                )
+        return Supervisor(nodes, output).run()
+
+
+def _command(descriptor: int, index: int, name: str) -> list[str]:
+    code = "import sys; sys.path[:] = {path!r}; from rlframe.programs.launching.node_main import main; main()"
+    path = [entry or os.getcwd() for entry in sys.path]
+    return [sys.executable, "-c", code.format(path=path), str(descriptor), str(index), name]
+
+
+@contextlib.contextmanager
+def _functions(program: Any) -> Iterator[dict[str, int]]:
+    """Prepares the nodes as `lp.launch` does, and gives a descriptor of the pickled functions for each group.
+
+    Descriptors of memory, not files: nothing is left behind when the launcher is killed.
+    """
+    import cloudpickle
+    from absl import flags
+    from launchpad import context  # which defines the flags
+    from launchpad.launch import serialization
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(sys.argv[:1], known_only=True)
+    stopper = functools.partial(os.kill, os.getpid(), STOP_SIGNAL)
+    for group in program.groups.values():
+        for node in group:
+            node.launch_context.initialize(context.LaunchType.LOCAL_MULTI_PROCESSING, None, stopper)
+    for label, group in program.groups.items():
+        for node in group:
+            for handle in node.input_handles:
+                handle.connect(node, label)
+    for node in program.get_all_nodes():
+        node.bind_addresses()
+    serialization.enable_lru_cache_pickling_once()
+    descriptors: dict[str, int] = {}
+    try:
+        for label, group in program.groups.items():
+            try:
+                pickled = cloudpickle.dumps([node.function for node in group])
+            except Exception as error:
+                raise UsageError(
+                    f"The nodes of the group {label!r} cannot be sent to their processes: "
+                    f"{type(error).__name__}: {error}. Their arguments must be picklable."
+                ) from error
+            descriptors[label] = os.memfd_create(f"rlframe {label}")
+            with open(f"/proc/self/fd/{descriptors[label]}", "wb") as file:
+                file.write(pickled)
+        yield descriptors
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)

@@ -1,0 +1,258 @@
+"""The processes of a program: their output prefixed, the dead restarted, all of them ended together.
+
+Engines say which processes there are (`NodeProcess`) and what the end of each means; nothing here knows what runs
+in them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, TextIO
+
+from rlframe.errors import ProgramError
+
+GRACE = 8.0  # seconds between SIGTERM and SIGKILL: everything ends within ten
+_BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
+_HEALTHY = 120.0  # seconds after which a process that dies counts as if it had never died before
+_KEPT_LINES = 80  # of each node's output, for its traceback
+
+STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeProcess:
+    """A process, and what its end means."""
+
+    name: str  # "actor/1"
+    command: Sequence[str]
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside the launcher's own
+    descriptors: Sequence[int] = ()  # that it inherits
+    max_restarts: int = 0  # how often it may die and be started again
+    decides: bool = False  # the program is over, and well, when this process has ended well
+
+
+class Supervisor:
+    """Runs processes until one that decides has ended, all have, one fails for good, or it is told to stop.
+
+    Args:
+        nodes: the processes.
+        output: where their lines go, each behind the name of its node.
+    """
+
+    def __init__(self, nodes: Sequence[NodeProcess], output: TextIO | None = None) -> None:
+        self._nodes = list(nodes)
+        self._output = output if output is not None else sys.stderr
+        self._write_lock = threading.Lock()
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._running: dict[str, _Running] = {}
+        self._deaths: dict[str, int] = collections.defaultdict(int)
+        self._restart_at: dict[str, float] = {}
+        self._ended_well: set[str] = set()
+        self._signal: int | None = None
+        self._stopping_since: float | None = None
+        self._failure: str | None = None
+
+    def stop(self) -> None:
+        """Ends the program, and well. Any thread may call it."""
+        self._events.put(("stop", None))
+
+    def run(self) -> int | None:
+        """Runs to the end.
+
+        Returns:
+            The number of the signal that ended it (the first Ctrl-C or SIGTERM), or None where it ended by itself.
+
+        Raises:
+            ProgramError: a node failed, more often than it may; the message has its name and its traceback.
+        """
+        with self._signals():
+            try:
+                for node in self._nodes:
+                    self._start(node)
+                while not self._is_over():
+                    self._handle_event(self._next_event())
+                    self._restart_due()
+            finally:
+                self._kill_all()
+        if self._failure is not None:
+            raise ProgramError(self._failure)
+        return self._signal
+
+    def _is_over(self) -> bool:
+        return not self._running and (self._stopping_since is not None or not self._restart_at)
+
+    def _next_event(self) -> Any:
+        now = time.monotonic()
+        waits = [at - now for at in self._restart_at.values()] if self._stopping_since is None else []
+        if self._stopping_since is not None:
+            waits.append(self._stopping_since + GRACE - now)
+        # A signal's handler cannot interrupt the queue, only put something into it: no wait is for ever.
+        try:
+            return self._events.get(timeout=max(0.0, min([*waits, 1.0])))
+        except queue.Empty:
+            return ("nothing", None)
+
+    def _handle_event(self, event: Any) -> None:
+        kind, value = event
+        if kind == "ended":
+            self._ended(value)
+        elif kind == "stop":
+            self._stop()
+        elif kind == "signal":
+            if self._signal is not None:
+                self._kill_all()
+            elif self._stopping_since is None:
+                name = signal.Signals(value).name
+                self._say("launcher", f"{name}: ending {len(self._running)} processes; once more kills them")
+            self._signal = self._signal or value
+            self._stop()
+        if self._stopping_since is not None and time.monotonic() > self._stopping_since + GRACE:
+            for running in self._running.values():
+                self._say(running.node.name, f"did not end within {GRACE:g} s: killed")
+            self._kill_all()
+
+    def _ended(self, running: _Running) -> None:
+        node, code = running.node, running.process.returncode
+        if self._running.get(node.name) is not running:
+            return
+        del self._running[node.name]
+        if self._stopping_since is not None:
+            return
+        if code == 0:
+            self._ended_well.add(node.name)
+            deciding = [other.name for other in self._nodes if other.decides]
+            if node.decides and self._ended_well.issuperset(deciding):
+                self._stop()
+            return
+        if time.monotonic() - running.began > _HEALTHY:
+            self._deaths[node.name] = 0
+        self._deaths[node.name] += 1
+        deaths = self._deaths[node.name]
+        if deaths > node.max_restarts:
+            times = f" (and {deaths - 1} times before)" if deaths > 1 else ""
+            self._failure = f"The node {node.name} {_how(code)}{times}.{running.last_words()}"
+            self._stop()
+            return
+        delay = min(_BACKOFF * 2 ** (deaths - 1), _LONGEST_BACKOFF)
+        self._say(node.name, f"{_how(code)}: restart {deaths} of {node.max_restarts} in {delay:g} s")
+        self._restart_at[node.name] = time.monotonic() + delay
+
+    def _restart_due(self) -> None:
+        if self._stopping_since is not None:
+            return
+        for node in self._nodes:
+            if self._restart_at.get(node.name, float("inf")) <= time.monotonic():
+                del self._restart_at[node.name]
+                self._start(node)
+
+    def _start(self, node: NodeProcess) -> None:
+        # From this thread, which lives as long as the program: a parent-death signal is about the parent's thread.
+        self._running[node.name] = _Running(node, self._events, self._write)
+
+    def _stop(self) -> None:
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+            for running in self._running.values():
+                running.send(signal.SIGTERM)
+
+    def _kill_all(self) -> None:
+        for running in self._running.values():
+            running.send(signal.SIGKILL)
+        for running in self._running.values():
+            running.process.wait()
+            running.drain()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._events.put(("stop", None) if number == STOP_SIGNAL else ("signal", number))
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _say(self, name: str, text: str) -> None:
+        self._write(f"[{name}] {text}\n")
+
+    def _write(self, text: str) -> None:
+        with self._write_lock, contextlib.suppress(OSError, ValueError):
+            self._output.write(text)
+            self._output.flush()
+
+
+class _Running:
+    """A process that was started, and the threads that read from it and wait for it."""
+
+    def __init__(self, node: NodeProcess, events: queue.SimpleQueue[Any], write: Any) -> None:
+        self.node = node
+        self.began = time.monotonic()
+        self._write = write
+        self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self.process = subprocess.Popen(
+            list(node.command),
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **node.env},
+            pass_fds=tuple(node.descriptors),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C at the terminal is the launcher's
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._wait, args=(events,), daemon=True).start()
+
+    def send(self, number: int) -> None:
+        """Signals the process; SIGKILL goes to all that it started in its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGKILL:
+                os.killpg(self.process.pid, number)
+            else:
+                self.process.send_signal(number)
+
+    def drain(self) -> None:
+        """Waits until its last lines are out; not for a process of its own that still holds the pipe."""
+        self._reader.join(1.0)
+
+    def last_words(self) -> str:
+        """Its traceback, or the last lines of its output."""
+        lines = list(self._lines)
+        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        kept = lines[starts[-1] :] if starts else lines[-5:]
+        return "" if not kept else " Its last lines:\n" + "\n".join(kept)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            text = line.decode(errors="replace").rstrip("\n")
+            self._lines.append(text)
+            self._write(f"[{self.node.name}] {text}\n")
+
+    def _wait(self, events: queue.SimpleQueue[Any]) -> None:
+        self.process.wait()
+        self.drain()
+        events.put(("ended", self))
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}"

@@ -1,0 +1,74 @@
+"""A program of small nodes for tests/programs/test_launcher.py: `python launched.py WHAT`, which launches it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import launchpad as lp
+
+from rlframe.errors import RlframeError
+from rlframe.programs.launching.launcher import GroupPolicy, launch
+
+
+class Server:
+    """Counts, and stays until it is stopped."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self) -> int:
+        self._count += 1
+        return self._count
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def run(self) -> None:
+        print(f"server {os.getpid()} on {os.environ.get('WHERE', 'nothing')}")
+        lp.stop_event().wait()
+        print("server stops")
+
+
+def client(server: Any, what: str) -> None:
+    count = server.add()
+    print(f"client {os.getpid()} counts {count}")
+    if what == "raise":
+        raise ValueError("the client is unhappy")
+    if what == "stop":
+        lp.stop()
+    if what == "wait":
+        lp.stop_event().wait()
+    if what == "kill server":
+        os.kill(server.pid(), 9)
+        while True:  # until it is back, at the same address
+            try:
+                print(f"after its restart the server counts {server.futures.add().result(timeout=1.0)}")
+                return
+            except Exception:
+                time.sleep(0.1)
+
+
+def main(what: str) -> None:
+    program = lp.Program("test")
+    with program.group("server"):
+        server = program.add_node(lp.CourierNode(Server))
+    with program.group("client"):
+        program.add_node(lp.PyNode(client, server, what))
+        if what == "wait":
+            program.add_node(lp.PyNode(client, server, what))
+    policies = {
+        "server": GroupPolicy(max_restarts=1, env={"WHERE": "here"}),
+        "client": GroupPolicy(decides=True),
+    }
+    try:
+        print("launched:", launch(program, policies))
+    except RlframeError as error:
+        print("failed:", error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

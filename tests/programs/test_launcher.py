@@ -1,0 +1,82 @@
+"""Real Launchpad programs: real processes, real Courier calls."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def start(what: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.programs.launched", what],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, lines = process.communicate(timeout=120.0)
+    pids = {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", lines)}
+    assert pids and not any(psutil.pid_exists(pid) for pid in pids)
+    return process.returncode, output, lines
+
+
+def test_a_program_ends_well_with_the_node_that_decides():
+    code, output, lines = finish(start("once"))
+    assert (code, output) == (0, "launched: None\n")
+    assert "[server] server" in lines and "on here" in lines
+    assert re.search(r"^\[client\] client \d+ counts 1$", lines, re.M)
+    assert "[server] server stops" in lines
+
+
+def test_a_node_that_raises_is_told_with_its_traceback():
+    code, output, _ = finish(start("raise"))
+    assert code == 1
+    assert output.startswith("failed: The node client failed with exit code 1. Its last lines:\nTraceback (most")
+    assert output.rstrip().endswith("ValueError: the client is unhappy")
+
+
+def test_lp_stop_ends_the_program_well():
+    code, output, lines = finish(start("stop"))
+    assert (code, output) == (0, "launched: None\n")
+    assert "[server] server stops" in lines
+
+
+def test_a_killed_server_comes_back_at_its_address():
+    code, output, lines = finish(start("kill server"))
+    assert (code, output) == (0, "launched: None\n")
+    assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
+    assert "[client] after its restart the server counts 1" in lines
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path):
+    process = start("wait", TMPDIR=str(tmp_path))
+    assert process.stderr is not None
+    pids: set[int] = set()
+    for line in process.stderr:
+        pids |= {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", line)}
+        if len(pids) == 3:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=10.0)
+    deadline = time.monotonic() + 10.0
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"Some of {pids} live on."
+        threading.Event().wait(0.05)
+    assert list(tmp_path.iterdir()) == []

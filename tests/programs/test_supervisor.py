@@ -1,0 +1,141 @@
+"""Real processes, started, restarted, stopped and killed; each is a few lines of Python without any import."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+
+from rlframe.errors import ProgramError
+from rlframe.programs.launching import supervisor
+from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+
+
+def node(name: str, code: str, **options) -> NodeProcess:
+    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], **options)
+
+
+FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
+# Ends well on SIGTERM, as nodes do.
+SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up')\ntime.sleep(60)"
+
+
+def run(*nodes: NodeProcess) -> tuple[int | None, str]:
+    output = io.StringIO()
+    return Supervisor(nodes, output).run(), output.getvalue()
+
+
+def assert_none_left(before: set[int]) -> None:
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert not left
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert_none_left(before)
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "It did not come about."
+        threading.Event().wait(0.01)
+
+
+def test_a_program_is_over_when_all_its_nodes_have_ended_well():
+    result, output = run(node("a", "print('one')"), node("b", "import sys; print('two', file=sys.stderr)"))
+    assert result is None
+    assert sorted(output.splitlines()) == ["[a] one", "[b] two"]
+
+
+def test_the_end_of_the_node_that_decides_ends_the_others():
+    began = time.monotonic()
+    result, output = run(node("learner", "print('done')", decides=True), node("actor/0", SERVES), node("b", FOREVER))
+    assert result is None and "[learner] done" in output
+    assert time.monotonic() - began < supervisor.GRACE
+
+
+def test_a_node_that_fails_is_named_with_its_traceback_and_ends_the_rest():
+    with pytest.raises(ProgramError) as caught:
+        run(node("learner", "def f():\n  raise ValueError('too bad')\nf()"), node("actor/1", SERVES))
+    message = str(caught.value)
+    assert message.startswith("The node learner failed with exit code 1. Its last lines:\nTraceback")
+    assert message.endswith("ValueError: too bad")
+
+
+def test_a_node_that_dies_is_started_again_until_its_restarts_are_used_up(tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_BACKOFF", 0.01)
+    count = f"with open({str(tmp_path / 'lives')!r}, 'a') as f: f.write('x')\n"
+    dies = count + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(ProgramError, match=r"The node actor/1 was killed by SIGKILL \(and 2 times before\)"):
+        run(node("actor/1", dies, max_restarts=2), node("learner", SERVES, decides=True))
+    assert (tmp_path / "lives").read_text() == "xxx"
+
+
+def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_BACKOFF", 0.01)
+    path = str(tmp_path / "been")
+    once = f"import os, sys\nif not os.path.exists({path!r}):\n  open({path!r}, 'w'); sys.exit(3)\nprint('back')"
+    result, output = run(node("learner", once, max_restarts=1, decides=True), node("actor", SERVES))
+    assert result is None
+    assert "[learner] failed with exit code 3: restart 1 of 1 in 0.01 s" in output and "[learner] back" in output
+
+
+def test_a_node_that_ignores_sigterm_is_killed_after_the_grace(monkeypatch):
+    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+    output = io.StringIO()
+    program = Supervisor([node("deaf", deaf)], output)
+    threading.Thread(target=lambda: (wait_for(lambda: "up" in output.getvalue()), program.stop())).start()
+    began = time.monotonic()
+    assert program.run() is None
+    assert time.monotonic() - began < 10.0
+    assert "[deaf] did not end within 0.5 s: killed" in output.getvalue()
+
+
+LAUNCHER = """
+import sys
+from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+code = sys.argv[1]
+print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]).run())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, supervisor.STOP_SIGNAL])
+def test_a_signal_to_the_launcher_ends_all_and_is_told(number: signal.Signals):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, SERVES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for _ in range(2):
+        assert process.stderr.readline().endswith("up\n")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=10.0)
+    assert output.strip() == ("None" if number == supervisor.STOP_SIGNAL else str(int(number)))
+    assert process.returncode == 0
+
+
+def test_a_second_ctrl_c_ends_all_at_once():
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, deaf], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    for _ in range(2):
+        assert process.stderr.readline().endswith(b"up\n")
+    nodes = psutil.Process(process.pid).children()
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == b"[launcher] SIGINT: ending 2 processes; once more kills them\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=supervisor.GRACE - 2.0)
+    assert time.monotonic() - began < supervisor.GRACE - 2.0
+    assert not any(node.is_running() and node.status() != psutil.STATUS_ZOMBIE for node in nodes)
