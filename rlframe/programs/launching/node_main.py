@@ -32,7 +32,7 @@ def main() -> None:
     from launchpad.launch import worker_manager
 
     flags.FLAGS(sys.argv[:1])
-    flags.FLAGS.lp_termination_notice_secs = -1  # no countdown of its own: the supervisor has one
+    flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown of its own: the supervisor has one
     worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
         functions = cloudpickle.load(file)
