@@ -19,6 +19,7 @@ _PUBLIC = {
     "LearnerConfig": "rlframe.learners",
     "ReplayBuffer": "rlframe.replay",
     "SyncEnv": "rlframe.envs",
+    "launch": "rlframe.programs.launching.launcher",
 }
 
 __all__ = list(_PUBLIC)
