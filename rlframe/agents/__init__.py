@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlframe.agents.base import Agent, LearnerState
 from rlframe.agents.dqn import DQN, DQNConfig
+from rlframe.agents.impala import IMPALA, IMPALAConfig
 from rlframe.agents.ppo import PPO, PPOConfig
 
-__all__ = ["DQN", "PPO", "Agent", "DQNConfig", "LearnerState", "PPOConfig"]
+__all__ = ["DQN", "IMPALA", "PPO", "Agent", "DQNConfig", "IMPALAConfig", "LearnerState", "PPOConfig"]

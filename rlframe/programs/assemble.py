@@ -120,8 +120,10 @@ def assemble(described: Experiment, checkpoint_dir: str | None) -> Parts:
 def make_replay_buffer(agent: Agent, described: Experiment) -> ReplayBuffer:
     """The buffer of an inline run; a queue is as long as what the environments can have in it."""
     spec = agent.replay_spec
-    if spec.kind == "queue" and spec.batch_size is None and isinstance(spec.item, Sequence):
-        return ReplayBuffer(agent, seed=described.seed, capacity=2 * described.num_envs * spec.item.length)
+    if spec.kind == "queue" and isinstance(spec.item, Sequence):
+        # What the environments are acting, what they have just completed, and what was too little for a batch.
+        unrolls = 2 * described.num_envs + (spec.batch_size or 0)
+        return ReplayBuffer(agent, seed=described.seed, capacity=unrolls * spec.item.length)
     return ReplayBuffer(agent, seed=described.seed)
 
 

@@ -119,7 +119,8 @@ class _Run:
         self._profile = profile
         self._logger: Logger = MultiLogger([])
         self._evaluations = Evaluations(described, parts.agent, parts.learner)
-        self._learns_once = parts.replay_buffer.spec.samples_per_insert is None
+        spec = parts.replay_buffer.spec
+        self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._began = time.monotonic()
         self._not_training = 0.0
         self._replay_saved_at = 0
@@ -211,7 +212,7 @@ class _Run:
                 self._progress.write(now, {})
 
     def _learn(self) -> Logs | None:
-        """Takes the updates that are due. The buffer holds batches back as `samples_per_insert` says."""
+        """Takes the updates that are due: a queue's until it is empty, others' as `samples_per_insert` says."""
         learner, replay_buffer = self._parts.learner, self._parts.replay_buffer
         logs, batch = None, replay_buffer.sample()
         while batch is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.agents import DQN, PPO, Agent, DQNConfig, PPOConfig
+from rlframe.agents import DQN, IMPALA, PPO, Agent, DQNConfig, IMPALAConfig, PPOConfig
 from rlframe.errors import UsageError
 from rlframe.types import AgentOutput
 from tests.agents import batches
@@ -20,6 +20,7 @@ from tests.agents.batches import BOX, DISCRETE, IMAGE, MULTI, SMALL_CNN, VECTOR,
 DICT = {"image": IMAGE, "vector": VECTOR, "kind": specs.DiscreteArray(4, name="kind")}
 PPO_CONFIG = PPOConfig(unroll_length=8, num_epochs=2, num_minibatches=2)
 DQN_CONFIG = DQNConfig(batch_size=16, min_replay_size=16)
+IMPALA_CONFIG = IMPALAConfig(unroll_length=8, batch_size=4)
 
 
 def make(name: str) -> Agent:
@@ -33,11 +34,17 @@ def make(name: str) -> Agent:
         "dqn prioritised": lambda: DQN(dataclasses.replace(DQN_CONFIG, prioritised=True), VECTOR, DISCRETE),
         "dqn images": lambda: DQN(dataclasses.replace(DQN_CONFIG, dueling=True), IMAGE, DISCRETE, SMALL_CNN),
         "dqn dict": lambda: DQN(DQN_CONFIG, {"vector": VECTOR}, DISCRETE),
+        "impala": lambda: IMPALA(IMPALA_CONFIG, VECTOR, DISCRETE),
+        "impala multi-discrete": lambda: IMPALA(IMPALA_CONFIG, VECTOR, MULTI),
+        "impala continuous": lambda: IMPALA(dataclasses.replace(IMPALA_CONFIG, optimiser="adam"), VECTOR, BOX),
+        "impala images": lambda: IMPALA(IMPALA_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
+        "impala dict": lambda: IMPALA(IMPALA_CONFIG, DICT, DISCRETE, SMALL_CNN),
     }[name]()
 
 
 AGENTS = ["ppo", "ppo multi-discrete", "ppo continuous", "ppo images", "ppo dict"]
 AGENTS += ["dqn", "dqn prioritised", "dqn images", "dqn dict"]
+AGENTS += ["impala", "impala multi-discrete", "impala continuous", "impala images", "impala dict"]
 
 
 def batch_for(agent, params, learner_state):
@@ -116,7 +123,8 @@ class PlainValues(PlainNetwork):
 
 
 @pytest.mark.parametrize(
-    ("agent_cls", "cfg", "factory"), [(PPO, PPO_CONFIG, PlainNetwork), (DQN, DQN_CONFIG, PlainValues)]
+    ("agent_cls", "cfg", "factory"),
+    [(PPO, PPO_CONFIG, PlainNetwork), (IMPALA, IMPALA_CONFIG, PlainNetwork), (DQN, DQN_CONFIG, PlainValues)],
 )
 def test_any_pair_of_init_and_apply_is_a_network(agent_cls, cfg, factory):
     agent = agent_cls(cfg, VECTOR, DISCRETE, net_factory=factory)

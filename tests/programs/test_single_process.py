@@ -13,6 +13,7 @@ from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
+from rlframe.programs.assemble import assemble
 from rlframe.programs.experiment import Experiment
 
 SMALL_NETWORK = {"network": "mlp", "network_config": MLPConfig((16,))}
@@ -35,6 +36,12 @@ def dqn(**fields) -> Experiment:
         "prioritised": True,
     }
     return make_experiment("dqn", **{**values, **fields})
+
+
+def impala(**fields) -> Experiment:
+    """16 steps of each of 2 environments in an update of 4 unrolls."""
+    values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
+    return make_experiment("impala", **{**values, "unroll_length": 8, "batch_size": 4, **fields})
 
 
 def saved_arrays(run_dir) -> list[np.ndarray]:
@@ -96,6 +103,28 @@ def test_rows_carry_what_happened_since_the_row_before(tmp_path):
     assert rows[3]["staleness"] == 0.0  # inline PPO is on-policy
 
 
+def test_all_batches_that_one_step_completes_are_learned_from(tmp_path):
+    result = train(impala(num_envs=16, unroll_length=4, batch_size=2), run_dir=tmp_path / "run")
+    assert result.learner_steps >= result.env_steps // (16 * 4) * 8
+
+
+@pytest.mark.parametrize(("num_envs", "batch_size"), [(2, 4), (3, 8), (26, 32), (16, 2)])
+def test_an_inline_queue_has_room_for_every_unroll(num_envs, batch_size):
+    parts = assemble(impala(num_envs=num_envs, batch_size=batch_size), None)
+    try:
+        actor, replay_buffer = parts.make_actor(seed=1), parts.replay_buffer
+        for _ in range(30 * 8):
+            actor.step()
+            while replay_buffer.sample() is not None:
+                pass
+        stats = replay_buffer.stats()
+    finally:
+        parts.close()
+    unrolls = 30 * num_envs
+    assert (stats["added"], stats["evicted_unsampled"]) == (unrolls, 0)
+    assert stats["sampled"] == unrolls - unrolls % batch_size
+
+
 def test_a_callback_sees_every_row(tmp_path):
     seen = []
     train(ppo(log_every=300), run_dir=tmp_path / "run", callback=lambda step, values: seen.append((step, values)))
@@ -116,7 +145,7 @@ def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
     assert again["params_version"] == result.params_version
 
 
-@pytest.mark.parametrize("make", [ppo, dqn])
+@pytest.mark.parametrize("make", [ppo, dqn, impala])
 def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_path):
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
         train(make(seed=seed), run_dir=tmp_path / name)
@@ -125,7 +154,7 @@ def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_pa
         assert_same_arrays(tmp_path / "a", tmp_path / "c")
 
 
-@pytest.mark.parametrize("make", [ppo, dqn])
+@pytest.mark.parametrize("make", [ppo, dqn, impala])
 def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_path):
     described = make(anneal_learning_rate=True)
     train(described, run_dir=tmp_path / "whole")

@@ -1,0 +1,185 @@
+"""IMPALA (Espeholt et al. 2018, arXiv:1802.01561): an actor-critic that learns from actors that lag behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlframe.agents import losses
+from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.policies import Policy, default_policy
+from rlframe.agents.vtrace import vtrace
+from rlframe.errors import UsageError
+from rlframe.types import (
+    LAST,
+    AgentOutput,
+    AgentState,
+    Batch,
+    Logs,
+    Params,
+    ReplaySpec,
+    Sequence,
+    TimeStep,
+    Tree,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class IMPALAConfig:
+    """Defaults: Espeholt et al. 2018, table G.1 (Atari); where it is silent, their code (scalable_agent).
+
+    As there, the loss that is differentiated is summed over the batch, not averaged: learning rate, epsilon and
+    gradient norm are for that sum. What is logged are means.
+    """
+
+    unroll_length: int = 20  # steps of one environment in each item
+    batch_size: int = 32  # unrolls for each update
+    discount: float = 0.99
+    rho_bar: float = 1.0  # where importance weights are clipped; section 5.2.2
+    c_bar: float = 1.0  # where those in the trace are, at most rho_bar; section 5.2.2
+    vtrace_lambda: float = 1.0  # remark 2; their code has none, which is 1
+    value_cost: float = 0.5  # of half the squared error to the V-trace target (scalable_agent/experiment.py)
+    entropy_cost: float = 0.01
+    optimiser: Literal["rmsprop", "adam"] = "rmsprop"  # without momentum
+    learning_rate: float = 6e-4
+    anneal_learning_rate: bool = True  # linearly to 0 over total_learner_steps
+    total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
+    rmsprop_decay: float = 0.99  # scalable_agent/experiment.py
+    rmsprop_epsilon: float = 0.01  # inside the square root, as TensorFlow has it; 0.1 in scalable_agent, for DMLab
+    adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
+    max_grad_norm: float | None = 40.0
+
+    def __post_init__(self) -> None:
+        for name in ("unroll_length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"IMPALAConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("discount", "vtrace_lambda", "rmsprop_decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"IMPALAConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("rho_bar", "c_bar", "learning_rate"):
+            if not getattr(self, name) > 0.0:  # NaN is not
+                raise UsageError(f"IMPALAConfig.{name} must be above 0, got {getattr(self, name)}.")
+        if self.c_bar > self.rho_bar:  # section 4.1
+            raise UsageError(f"IMPALAConfig.c_bar ({self.c_bar}) must be at most rho_bar ({self.rho_bar}).")
+        if self.optimiser not in ("rmsprop", "adam"):
+            raise UsageError(f"IMPALAConfig.optimiser must be 'rmsprop' or 'adam', got {self.optimiser!r}.")
+
+
+class IMPALA(Agent):
+    """Actor-critic with V-trace, for discrete, multi-discrete and bounded continuous actions.
+
+    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`).
+    """
+
+    config_cls = IMPALAConfig
+
+    def __init__(
+        self,
+        cfg: IMPALAConfig,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        self.policy: Policy = (policy_factory or default_policy)(action_spec)
+        # Gains of orthogonal weights as PPO's; the paper's network has Sonnet's truncated normal ones.
+        heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
+        default = NatureCNNConfig(orthogonal=False) if has_images(observation_spec) else MLPConfig()
+        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+
+    # Acting
+
+    def actor_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        logits, _ = self.network.apply(params, timestep.observation)
+        sample = self.policy.sample(rng, logits)
+        extras = {"log_prob": self.policy.log_prob(logits, sample)}
+        if self.policy.clips:
+            extras["sample"] = sample
+        return AgentOutput(self.policy.to_action(sample), extras), state
+
+    def eval_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        logits, _ = self.network.apply(params, timestep.observation)
+        return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
+
+    # Learning
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        cfg = self.cfg
+        # One batch waits while another is acted. What waits longer is further from the policy that it will teach.
+        capacity = 2 * cfg.batch_size * cfg.unroll_length
+        return ReplaySpec("queue", Sequence(cfg.unroll_length), batch_size=cfg.batch_size, capacity=capacity)
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        cfg = self.cfg
+        if cfg.optimiser == "adam":
+            optimizer = optax.adam(self._learning_rate, eps=cfg.adam_epsilon)
+        else:
+            # TensorFlow's, which the paper used, begins with a mean square of 1.
+            optimizer = optax.rmsprop(self._learning_rate, cfg.rmsprop_decay, cfg.rmsprop_epsilon, initial_scale=1.0)
+        clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
+        return optax.chain(clip, optimizer)
+
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+        cfg, data = self.cfg, batch.data
+        logits, values = self._unroll(params, data.observation)
+        sample = _time_first(data.extras["sample"] if self.policy.clips else data.action)
+        mask = _time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
+        log_probs = jax.vmap(self.policy.log_prob)(logits[:-1], sample)
+        rhos = jnp.exp(jax.lax.stop_gradient(log_probs) - _time_first(data.extras["log_prob"]))
+        returns = vtrace(
+            jax.lax.stop_gradient(values),
+            _time_first(data.reward),
+            cfg.discount * _time_first(data.discount),
+            rhos,
+            mask,
+            rho_bar=cfg.rho_bar,
+            c_bar=cfg.c_bar,
+            lambda_=cfg.vtrace_lambda,
+        )
+        mean = functools.partial(losses.masked_mean, mask=mask)
+        policy_loss = -mean(log_probs * returns.advantages)
+        value_loss = mean(0.5 * jnp.square(returns.targets - values[:-1]))
+        entropy = mean(jax.vmap(self.policy.entropy)(logits[:-1]))
+        loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
+        logs = {
+            "loss": loss,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            # On-policy 1; the less, the further the policy has gone from the one that acted.
+            "clipped_rho": mean(jnp.minimum(cfg.rho_bar, rhos)),
+            "learning_rate": self._learning_rate(learner_state.steps),
+        }
+        return loss * jnp.sum(mask), logs
+
+    def _unroll(self, params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
+        """(policy parameters [T + 1, B, P], values [T + 1, B]) of observations [B, T + 1, ...]."""
+        lead = jax.tree.leaves(observation)[0].shape[:2]
+        rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), observation)
+        logits, values = self.network.apply(params, rows)
+        return _time_first(logits.reshape(*lead, -1)), _time_first(values.reshape(lead))
+
+    def _learning_rate(self, steps: Any) -> jax.Array:
+        """[] float32: of the update after `steps` updates."""
+        cfg = self.cfg
+        left: Any = 1.0
+        if cfg.anneal_learning_rate and cfg.total_learner_steps is not None:
+            left = jnp.maximum(1.0 - steps / cfg.total_learner_steps, 0.0)
+        return jnp.asarray(cfg.learning_rate * left, jnp.float32)
+
+
+def _time_first(x: Any) -> jax.Array:
+    """[T, B, ...] of [B, T, ...]."""
+    return jnp.swapaxes(x, 0, 1)
