@@ -137,9 +137,9 @@ class IMPALA(Agent):
         sample = _time_first(data.extras["sample"] if self.policy.clips else data.action)
         mask = _time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
         log_probs = jax.vmap(self.policy.log_prob)(logits[:-1], sample)
-        rhos = jnp.exp(jax.lax.stop_gradient(log_probs) - _time_first(data.extras["log_prob"]))
+        rhos = jnp.exp(log_probs - _time_first(data.extras["log_prob"]))
         returns = vtrace(
-            jax.lax.stop_gradient(values),
+            values,
             _time_first(data.reward),
             cfg.discount * _time_first(data.discount),
             rhos,

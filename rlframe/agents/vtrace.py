@@ -60,6 +60,7 @@ def vtrace(
     chex.assert_equal_shape([rewards, discounts, rhos, mask])
     chex.assert_shape(values, (rewards.shape[0] + 1, *rewards.shape[1:]))
 
+    values, rewards, discounts, rhos = jax.lax.stop_gradient((values, rewards, discounts, rhos))
     clipped_rhos = mask * jnp.minimum(rho_bar, rhos)
     traces = mask * discounts * lambda_ * jnp.minimum(c_bar, rhos)
     deltas = clipped_rhos * (rewards + discounts * values[1:] - values[:-1])
@@ -72,5 +73,4 @@ def vtrace(
     _, corrections = jax.lax.scan(step, jnp.zeros_like(deltas[0]), (deltas, traces), reverse=True)  # v_s - V(x_s)
     next_corrections = jnp.concatenate([corrections[1:], jnp.zeros_like(corrections[:1])])
     q = rewards + discounts * (values[1:] + lambda_ * next_corrections)
-    result = VTrace(values[:-1] + corrections, clipped_rhos * (q - values[:-1]))
-    return jax.tree.map(jax.lax.stop_gradient, result)
+    return VTrace(values[:-1] + corrections, clipped_rhos * (q - values[:-1]))
