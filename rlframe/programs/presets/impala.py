@@ -7,24 +7,25 @@ from rlframe.programs.presets.table import Preset, settings
 
 PAPER = "Espeholt et al. 2018, table G.1"
 SCALABLE_AGENT = "scalable_agent, experiment.py"
-PPO_ZOO = "rl-baselines3-zoo, hyperparams/ppo.yml, CartPole-v1"
 
 CARTPOLE = Preset(
     name="impala/cartpole",
     envs=("CartPole-v[01]",),
     fields={
-        **settings(PPO_ZOO, agent__unroll_length=32, agent__discount=0.98, agent__entropy_cost=0.0),
-        **settings("PPO's preset here", agent__vtrace_lambda=0.95),
+        **settings(PAPER, agent__discount=0.99, agent__entropy_cost=0.01, agent__anneal_learning_rate=True),
+        # With fewer and larger updates (16 unrolls of 32 steps) the values fit too late: 3 of 4 seeds at best.
         **settings(
-            "our choice",
+            "found here: 10 of 10 seeds end at 500",
             steps=300_000,
             num_envs=16,
-            agent__batch_size=16,
+            agent__unroll_length=10,
+            agent__batch_size=8,
+            agent__vtrace_lambda=0.95,
             agent__optimiser="adam",
-            agent__learning_rate=3e-3,
+            agent__learning_rate=2e-3,
         ),
-        # Where all episodes reach the limit the advantages are noise, and the values' gradient fills the norm.
-        **settings("with the paper's 40 the solved policy was lost again on most seeds", agent__max_grad_norm=None),
+        # That norm is of the policy's and the values' gradients together.
+        **settings("found here: clipped at the paper's 40, 1 seed of 4 ended at 357", agent__max_grad_norm=None),
     },
 )
 
