@@ -219,6 +219,12 @@ def program_stop() -> threading.Event | None:
         return None
 
 
+def stop_program() -> None:
+    """Ends Launchpad's program, where this thread runs a node of one."""
+    if program_stop() is not None:
+        sys.modules["launchpad"].stop()
+
+
 @contextlib.contextmanager
 def stopped_by_program(stop: Callable[[], None]) -> Iterator[None]:
     """Has `stop()` called (by another thread) when the program that this node belongs to ends."""

@@ -24,7 +24,7 @@ class LearnerConfig:
     """How a Learner starts, stops and saves."""
 
     seed: int = 0
-    max_learner_steps: int | None = None  # `run()` ends there; None: when `stop()` is called
+    max_learner_steps: int | None = None  # `run()` ends there, and the Launchpad program with it; None: at `stop()`
     checkpoint_dir: str | None = None  # None: nothing is saved
     checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
     checkpoints_kept: int = 3
@@ -135,6 +135,8 @@ class Learner:
             dataset.close()
         if self._checkpointer is not None:
             self.save(final=True)
+        if self._learner_steps == self._cfg.max_learner_steps:
+            handles.stop_program()
 
     def stop(self) -> None:
         """Ends `run()` after the update under way, or while it waits for a batch. Any thread may call it."""
