@@ -38,6 +38,10 @@ class PeerError(RlframeError):
     """Another process did not answer within its deadline. Names it, the call, and how long was waited."""
 
 
+class StoppedError(PeerError):
+    """Whoever waited for another process was told to stop."""
+
+
 class RemoteError(RlframeError):
     """A call raised in the process that it was sent to. Names both, and has the traceback."""
 

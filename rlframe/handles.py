@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlframe import errors
-from rlframe.errors import PeerError, RemoteError, RlframeError, UnavailableError, UsageError
+from rlframe.errors import PeerError, RemoteError, RlframeError, StoppedError, UnavailableError, UsageError
 
 CALL_TIMEOUT = 5.0  # seconds for one attempt; a stop waits for no longer than this
 DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
@@ -75,7 +75,8 @@ class Remote:
         stop: an event that ends the waiting as well.
 
     Raises (every method):
-        PeerError: nobody answered within the deadline, or `stop` was set meanwhile.
+        PeerError: nobody answered within the deadline.
+        StoppedError: `stop` was set, or the Launchpad program ended, while nobody answered.
         RemoteError: the method raised. A `RlframeError` comes as what it was.
     """
 
@@ -139,7 +140,7 @@ class Remote:
         end = time.monotonic() + seconds
         while True:
             if any(event.is_set() for event in self._stops):
-                raise PeerError(f"Told to stop while {unanswered}.")
+                raise StoppedError(f"Told to stop while {unanswered}.")
             left = end - time.monotonic()
             if left <= 0:
                 return

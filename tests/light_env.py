@@ -1,6 +1,7 @@
 """The light environment wiring of the design document, launched by `python -m tests.light_env`.
 
-Prints one line of JSON from each node when it ends.
+One more actor has its own Inferencer, with a handle of the learner in it, as in a heavy environment. Prints one line
+of JSON from each node when it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def env_builder(seed: int = 0) -> SyncEnv:
 
 
 class ReplayingLearner(Learner):
-    """A Learner whose node holds the replay buffer too; it ends the program when it is done."""
+    """A Learner whose node holds the replay buffer too.
+
+    It ends the program when it has learned from every actor, 150 steps at least.
+    """
 
     def __init__(self, cfg: LearnerConfig, agent: Any) -> None:
         buffer = ReplayBuffer(agent)
@@ -34,7 +38,10 @@ class ReplayingLearner(Learner):
     def step(self, batch: Any) -> Any:
         self._seen |= set(batch.keys[:, 0].tolist())
         self._newest = max(self._newest, int(batch.params_version.max()))
-        return super().step(batch)
+        logs = super().step(batch)
+        if self.learner_steps >= 150 and len(self._seen) == 3:
+            self.stop()
+        return logs
 
     def run(self) -> None:
         import launchpad as lp
@@ -69,12 +76,14 @@ def make_program() -> Any:
     env.close()
     program = lp.Program("light_env")
     with program.group("learner"):
-        learner = program.add_node(lp.CourierNode(ReplayingLearner, LearnerConfig(max_learner_steps=150), agent))
+        learner = program.add_node(lp.CourierNode(ReplayingLearner, LearnerConfig(), agent))
     with program.group("inferencer"):
         inferencer = program.add_node(lp.CourierNode(ReportingInferencer, InferencerConfig(), agent, learner))
     with program.group("actor"):
         for _ in range(2):
             program.add_node(lp.CourierNode(ReportingActor, env_builder, inferencer, learner, num_pools=2))
+        own = Inferencer(InferencerConfig(), agent, learner)
+        program.add_node(lp.CourierNode(ReportingActor, env_builder, own, learner))
     return program
 
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
+from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Call, Remote, resolve
 from tests.serving import client, free_address, serving
 
@@ -152,6 +152,6 @@ def test_a_stop_ends_the_waiting():
     remote = resolve(client(free_address()), "learner", stop=stop)
     threading.Timer(0.3, stop.set).start()
     began = time.monotonic()
-    with pytest.raises(PeerError, match="Told to stop"):
+    with pytest.raises(StoppedError, match="Told to stop"):
         remote.name()
     assert time.monotonic() - began < 10.0

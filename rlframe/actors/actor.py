@@ -12,7 +12,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.actors.lanes import make_lane
 from rlframe.envs import as_pool
-from rlframe.errors import PeerError, UsageError
+from rlframe.errors import StoppedError, UsageError
 from rlframe.types import Logs, global_env_ids
 
 
@@ -113,9 +113,8 @@ class Actor:
                 else:
                     while not self._stop.is_set():
                         self.step()
-            except PeerError:
-                if not self._stop.is_set():
-                    raise
+            except StoppedError:
+                pass
             finally:
                 if handles.program_stop() is not None:
                     self.close()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from rlframe import compilation, handles
-from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.packing import Packing
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentState, TimeStep, Tree
@@ -196,9 +196,9 @@ class Inferencer:
     def _refresh_of_service(self) -> None:
         try:
             self.refresh()
+        except StoppedError:
+            self.stop()
         except PeerError as error:
-            if self._stop.is_set():
-                return
             if self.params_version < 0:
                 raise
             _log.warning("Inference goes on by version %d of the parameters: %s", self.params_version, error)

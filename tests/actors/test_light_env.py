@@ -1,4 +1,4 @@
-"""Learner, inference service and two actors as Launchpad nodes, by `lp.launch`."""
+"""Learner, inference service and actors with and without it as Launchpad nodes, by `lp.launch`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def test_the_nodes_of_light_env_train_and_stop_cleanly():
             process.communicate()
     assert process.returncode == 0, output
     # Courier prints every exception of a handler: refusals of the service when it begins and ends are none to mind.
-    assert not re.search(r"^(?!rlframe\.errors\.UnavailableError)[\w.]*Error:", output, re.MULTILINE), output
+    assert not re.search(r"\b(?!UnavailableError)\w+Error: ", output), output
     reports = [json.loads(found) for found in re.findall(r"\{\"[^{}]*\}", output)]
     (learner,) = [report for report in reports if "learner_steps" in report]
     (service,) = [report for report in reports if "compilations" in report]
     actors = [report for report in reports if "env_steps" in report]
-    assert learner["learner_steps"] == 150 and learner["ranks"] == [0, 1]
+    assert learner["learner_steps"] >= 150 and learner["ranks"] == [0, 1, 2], output
     assert learner["newest_version_acted"] > 0 and service["params_version"] > 0
-    assert sorted(actor["rank"] for actor in actors) == [0, 1] and all(actor["env_steps"] > 0 for actor in actors)
+    assert sorted(actor["rank"] for actor in actors) == [0, 1, 2] and all(actor["env_steps"] > 0 for actor in actors), (
+        output
+    )
     assert service["calls"] <= service["requests"] and service["compilations"] <= 6

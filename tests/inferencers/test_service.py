@@ -105,9 +105,24 @@ def test_inferencers_of_one_seed_draw_other_numbers_for_other_ranks():
     assert len({str(actions(rank)) for rank in range(4)}) == 4
 
 
-def test_an_inferencer_that_has_not_run_pickles_with_its_handle():
+def launchpad_handle():
+    import launchpad as lp
+    from launchpad.launch.test_multi_threading import address_builder
+
+    node = lp.CourierNode(FixedParams, {"w": np.float32(0.25)})
+    address_builder.bind_addresses([node])
+    return node.create_handle(), node.courier_address.resolve()
+
+
+def courier_client():
     address = free_address()
-    inferencer = pickle.loads(pickle.dumps(Inferencer(InferencerConfig(seed=5), counting_agent(), client(address))))
+    return client(address), address
+
+
+@pytest.mark.parametrize("make", [launchpad_handle, courier_client])
+def test_an_inferencer_that_has_not_run_pickles_with_its_handle(make):
+    handle, address = make()
+    inferencer = pickle.loads(pickle.dumps(Inferencer(InferencerConfig(seed=5), counting_agent(), handle)))
     with serving(FixedParams({"w": np.float32(0.25)}), address):
         output, _ = ask(inferencer)
     assert output.extras["w"].tolist() == [0.25, 0.25]
