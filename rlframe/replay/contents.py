@@ -13,13 +13,42 @@ from rlframe.replay.items import Sequences, Transitions
 from rlframe.replay.layout import TreeLayout
 from rlframe.replay.memory import check_memory
 from rlframe.replay.prioritised import PrioritisedTable
-from rlframe.replay.stores import ObservationStore, observation_bytes
+from rlframe.replay.stores import Allocate, ObservationStore, observation_bytes, own_memory
 from rlframe.replay.tables import ItemTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Timeline, Writer
 from rlframe.types import ReplaySpec, StepSpec, Transition
 
 _CHUNK = 1024  # timesteps that are given up at once
 _BOOKKEEPING = 1 + 2 * 8 + 4  # bytes per slot: whether an item starts there, the table's entries, and the writer
+
+
+class Rows:
+    """What is kept of each timestep, a row per slot of `timeline`.
+
+    Attributes:
+        items: actions, rewards and what else an item is made of.
+        observations: each once.
+        origin: [slots] int32, which of the (rank, incarnation)s wrote the slot.
+    """
+
+    def __init__(
+        self,
+        spec: ReplaySpec,
+        step_spec: StepSpec,
+        timeline: Timeline,
+        table: ItemTable,
+        num_envs: int,
+        single_frame: bool | None,
+        allocate: Allocate = own_memory,
+    ):
+        self.items: Transitions | Sequences
+        if isinstance(spec.item, Transition):
+            self.items = Transitions(spec.item, step_spec, timeline, table, allocate)
+        else:
+            self.items = Sequences(spec.item, step_spec, timeline, table, allocate)
+        layout = TreeLayout("observation", step_spec.observation)
+        self.observations = ObservationStore(layout, timeline, single_frame, num_envs, allocate)
+        self.origin = allocate("origin", (timeline.slots,), np.dtype(np.int32))
 
 
 class Contents:
@@ -32,15 +61,9 @@ class Contents:
         self._step_spec = step_spec
         check_memory(bytes_needed(spec, step_spec, slots, num_envs, single_frame), slots, _what(step_spec))
         self.timeline = Timeline(slots, chunk)
-        self.table: ItemTable = _table(spec, self.timeline)
-        self.items: Transitions | Sequences
-        if isinstance(spec.item, Transition):
-            self.items = Transitions(spec.item, step_spec, self.timeline, self.table)
-        else:
-            self.items = Sequences(spec.item, step_spec, self.timeline, self.table)
-        layout = TreeLayout("observation", step_spec.observation)
-        self.observations = ObservationStore(layout, self.timeline, single_frame, num_envs)
-        self.origin = np.zeros(slots, np.int32)  # index of the (rank, incarnation) that wrote the slot
+        self.table = make_table(spec.kind, self.timeline, spec.priority_exponent)
+        self.rows = Rows(spec, step_spec, self.timeline, self.table, num_envs, single_frame)
+        self.items, self.observations, self.origin = self.rows.items, self.rows.observations, self.rows.origin
 
     @property
     def nbytes(self) -> int:
@@ -142,10 +165,11 @@ def restore(
     return contents, writers, header["state"]
 
 
-def _table(spec: ReplaySpec, timeline: Timeline) -> ItemTable:
-    if spec.kind == "prioritised":
-        return PrioritisedTable(timeline, spec.priority_exponent)
-    return QueueTable(timeline) if spec.kind == "queue" else UniformTable(timeline)
+def make_table(kind: str, timeline: Timeline, priority_exponent: float) -> ItemTable:
+    """The table of the items of `timeline`, drawn as `kind` says."""
+    if kind == "prioritised":
+        return PrioritisedTable(timeline, priority_exponent)
+    return QueueTable(timeline) if kind == "queue" else UniformTable(timeline)
 
 
 def _what(step_spec: StepSpec) -> str:

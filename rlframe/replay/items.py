@@ -12,7 +12,7 @@ import numpy as np
 
 from rlframe.replay.layout import TreeLayout
 from rlframe.replay.outputs import Outputs
-from rlframe.replay.stores import TreeStore
+from rlframe.replay.stores import Allocate, TreeStore
 from rlframe.replay.tables import ItemTable
 from rlframe.replay.timeline import Index, Timeline, Writer
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
@@ -29,10 +29,12 @@ class _Items:
     columns: dict[str, str]
     fields: tuple[str, ...]
 
-    def __init__(self, spec: StepSpec, timeline: Timeline, table: ItemTable):
+    def __init__(self, spec: StepSpec, timeline: Timeline, table: ItemTable, allocate: Allocate):
         self._timeline, self._table = timeline, table
-        self._columns = {name: np.zeros(timeline.slots, dtype) for name, dtype in self.columns.items()}
-        self._trees = {name: TreeStore(TreeLayout(name, getattr(spec, name)), timeline) for name in self.fields}
+        dtypes = {name: np.dtype(dtype) for name, dtype in self.columns.items()}
+        self._columns = {name: allocate(name, (timeline.slots, *d.shape), d.base) for name, d in dtypes.items()}
+        layouts = {name: TreeLayout(name, getattr(spec, name)) for name in self.fields}
+        self._trees = {name: TreeStore(layout, timeline, allocate) for name, layout in layouts.items()}
         self._action = self._trees["action"].single  # the usual case, without the way through a tree
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
         # Versions only rise, so the first step's is the oldest of an item.
@@ -50,6 +52,9 @@ class _Items:
         for tree in self._trees.values():
             arrays.update(tree.arrays())
         return arrays
+
+    def write_all_spans(self) -> None:
+        """Keeps the span of every item in its column, for readers elsewhere that know nothing but the columns."""
 
     def state(self) -> dict[str, Any]:
         """The scalars that a checkpoint must hold."""
@@ -76,8 +81,8 @@ class Transitions(_Items):
     columns = {"outcome": "(2,)f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras")
 
-    def __init__(self, item: Transition, spec: StepSpec, timeline: Timeline, table: ItemTable):
-        super().__init__(spec, timeline, table)
+    def __init__(self, item: Transition, spec: StepSpec, timeline: Timeline, table: ItemTable, allocate: Allocate):
+        super().__init__(spec, timeline, table, allocate)
         self.period, self.history = 1, item.n_step
         self._n = item.n_step
         self._gamma = np.float32(item.discount)
@@ -137,6 +142,9 @@ class Transitions(_Items):
             self._span[:] = self._stride
             self._stride = -1
         self._span[index] = span
+
+    def write_all_spans(self) -> None:
+        self._stride = -1
 
     def state(self) -> dict[str, Any]:
         """The scalars that a checkpoint must hold."""
@@ -202,7 +210,8 @@ class Transitions(_Items):
 
     def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> TransitionBatch:
         """Gathers the items that start in `slots` [B]."""
-        ends = slots + (self._stride if self._stride > 0 else self._span.take(slots, mode="wrap"))
+        span = self._stride if self._stride > 0 else self._span.take(slots, mode="wrap")
+        ends = self._timeline.follow(slots, span)
         outcome = self._outcome.take(slots, axis=0, mode="wrap")
         observation, next_observation = observations.read_both(slots, ends, outputs)
         return TransitionBatch(
@@ -221,8 +230,8 @@ class Sequences(_Items):
     columns = {"step_type": "u1", "reward": "f4", "discount": "f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras", "agent_state")
 
-    def __init__(self, item: Sequence, spec: StepSpec, timeline: Timeline, table: ItemTable):
-        super().__init__(spec, timeline, table)
+    def __init__(self, item: Sequence, spec: StepSpec, timeline: Timeline, table: ItemTable, allocate: Allocate):
+        super().__init__(spec, timeline, table, allocate)
         self._length = item.length
         self.period, self.history = item.period, -(-item.length // item.period)
 
@@ -269,7 +278,7 @@ class Sequences(_Items):
         path = np.empty((self._length + 1, len(slots)), np.int64)
         path[0] = slots
         for t in range(self._length):
-            np.add(path[t], self._span.take(path[t], mode="wrap"), out=path[t + 1])
+            path[t + 1] = self._timeline.follow(path[t], self._span.take(path[t], mode="wrap"))
         slots = np.ascontiguousarray(path.T)
         before, after = np.ascontiguousarray(slots[:, :-1]), np.ascontiguousarray(slots[:, 1:])
         return SequenceBatch(

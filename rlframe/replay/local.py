@@ -13,11 +13,11 @@ from rlframe.replay import contents
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.contents import Contents, bytes_needed
 from rlframe.replay.dataset import Dataset
-from rlframe.replay.layout import TreeLayout, check_step
 from rlframe.replay.memory import check_memory
 from rlframe.replay.outputs import Outputs
-from rlframe.replay.timeline import Index, Writer
-from rlframe.types import Batch, Step, StepSpec, split_env_ids
+from rlframe.replay.recorder import Recorder, find_writer
+from rlframe.replay.timeline import Writer
+from rlframe.types import Batch, Step, StepSpec
 
 _STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
 
@@ -41,7 +41,6 @@ class ReplayBuffer(BaseReplayBuffer):
     def __init__(self, agent: Any, *, seed: int = 0, single_frame: bool | None = None, **overrides: Any):
         self.spec = override(agent.replay_spec, overrides)
         self._step_spec: StepSpec = agent.step_spec
-        self._layouts = {name: TreeLayout(name, getattr(self._step_spec, name)) for name in StepSpec._fields}
         self._single_frame = single_frame
         self._lock = threading.RLock()
         self._added = threading.Condition(self._lock)
@@ -83,87 +82,25 @@ class ReplayBuffer(BaseReplayBuffer):
             self._writers[rank].margin = num_envs + self._timeline.chunk - self._timeline.slots
             self._last = None
             self._origins.append((rank, incarnation))
+            self._recorder.marks_origin = len(self._origins) > 1
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         with self._lock:
             writer, envs = self._find(env_ids)
-            types, after = step.timestep.step_type.tobytes(), step.next_timestep
-            if not writer.checked:
-                check_step(self._layouts, step, len(env_ids))
-                writer.checked = True
-            if envs is None and writer.type_bytes == types and writer.block >= self._timeline.head + writer.margin:
-                after_types = after.step_type.tobytes()
-                new, index = self._take(writer.num_envs, writer)
-                if self._observations.single is not None:
-                    self._observations.single[index] = after.observation
-                else:
-                    self._observations.write(new, index, after.observation, writer.block)
-                self._items.put(writer, writer.block, new, step, types, after_types)
-                writer.block, writer.index, writer.type_bytes = new, index, after_types
-                writer.position += 1
-            else:
-                self._add_scattered(writer, writer.range if envs is None else envs, step)
+            self._recorder.add(writer, envs, step)
             self._steps += len(env_ids)
             if self._waiting:
                 self._added.notify_all()
-
-    def _add_scattered(self, writer: Writer, envs: np.ndarray, step: Step) -> None:
-        """Adds a step of some of a writer's environments, or of ones whose fragments are broken."""
-        writer.scatter()
-        before, after, count = step.timestep, step.next_timestep, len(envs)
-        now = writer.open[envs]
-        # What this call may overwrite (two timesteps for each environment) counts as gone.
-        kept = (now >= self._timeline.safe(2 * count)) & (writer.types[envs] == before.step_type)
-        if not kept.all():
-            lost = ~kept
-            first, index = self._take(int(np.count_nonzero(lost)), writer)
-            now[lost] = first + np.arange(np.count_nonzero(lost))
-            rows = self._layouts["observation"].map(before.observation, lost)
-            self._observations.write(first, index, rows, None)
-            self._items.open(index, before.step_type[lost])
-            self._items.discard(writer, envs[lost])
-        first, index = self._take(count, writer)
-        new = first + np.arange(count)
-        self._observations.write(first, index, after.observation, now)
-        self._items.put_scattered(writer, envs, now, new, step)
-        writer.open[envs], writer.types[envs] = new, after.step_type
-        writer.positions[envs] += 1
-        if count == writer.num_envs and (envs == writer.range).all():
-            writer.gather(self._timeline)
-
-    def _take(self, count: int, writer: Writer) -> tuple[int, Index]:
-        """Allocates `count` timesteps, and drops the items that are given up for them."""
-        timeline = self._timeline
-        first = timeline.head
-        if first + count - timeline.floor > timeline.slots:
-            for index in timeline.give_up(count):
-                self._table.evict(index)
-        timeline.head = first + count
-        low = first % timeline.slots
-        fits = low + count <= timeline.slots
-        index = slice(low, low + count) if fits else timeline.index(first, count)
-        if len(self._origins) > 1:
-            self._origin[index] = writer.origin
-        return first, index
 
     def _find(self, env_ids: np.ndarray) -> tuple[Writer, np.ndarray | None]:
         """Returns the writer that `env_ids` belong to, and the environments' indices (None: all in order)."""
         given = env_ids.tobytes()
         if self._last is not None and given == self._last.id_bytes:
             return self._last, None
-        for writer in self._writers.values():
-            if given == writer.id_bytes:
-                self._last = writer
-                return writer, None
-        ranks, envs = split_env_ids(np.asarray(env_ids, np.int64))
-        owner = self._writers.get(int(ranks[0])) if len(ranks) else None
-        if owner is None or (ranks != ranks[0]).any() or (envs >= owner.num_envs).any():
-            claimed = ", ".join(f"{w.rank} ({w.num_envs} environments)" for w in self._writers.values()) or "none"
-            raise UsageError(
-                f"add() got the env_ids {env_ids!r}; they must be of one claimed rank. Claimed: {claimed}. "
-                "Call claim_rank(num_envs) first and use rlframe.types.global_env_ids(rank, indices)."
-            )
-        return owner, envs
+        writer, envs = find_writer(self._writers, env_ids)
+        if envs is None:
+            self._last = writer
+        return writer, envs
 
     # --- reading
 
@@ -299,6 +236,7 @@ class ReplayBuffer(BaseReplayBuffer):
         self._contents = made
         self._timeline, self._table, self._items = made.timeline, made.table, made.items
         self._observations, self._origin = made.observations, made.origin
+        self._recorder = Recorder(self._step_spec, made.timeline, made.table, made.rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes items, open fragments, priorities, counters and the state of the draws to the file `path`.
@@ -339,5 +277,6 @@ class ReplayBuffer(BaseReplayBuffer):
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]
+            self._recorder.marks_origin = len(self._origins) > 1
             self._sampled, self._steps = state["sampled"], state["steps"]
             self._added.notify_all()

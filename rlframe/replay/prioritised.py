@@ -33,7 +33,7 @@ class PrioritisedTable(ItemTable):
         self._tree.touch(index)
 
     def _push(self, starts: np.ndarray) -> None:
-        index = starts % self._timeline.slots
+        index = self._timeline.slot(starts)
         self._tree.leaves[index] = self.highest**self._exponent
         self._tree.touch(index)
 
@@ -45,7 +45,7 @@ class PrioritisedTable(ItemTable):
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (starts [count] int64, probabilities [count] float32)."""
         slots, probabilities = self._tree.draw(count, rng)
-        return self._numbers(slots), probabilities
+        return self._timeline.living(slots), probabilities
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
         """Sets the priorities of the items `starts`; of one that comes twice, the last counts."""
@@ -63,15 +63,9 @@ class PrioritisedTable(ItemTable):
         if not len(starts):
             return
         self.highest = max(self.highest, float(priorities.max()))
-        index = starts % self._timeline.slots
+        index = self._timeline.slot(starts)
         self._tree.leaves[index] = np.maximum(priorities, _LOWEST) ** self._exponent
         self._tree.touch(index)
-
-    def _numbers(self, slots: np.ndarray) -> np.ndarray:
-        """The living numbers in `slots`."""
-        head, size = self._timeline.head, self._timeline.slots
-        numbers = slots + (head - head % size)
-        return np.where(numbers >= head, numbers - size, numbers)
 
     def arrays(self) -> dict[str, np.ndarray]:
         self._tree.refresh()

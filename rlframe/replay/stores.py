@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,21 @@ from rlframe.replay.outputs import Outputs, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 
+# (name, shape, dtype) -> an array of zeros, a row per slot
+Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
+
+
+def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory of this process."""
+    return storage(shape, dtype)
+
+
 class TreeStore:
     """One array for each leaf of a tree, whose rows are kept as they come."""
 
-    def __init__(self, layout: TreeLayout, timeline: Timeline):
+    def __init__(self, layout: TreeLayout, timeline: Timeline, allocate: Allocate):
         self._layout, self._timeline = layout, timeline
-        self._data = [storage((timeline.slots, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
+        self._data = [allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
         self.single = self._data[0] if layout.is_leaf else None  # the only array, where the tree is one leaf
 
     def write(self, index: Index, tree: Any) -> None:
@@ -47,11 +57,14 @@ class ObservationStore:
     Args:
         single_frame: True or False for every leaf; None: where one looks stacked, until its data shows that it is not.
         num_envs: environments of the first writer, which decides how far back a frame may lie.
+        allocate: gives the arrays of whole rows.
     """
 
-    def __init__(self, layout: TreeLayout, timeline: Timeline, single_frame: bool | None, num_envs: int):
+    def __init__(
+        self, layout: TreeLayout, timeline: Timeline, single_frame: bool | None, num_envs: int, allocate: Allocate
+    ):
         self._layout, self._timeline, self._forced, self._num_envs = layout, timeline, single_frame, num_envs
-        rows = TreeStore(layout, timeline)
+        rows = TreeStore(layout, timeline, allocate)
         self._rows = rows._data
         self._frames: dict[int, FrameStore] = {}
         for i, leaf in enumerate(layout.leaves):

@@ -27,7 +27,7 @@ class ItemTable(abc.ABC):
 
         `shared`: other items of the block may have been noted already.
         """
-        if first < self._timeline.floor:  # a slow writer's: at least some are gone already
+        if self._timeline.gone(first):  # a slow writer's: at least some are gone already
             self.append(np.arange(first, first + count) if mask is None else first + mask.nonzero()[0])
             return
         if mask is None:
@@ -45,7 +45,7 @@ class ItemTable(abc.ABC):
 
     def append(self, starts: np.ndarray) -> None:
         """Notes the items that start at the numbers `starts`, of which some may be gone already."""
-        late = starts < self._timeline.floor
+        late = self._timeline.gone(starts)
         if late.any():
             gone = int(np.count_nonzero(late))
             self.added += gone
@@ -53,7 +53,7 @@ class ItemTable(abc.ABC):
             self.evicted_unsampled += gone
             starts = starts[~late]
         if len(starts):
-            self._present[starts % self._timeline.slots] = True
+            self._present[self._timeline.slot(starts)] = True
             self.size += len(starts)
             self.added += len(starts)
             self._push(starts)
@@ -85,8 +85,7 @@ class ItemTable(abc.ABC):
 
     def holds(self, starts: np.ndarray) -> np.ndarray:
         """[B] bool: whether the items `starts` are still there."""
-        living = (starts >= self._timeline.floor) & (starts < self._timeline.head)
-        return living & self._present[starts % self._timeline.slots]
+        return self._timeline.holds(starts) & self._present[self._timeline.slot(starts)]
 
     def _advance(self, gone: int) -> None:  # noqa: B027  nothing to do where there is no order
         """`gone` items left."""
@@ -161,6 +160,8 @@ class _Ring(ItemTable):
 
     def _write(self, starts: np.ndarray) -> None:
         size = len(starts)
+        if self.end + size - self.tail > len(self._starts):
+            self._compact()
         if self.ordered and size:
             self.ordered = starts.item(0) > self.last
             self.last = starts.item(size - 1)
@@ -170,6 +171,13 @@ class _Ring(ItemTable):
             self._starts[low : low + size] = starts
         else:
             self._starts[np.arange(low, low + size) % len(self._starts)] = starts
+
+    def _compact(self) -> None:
+        """Drops the dead entries; only where one of several writers pauses, its living items holding the tail."""
+        entries = np.arange(self.tail, self.end)
+        living = self._starts[entries[self._living(entries)] % len(self._starts)]
+        self.tail, self.end = 0, len(living)
+        self._starts[: self.end] = living
 
     def _advance(self, gone: int) -> None:
         if self.ordered:
@@ -185,7 +193,7 @@ class _Ring(ItemTable):
             self.tail += len(window)
 
     def _living(self, positions: np.ndarray) -> np.ndarray:
-        return self._starts[positions % len(self._starts)] >= self._timeline.floor
+        return ~self._timeline.gone(self._starts[positions % len(self._starts)])
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {**super().arrays(), "starts": self._starts[: self.end]}
@@ -200,7 +208,7 @@ class UniformTable(_Ring):
         starts = self._some(count, rng)
         if not self.ordered:
             # Dead entries are few: draw again instead of them, so that all living ones keep the same chance.
-            while 1 in (dead := starts < self._timeline.floor).tobytes():
+            while 1 in (dead := self._timeline.gone(starts)).tobytes():
                 starts[dead] = self._some(int(np.count_nonzero(dead)), rng)
         return starts, _full(count, 1.0 / self.size)
 
@@ -223,14 +231,24 @@ class QueueTable(_Ring):
         """Takes `count` items, of which there must be enough, out of the queue."""
         self._settle()
         probabilities = _full(count, 1.0 / self.size)
-        chosen = np.arange(self.tail, self.tail + count if self.ordered else self.end)
+        chosen = np.arange(self.tail, self.tail + count)
         if not self.ordered:
-            chosen = chosen[self._living(chosen)][:count]
+            chosen = self._first_living(count)
         starts = self._starts[chosen % len(self._starts)]
         self.tail = int(chosen[-1]) + 1
-        self._present[starts % self._timeline.slots] = False
+        self._present[self._timeline.slot(starts)] = False
         self.size -= count
         return starts, probabilities
+
+    def _first_living(self, count: int) -> np.ndarray:
+        """The positions of the `count` oldest living entries, of which there must be enough."""
+        width = count
+        while True:
+            width = min(2 * width, self.end - self.tail)
+            window = np.arange(self.tail, self.tail + width)
+            living = window[self._living(window)]
+            if len(living) >= count:
+                return living[:count]
 
     def _advance(self, gone: int) -> None:
         self.evicted_unsampled += gone

@@ -8,7 +8,7 @@ in order ("lockstep") needs no per-environment bookkeeping: its open timesteps a
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 
@@ -50,6 +50,27 @@ class Timeline:
                 return slice(low, low + count)
             return (numbers + np.arange(count)) % self.slots
         return numbers % self.slots
+
+    def slot(self, numbers: np.ndarray) -> np.ndarray:
+        """The slots of `numbers`."""
+        return numbers % self.slots
+
+    def follow(self, slots: np.ndarray, spans: Numbers) -> np.ndarray:
+        """The slots `spans` numbers further, for `take(mode="wrap")`."""
+        return slots + spans
+
+    def gone(self, numbers: Numbers) -> Any:
+        """Whether `numbers` were given up."""
+        return numbers < self.floor
+
+    def holds(self, numbers: np.ndarray) -> np.ndarray:
+        """[B] bool: which of `numbers` (any integers) are there."""
+        return (numbers >= self.floor) & (numbers < self.head)
+
+    def living(self, slots: np.ndarray) -> np.ndarray:
+        """The numbers that are in `slots` now."""
+        numbers = slots + (self.head - self.head % self.slots)
+        return np.where(numbers >= self.head, numbers - self.slots, numbers)
 
     def used(self, rows: np.ndarray) -> np.ndarray:
         """The part of an array with a row per number that was ever written."""
