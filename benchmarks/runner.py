@@ -18,6 +18,7 @@ BENCHMARKS = {
     "envs": "environment pools, against gymnasium's AsyncVectorEnv",
     "replay": "insert and sample, against Stable-Baselines3, cpprb and flashbax",
     "inference": "the inference service, against its jitted call alone and against unbatched calls",
+    "shared_memory": "replay between processes, against the buffer in one process",
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",

@@ -12,6 +12,8 @@ import numpy as np
 from rlframe.errors import UsageError, suggest
 from rlframe.types import Batch, ReplaySpec, Step
 
+STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
+
 
 class BaseReplayBuffer(abc.ABC):
     """Experience between actors and a learner. Every method may be called from any thread.

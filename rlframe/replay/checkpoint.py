@@ -59,7 +59,7 @@ def read(
     """Reads the file `path` into arrays and returns its header.
 
     Args:
-        places: called with the header and the arrays' (dtype, shape), returns the arrays to fill.
+        places: called with the header and the arrays' (dtype, shape), returns the arrays to fill; others are skipped.
 
     Raises:
         CheckpointError: the file is missing, damaged, or no replay buffer. The arrays may have been filled in part.
@@ -77,8 +77,11 @@ def read(
             header = json.loads(text)
             shapes = header.pop("arrays")
             arrays = places(header, shapes)
-            for name in shapes:
-                _read_array(file, arrays[name], path, name)
+            for name, (dtype, shape) in shapes.items():
+                if name in arrays:
+                    _read_array(file, arrays[name], path, name)
+                else:
+                    file.seek(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize + _CRC.size, os.SEEK_CUR)
             _check(not file.read(1), path, "its end")
             return header
     except OSError as error:
@@ -92,7 +95,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _write_array(file: BinaryIO, array: np.ndarray) -> None:
     crc, data = 0, _bytes(array)
     for low in range(0, len(data), _PIECE):
-        piece = data[low : low + _PIECE]
+        piece = bytes(data[low : low + _PIECE])  # a copy: another process may be writing to the array
         crc = zlib.crc32(piece, crc)
         file.write(piece)
     file.write(_CRC.pack(crc))

@@ -134,6 +134,8 @@ def restore(
     def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
         if header["spec"] != repr(spec):
             raise CheckpointError(f"{path} was saved by a replay buffer with {header['spec']}; this one has {spec!r}.")
+        if "slots" not in header:
+            raise CheckpointError(f"{path} was saved by a SharedMemReplayBuffer; this is the in-process ReplayBuffer.")
         contents = Contents(spec, step_spec, header["slots"], header["chunk"], header["num_envs"], single_frame)
         contents.observations.restore_framed(header["framed"])
         timeline = contents.timeline

@@ -5,13 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rlframe.errors import RlframeError
-from rlframe.types import Batch
-
-if TYPE_CHECKING:
-    from rlframe.replay.local import ReplayBuffer
+from rlframe.types import Batch, ReplaySpec
 
 _WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
 
@@ -20,13 +17,30 @@ class DatasetTimeoutError(RlframeError, TimeoutError):
     """No batch came within the time that was given."""
 
 
+class Source(Protocol):
+    """The replay buffer that a dataset reads."""
+
+    spec: ReplaySpec
+
+    @property
+    def size(self) -> int:
+        """Items that can be sampled now."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no batch will come any more."""
+
+    def wait_for_batch(self, timeout: float) -> Batch | None:
+        """Draws a batch; None if there was too little for `timeout` seconds."""
+
+
 class Dataset:
     """An endless iterator of batches. Use it as a context manager, or close it.
 
     Drawing ahead depends on timing: where the numbers must repeat exactly, call `sample()` instead.
     """
 
-    def __init__(self, buffer: ReplayBuffer, prefetch: int, timeout: float):
+    def __init__(self, buffer: Source, prefetch: int, timeout: float):
         self._buffer, self._timeout = buffer, timeout
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
@@ -76,13 +90,15 @@ class Dataset:
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            while not self._stop.is_set() and not self._buffer.closed:
                 batch = self._buffer.wait_for_batch(_WAKE)
                 if batch is not None:
                     self._put(batch)
                 del batch  # so that its arrays can be used again as soon as the reader drops it
         except BaseException as error:  # whatever it is, the reader must hear of it
             self._put(error)
+        else:
+            self._stop.set()
 
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():

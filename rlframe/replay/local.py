@@ -10,7 +10,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import contents
-from rlframe.replay.base import BaseReplayBuffer, override
+from rlframe.replay.base import STATS, BaseReplayBuffer, override
 from rlframe.replay.contents import Contents, bytes_needed
 from rlframe.replay.dataset import Dataset
 from rlframe.replay.memory import check_memory
@@ -18,8 +18,6 @@ from rlframe.replay.outputs import Outputs
 from rlframe.replay.recorder import Recorder, find_writer
 from rlframe.replay.timeline import Writer
 from rlframe.types import Batch, Step, StepSpec
-
-_STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
 
 
 class ReplayBuffer(BaseReplayBuffer):
@@ -195,10 +193,15 @@ class ReplayBuffer(BaseReplayBuffer):
         """Timesteps that there is room for; 0 before the first writer came."""
         return self._timeline.slots if self._contents is not None else 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called: nothing is sampled any more."""
+        return self._closed
+
     def stats(self) -> dict[str, int]:
         with self._lock:
             if self._contents is None:
-                return dict.fromkeys(_STATS, 0)
+                return dict.fromkeys(STATS, 0)
             table = self._table
             values = (
                 table.size,
@@ -210,7 +213,7 @@ class ReplayBuffer(BaseReplayBuffer):
                 getattr(table, "dropped", 0),
                 self._contents.nbytes,
             )
-            return dict(zip(_STATS, values))
+            return dict(zip(STATS, values))
 
     def close(self) -> None:
         with self._lock:

@@ -67,6 +67,19 @@ class PrioritisedTable(ItemTable):
         self._tree.leaves[index] = np.maximum(priorities, _LOWEST) ** self._exponent
         self._tree.touch(index)
 
+    def numbers(self) -> np.ndarray:
+        return self._timeline.living(self._present.nonzero()[0])
+
+    def leaves(self, numbers: np.ndarray) -> np.ndarray:
+        """What the items `numbers` count for: priority^exponent."""
+        return self._tree.leaves.take(self._timeline.slot(numbers))
+
+    def set_leaves(self, numbers: np.ndarray, leaves: np.ndarray) -> None:
+        """The inverse of `leaves`, of items that are there."""
+        index = self._timeline.slot(numbers)
+        self._tree.leaves[index] = leaves
+        self._tree.touch(index)
+
     def arrays(self) -> dict[str, np.ndarray]:
         self._tree.refresh()
         return {**super().arrays(), **{f"tree{i}": level for i, level in enumerate(self._tree.levels)}}

@@ -14,7 +14,6 @@ from rlframe.replay.memory import check_memory
 from rlframe.replay.outputs import Outputs, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
-
 # (name, shape, dtype) -> an array of zeros, a row per slot
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 

@@ -87,6 +87,10 @@ class ItemTable(abc.ABC):
         """[B] bool: whether the items `starts` are still there."""
         return self._timeline.holds(starts) & self._present[self._timeline.slot(starts)]
 
+    @abc.abstractmethod
+    def numbers(self) -> np.ndarray:
+        """[size] int64: the items that are there."""
+
     def _advance(self, gone: int) -> None:  # noqa: B027  nothing to do where there is no order
         """`gone` items left."""
 
@@ -191,6 +195,13 @@ class _Ring(ItemTable):
                 self.tail += first
                 return
             self.tail += len(window)
+
+    def numbers(self) -> np.ndarray:
+        """The items that are there, in order."""
+        self._settle()
+        positions = np.arange(self.tail, self.end)
+        starts = self._starts[positions % len(self._starts)]
+        return starts if self.ordered else starts[~self._timeline.gone(starts)]
 
     def _living(self, positions: np.ndarray) -> np.ndarray:
         return ~self._timeline.gone(self._starts[positions % len(self._starts)])

@@ -113,6 +113,7 @@ class Twin:
     def __init__(self, item: Transition | Sequence):
         self._item = item
         self.items: dict[int, tuple[Any, tuple[int, int], int]] = {}
+        self.seen: dict[int, list[int]] = {}  # rank -> ids of the observations that followed its steps, in order
         self._fragments: dict[int, list[dict[str, Any]]] = {}
         self._incarnations: dict[int, int] = {}
 
@@ -125,6 +126,7 @@ class Twin:
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds a step of a batch of environments."""
+        self.seen.setdefault(int(env_ids[0]) // 1_000_000, []).extend(step.next_timestep.observation["id"].tolist())
         for row, env in enumerate(env_ids.tolist()):
             before, after = _row(step.timestep, row), _row(step.next_timestep, row)
             fragment = self._fragments.setdefault(env, [])

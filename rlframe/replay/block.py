@@ -1,0 +1,239 @@
+"""The memory of a shared replay buffer: anonymous, found through the process that made it, laid out the same by all.
+
+    control     counters and flags of the whole buffer
+    headers     of each writer's segment: its cursors, who claimed it, what was sampled of it
+    logs        of each segment: which items it completed, in order
+    arrays      what is kept of each timestep: [num_writers * rows, ...], so that one gather reads of all segments
+
+The file is sparse: pages that no step was written to take no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from rlframe.errors import RlframeError, UsageError
+from rlframe.replay.contents import Rows
+from rlframe.replay.futex import Futex
+from rlframe.replay.processes import ProcessId, this_process
+from rlframe.replay.tables import UniformTable
+from rlframe.replay.timeline import Timeline
+from rlframe.types import ReplaySpec, StepSpec
+
+# Words of the control block, each an int64. Futexes use the lower half of theirs.
+TOKEN = 0  # which buffer this is; written once
+STOPPED = 1  # 1 once its maker closed it
+SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; written under the claims' lock
+WANTED = 8  # by the sampler: items added, over all segments, that wake it; NOBODY while it does not wait
+ADDED_FUTEX = 9  # wakes who waits for items
+SAMPLED, SIZE, EVICTED, EVICTED_UNSAMPLED, DROPPED = range(16, 21)  # by the sampler, for `stats` elsewhere
+ROOM_FUTEX = 24  # wakes the writers that wait for room
+
+# Words of a segment's header. By its writer: two copies of (head, end of the log, items added, steps), of which the
+# lower bit of VERSION says which is whole.
+VERSION, CURSORS = 0, 1
+FLOOR = 9  # timesteps below may be overwritten any time; raised before they are
+LOG_RESERVED = 10  # entries of the log up to here may be being written
+WAITS = 11  # 1 while the writer waits for room
+# Under the claims' lock.
+# EPOCH: how often `restore` filled the segment; BEGUN: 1 once it must not any more.
+CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, EPOCH, BEGUN = range(16, 24)
+# By the sampler of a queue.
+SYNCED = 24  # entries of the log that it has read
+NEEDED = 25  # the lowest timestep of an item among those that was not sampled; NOTHING if all were
+UNSAMPLED = 26  # how many were not
+
+_WORDS = 32  # 4 cache lines: nobody writes to the line of another process's counters
+NOBODY = NOTHING = 2**62
+_FILE = "rlframe-replay"
+_CLAIM_TIMEOUT = 30.0  # seconds; claims take microseconds
+
+
+class BufferGoneError(RlframeError):
+    """The process that made a shared replay buffer has ended, and its memory with it."""
+
+
+class Name(NamedTuple):
+    """Where the memory is found."""
+
+    maker: ProcessId
+    descriptor: int
+    token: int
+
+
+def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> Name:
+    """Makes the memory of a buffer and returns its name; it stays until its descriptor is closed and nobody maps it."""
+    if not hasattr(os, "memfd_create"):
+        raise UsageError("SharedMemReplayBuffer needs Linux (memfd_create). Use ReplayBuffer in one process instead.")
+    descriptor = os.memfd_create(_FILE, os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, _layout(num_writers, rows, spec, step_spec)[1])
+    token = secrets.randbits(62)
+    os.pwrite(descriptor, np.int64(token).tobytes(), 8 * TOKEN)
+    os.pwrite(descriptor, np.int64(NOBODY).tobytes(), 8 * WANTED)
+    return Name(this_process(), descriptor, token)
+
+
+def destroy(name: Name) -> None:
+    """Tells all who share the buffer that it is closed, and lets go of its memory."""
+    if this_process() != name.maker:
+        return  # a fork of the process that made it
+    os.pwrite(name.descriptor, np.int64(1).tobytes(), 8 * STOPPED)
+    os.close(name.descriptor)
+
+
+class Block:
+    """The memory of the buffer `name`, mapped into this process.
+
+    Attributes:
+        control: memoryview of int64 words.
+        headers: one memoryview of int64 words for each segment.
+        header_words: the same, [num_writers, words].
+        logs: [num_writers, 2 * rows] int64.
+        arrays: name -> [num_writers * rows, ...].
+        added, room: what readers and writers sleep on.
+
+    Raises:
+        BufferGoneError: the process that made it has ended.
+    """
+
+    def __init__(self, name: Name, num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec):
+        self.num_writers, self.rows, self._name, self.token = num_writers, rows, name, name.token
+        path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
+        try:
+            if not os.readlink(path).startswith(f"/memfd:{_FILE}"):
+                raise self._gone()  # closed, and its number taken by another file
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
+        except PermissionError as error:
+            raise UsageError(
+                f"The shared replay buffer of process {name.maker.pid} cannot be opened: {error}. "
+                "All its processes must run as the same user, in the same container."
+            ) from None
+        except OSError:
+            raise self._gone() from None
+        fields, size = _layout(num_writers, rows, spec, step_spec)
+        if not name.maker.is_alive or os.fstat(self._descriptor).st_size != size:
+            raise self._gone()
+        self._memory = mmap.mmap(self._descriptor, size)
+        arrays: dict[str, np.ndarray] = {
+            field: np.ndarray(shape, dtype, self._memory, at) for field, (shape, dtype, at) in fields.items()
+        }
+        # Scalars of a memoryview are read and written in a third of the time that an array takes.
+        words = arrays.pop("control")
+        self.control, *self.headers = (memoryview(row) for row in words)
+        self.header_words = words[1:]
+        if self.control[TOKEN] != name.token:
+            raise self._gone()
+        self.logs = arrays.pop("logs")
+        self.arrays = arrays
+        self.added, self.room = (Futex(self._memory, 8 * word) for word in (ADDED_FUTEX, ROOM_FUTEX))
+
+    @contextlib.contextmanager
+    def claims(self) -> Iterator[None]:
+        """Held by one process at a time; let go by one that dies."""
+        deadline = time.monotonic() + _CLAIM_TIMEOUT
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RlframeError(
+                        f"A process has held the claims of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: "
+                        "it was stopped (SIGSTOP) while it claimed a rank. Let it go on, or kill it."
+                    ) from None
+                time.sleep(0.005)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def check_maker(self) -> None:
+        """Raises `BufferGoneError` once the process that made the buffer has ended."""
+        if not self._name.maker.is_alive:
+            raise self._gone()
+
+    def writer(self, rank: int) -> ProcessId:
+        """The process that claimed `rank` last."""
+        return ProcessId(self.headers[rank][PID], self.headers[rank][STARTED])
+
+    @property
+    def sampler(self) -> ProcessId:
+        """The process that samples, or sampled last."""
+        return ProcessId(self.control[SAMPLER_PID], self.control[SAMPLER_STARTED])
+
+    @property
+    def incarnations(self) -> list[int]:
+        """Of each rank, how often it was claimed."""
+        return [header[CLAIMS] for header in self.headers]
+
+    def added_items(self) -> int:
+        """Items that were ever added, to all segments."""
+        return sum([header[CURSORS + 4 * (header[VERSION] & 1) + 2] for header in self.headers])
+
+    def _gone(self) -> BufferGoneError:
+        return BufferGoneError(
+            f"The process {self._name.maker.pid} that made this shared replay buffer has ended or closed it. "
+            "Its memory ends with it: start the program anew."
+        )
+
+
+class Cursors(NamedTuple):
+    """How far a segment has come."""
+
+    head: int  # timesteps
+    end: int  # entries of its log
+    added: int  # items
+    steps: int
+
+
+def publish(header: memoryview, cursors: Cursors | tuple[int, int, int, int]) -> None:
+    """Makes all that was written up to `cursors` known."""
+    version = header[VERSION] + 1
+    at = CURSORS + 4 * (version & 1)
+    header[at], header[at + 1], header[at + 2], header[at + 3] = cursors
+    header[VERSION] = version
+
+
+def cursors(header: memoryview) -> Cursors:
+    """What `publish` was last given."""
+    while True:  # again only where the writer published twice meanwhile; one that died or sleeps changes nothing
+        version = header[VERSION]
+        at = CURSORS + 4 * (version & 1)
+        read = Cursors(header[at], header[at + 1], header[at + 2], header[at + 3])
+        if header[VERSION] == version:
+            return read
+
+
+def _layout(
+    num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec
+) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype, int]], int]:
+    """(name -> shape, dtype and offset in bytes; total bytes), each array on pages of its own."""
+    word = np.dtype(np.int64)
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "control": ((1 + num_writers, _WORDS), word),
+        "logs": ((num_writers, 2 * rows), word),
+        "present": ((num_writers * rows,), np.dtype(bool)),
+    }
+
+    def note(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        shapes[name] = ((num_writers * rows, *shape[1:]), dtype)
+        return np.zeros(shape, dtype)
+
+    timeline = Timeline(1, 1)
+    Rows(spec, step_spec, timeline, UniformTable(timeline), 1, False, note)
+    fields, position = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        fields[name] = (shape, dtype, position)
+        position += -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    return fields, position

@@ -1,0 +1,273 @@
+"""What a reader knows of a shared replay buffer: a table of all segments' items, kept up to date from their logs.
+
+An item of rank r that starts at timestep n is known here by the number `r << RANK_BITS | n`, so that one table, the
+same as that of the in-process buffer, holds the items of all segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlframe.replay import block
+from rlframe.replay.block import Block
+from rlframe.replay.contents import Rows, make_table
+from rlframe.replay.futex import fence
+from rlframe.replay.outputs import Outputs
+from rlframe.replay.processes import this_process
+from rlframe.replay.segments import COUNT_BITS, COUNT_MASK
+from rlframe.replay.tables import ItemTable, QueueTable
+from rlframe.replay.timeline import Index, Numbers, Timeline
+from rlframe.types import Batch, ReplaySpec, StepSpec
+
+RANK_BITS = 43
+NUMBER_MASK = (1 << RANK_BITS) - 1
+_FEW = 3  # blocks that are noted one by one
+
+
+class SegmentsTimeline(Timeline):
+    """The timesteps of all segments. Segment r has the slots from r * rows on, of which it uses `sizes[r]`."""
+
+    def __init__(self, num_segments: int, rows: int):
+        super().__init__(num_segments * rows, 1)
+        self._rows = rows
+        self._ranks = np.arange(num_segments)
+        self._bases = self._ranks * rows
+        self.sizes = np.full(num_segments, rows)
+        self.heads = self._ranks << RANK_BITS  # of each segment, as numbers
+        self.floors = self.heads.copy()
+
+    def index(self, numbers: Numbers, count: int) -> Index:
+        if not isinstance(numbers, int):
+            return self.slot(numbers)
+        rank, number = numbers >> RANK_BITS, numbers & NUMBER_MASK
+        base, size = rank * self._rows, int(self.sizes[rank])
+        low = number % size
+        if low + count <= size:
+            return slice(base + low, base + low + count)
+        return base + (low + np.arange(count)) % size
+
+    def slot(self, numbers: np.ndarray) -> np.ndarray:
+        if len(self._ranks) == 1:
+            return numbers % self.sizes.item(0)
+        ranks = numbers >> RANK_BITS
+        return (numbers & NUMBER_MASK) % self._of(self.sizes, ranks) + self._of(self._bases, ranks)
+
+    def follow(self, slots: np.ndarray, spans: Numbers) -> np.ndarray:
+        if len(self._ranks) == 1:
+            return (slots + spans) % self.sizes.item(0)
+        ranks = slots // self._rows
+        bases = self._of(self._bases, ranks)
+        return (slots - bases + spans) % self._of(self.sizes, ranks) + bases
+
+    def relative(self, numbers: np.ndarray) -> np.ndarray:
+        return self.slot(numbers)
+
+    def gone(self, numbers: Numbers) -> Any:
+        if len(self._ranks) == 1:
+            return numbers < self.floors.item(0)
+        return numbers < self._of(self.floors, np.asarray(numbers) >> RANK_BITS)
+
+    def holds(self, numbers: np.ndarray) -> np.ndarray:
+        ranks = numbers >> RANK_BITS
+        return (numbers >= self._of(self.floors, ranks)) & (numbers < self._of(self.heads, ranks))
+
+    def living(self, slots: np.ndarray) -> np.ndarray:
+        ranks = slots // self._rows
+        heads, sizes = self._of(self.heads, ranks), self._of(self.sizes, ranks)
+        # The newest timestep is in the slot before the head's; the others lie up to a lap behind it.
+        behind = (self._of(self._bases, ranks) + (heads & NUMBER_MASK) - 1 - slots) % sizes
+        return heads - 1 - behind
+
+    def _of(self, values: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        return values.take(ranks, mode="wrap")
+
+
+class Mirror:
+    """A reader's table and how far it has read each segment's log.
+
+    Attributes:
+        cursors: of each segment, how far it was read.
+        added: items that the logs told of so far.
+    """
+
+    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, kind: str):
+        self._memory = memory
+        self.timeline = SegmentsTimeline(memory.num_writers, memory.rows)
+        self.table: ItemTable = make_table(kind, self.timeline, spec.priority_exponent)
+        self._is_queue = kind == "queue"
+        self.cursors = [block.Cursors(0, 0, 0, 0)] * memory.num_writers
+        self._versions, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
+        self.added = 0
+        self._outputs, self._pid = Outputs(), this_process().pid
+
+        def whole(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            array = memory.arrays[name].view()
+            array.flags.writeable = False
+            return array
+
+        rows = Rows(spec, step_spec, self.timeline, self.table, 1, False, whole)
+        rows.items.write_all_spans()
+        self._items, self._observations, self.origin = rows.items, rows.observations, rows.origin
+        self._present = whole("present", (), np.dtype(bool))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether items that it knows may be overwritten, or a writer in this process has added."""
+        for header, floor, version in zip(self._memory.headers, self._floors, self._versions):
+            if header[block.FLOOR] != floor or (header[block.PID] == self._pid and header[block.VERSION] != version):
+                return True
+        return False
+
+    def sync(self) -> None:
+        """Takes over what the writers have published since."""
+        changed = False
+        for rank, header in enumerate(self._memory.headers):
+            if header[block.VERSION] != self._versions[rank] or header[block.FLOOR] != self._floors[rank]:
+                self._sync(rank, header)
+                changed = True
+        if changed:
+            # What was overwritten before it was read is known by its number only.
+            self.added = sum([cursors.added for cursors in self.cursors])
+            missed = self.added - self.table.added
+            self.table.added += missed
+            self.table.evicted += missed
+            self.table.evicted_unsampled += missed
+
+    def _sync(self, rank: int, header: memoryview) -> None:
+        if not header[block.SLOTS]:
+            return
+        version, cursors = header[block.VERSION], block.cursors(header)
+        fence()
+        timeline, mark = self.timeline, rank << RANK_BITS
+        timeline.sizes[rank] = header[block.SLOTS]
+        firsts, counts = self._entries(rank, header, cursors.end)
+        new = self._expand(mark + firsts, counts)
+        fence()
+        self._floors[rank] = header[block.FLOOR]  # after the entries: those of older timesteps may be torn
+        timeline.heads[rank] = mark + cursors.head
+        self._raise_floor(rank, mark + self._kept_from(rank, header))
+        if isinstance(new, np.ndarray):
+            self.table.append(new)
+        else:
+            for first, count, mask in new:
+                self.table.append_block(first, timeline.index(first, count), count, mask)
+        self._versions[rank], self.cursors[rank] = version, cursors
+
+    def _entries(self, rank: int, header: memoryview, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """(first timesteps, how many) of the log's entries since the last call; without those overwritten meanwhile."""
+        log = self._memory.logs[rank]
+        low = max(self.cursors[rank].end, header[block.LOG_RESERVED] - len(log))
+        entries = log.take(np.arange(low, end), mode="wrap")
+        fence()
+        entries = entries[max(0, header[block.LOG_RESERVED] - len(log) - low) :]
+        return entries >> COUNT_BITS, entries & COUNT_MASK
+
+    def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, np.ndarray | None]] | np.ndarray:
+        """The items of entries: the few blocks that they form (first number, how many, which of them), or each."""
+        if not len(firsts):
+            return []
+        begins = np.concatenate([[0], (firsts[1:] != firsts[:-1] + counts[:-1]).nonzero()[0] + 1])
+        if len(begins) > _FEW:
+            starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+            return starts[self._present[self.timeline.slot(starts)]]
+        blocks = []
+        for first, total in zip(firsts[begins].tolist(), np.add.reduceat(counts, begins).tolist()):
+            mask = self._present[self.timeline.index(first, total)]
+            blocks.append((first, total, None if mask.all() else mask.copy()))
+        return blocks
+
+    def _kept_from(self, rank: int, header: memoryview) -> int:
+        """The timestep below which items are given up. A little early, or a writer would often come round to them
+        while they are copied; not a queue's, whose writers wait."""
+        floor = self._floors[rank]
+        return floor + header[block.CHUNK] if floor and not self._is_queue else floor
+
+    def _raise_floor(self, rank: int, floor: int) -> None:
+        timeline = self.timeline
+        before = int(timeline.floors[rank])
+        if floor <= before:
+            return
+        timeline.floors[rank] = floor
+        size = int(timeline.sizes[rank])
+        count = min(floor - before, size)
+        low = (floor - count & NUMBER_MASK) % size
+        base = rank * self._memory.rows
+        if low + count <= size:
+            self.table.evict(slice(base + low, base + low + count))
+        else:
+            self.table.evict(slice(base + low, base + size))
+            self.table.evict(slice(base, base + low + count - size))
+
+    def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
+        """Copies the items `numbers` out."""
+        slots = self.timeline.slot(numbers)
+        keys = np.zeros((len(numbers), 3), np.int64)
+        keys[:, 2] = numbers & NUMBER_MASK
+        if len(self.cursors) > 1:
+            keys[:, 0] = numbers >> RANK_BITS
+        if max(self._memory.incarnations) > 1:
+            keys[:, 1] = self.origin.take(slots)
+        data = self._items.assemble(slots, self._observations, self._outputs)
+        return Batch(data, keys, probabilities, self._items.params_version.take(slots))
+
+    def take_over(self) -> None:
+        """Begins a queue where the process that sampled it before stopped: what it took is gone."""
+        for rank, header in enumerate(self._memory.headers):
+            end, count = header[block.SYNCED], header[block.UNSAMPLED]
+            if not end:
+                continue
+            self.timeline.sizes[rank] = header[block.SLOTS]
+            firsts, counts = self._entries(rank, header, end)
+            starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
+            starts = starts[self._present[self.timeline.slot((rank << RANK_BITS) + starts)]]
+            fence()
+            starts = starts[starts >= header[block.FLOOR]]
+            self.table.append((rank << RANK_BITS) + starts[max(0, len(starts) - count) :])
+            self.cursors[rank] = self.cursors[rank]._replace(end=end)
+        self.sync()
+
+    def resume(self, numbers: np.ndarray) -> None:
+        """Begins with the items `numbers`, those that are there, as all that the segments hold."""
+        for rank, header in enumerate(self._memory.headers):
+            if not header[block.SLOTS]:
+                continue
+            cursors, mark = block.cursors(header), rank << RANK_BITS
+            self._versions[rank], self._floors[rank] = header[block.VERSION], header[block.FLOOR]
+            self.cursors[rank] = cursors
+            self.timeline.sizes[rank] = header[block.SLOTS]
+            self.timeline.heads[rank] = mark + cursors.head
+            self._raise_floor(rank, mark + self._kept_from(rank, header))
+        self.table.append(numbers[~self.timeline.gone(numbers)])
+        self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
+
+    def publish_needs(self) -> None:
+        """Tells the writers of a queue what they must not overwrite yet."""
+        assert isinstance(self.table, QueueTable)
+        waiting = self.table.numbers()
+        ranks, numbers = waiting >> RANK_BITS, waiting & NUMBER_MASK
+        counts = np.bincount(ranks, minlength=len(self.cursors)).tolist()
+        for rank, header in enumerate(self._memory.headers):
+            needed = numbers if counts[rank] == len(numbers) else numbers[ranks == rank]
+            header[block.NEEDED] = int(needed.min()) if counts[rank] else block.NOTHING
+            header[block.UNSAMPLED] = counts[rank]
+            fence()
+            header[block.SYNCED] = self.cursors[rank].end
+
+    def torn(self, numbers: np.ndarray) -> np.ndarray | None:
+        """[B] bool: which of the items that were just read may have been overwritten meanwhile; None if none."""
+        fence()
+        floors = [header[block.FLOOR] for header in self._memory.headers]
+        if floors == self._floors:
+            return None
+        torn = (numbers & NUMBER_MASK) < np.array(floors).take(numbers >> RANK_BITS)
+        return torn if torn.any() else None
+
+    def numbers(self, keys: np.ndarray) -> np.ndarray:
+        """The items' numbers, of their keys [B, 3]; -1 for those that no such writer wrote."""
+        rank, incarnation, number = np.asarray(keys, np.int64).T
+        known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
+        numbers = np.where(known, rank << RANK_BITS | number, 0)
+        same = self.origin.take(self.timeline.slot(numbers)) == incarnation
+        return np.where(known & same, numbers, -1)

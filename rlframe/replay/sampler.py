@@ -1,0 +1,230 @@
+"""The reading side of a shared replay buffer, in one process.
+
+One process is the sampler: its table says what is drawn next, and its counters pace the writers. Any other process may
+read too, uniformly, without the writers or the sampler knowing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.replay import block
+from rlframe.replay.base import STATS
+from rlframe.replay.block import Block
+from rlframe.replay.futex import fence
+from rlframe.replay.mirror import Mirror
+from rlframe.replay.prioritised import PrioritisedTable
+from rlframe.replay.processes import this_process
+from rlframe.replay.tables import QueueTable
+from rlframe.types import Batch, ReplaySpec, StepSpec
+
+_LIVES_FOR = 1.0  # seconds that a look at which writers are alive is good for
+_FRESH = 0.001  # seconds that items may be there before they are drawn: to look at the logs each time takes a quarter
+
+
+class Sampler:
+    """Draws batches from the segments of `memory`. One thread at a time.
+
+    Attributes:
+        is_sampler: whether this process is the one that samples; else it reads uniformly.
+    """
+
+    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int):
+        self._memory, self._spec, self._step_spec = memory, spec, step_spec
+        self._control = memory.control
+        self.is_sampler = False
+        self.sampled = 0
+        self.rng = np.random.Generator(np.random.PCG64(seed))
+        self.mirror = Mirror(memory, spec, step_spec, spec.kind)
+        self._is_bound = False
+        self._alive, self._alive_until = 0, 0.0
+        self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
+
+    def bind(self) -> None:
+        """Makes this process the sampler if there is none, or none alive; else a further reader.
+
+        Raises:
+            UsageError: the buffer is a queue, which another process samples.
+        """
+        if self._is_bound:
+            return
+        memory, kind = self._memory, self._spec.kind
+        with memory.claims():
+            other = memory.sampler
+            if other != this_process() and other.is_alive:
+                if kind == "queue":
+                    raise UsageError(
+                        f"This replay buffer is a queue, and process {other.pid} takes its items: another one cannot."
+                    )
+                self.mirror = Mirror(memory, self._spec, self._step_spec, "uniform")
+                self.rng = np.random.Generator(np.random.PCG64([this_process().pid, this_process().started]))
+            else:
+                self._control[block.SAMPLER_PID], self._control[block.SAMPLER_STARTED] = this_process()
+                self.is_sampler = True
+                self._take_over()
+        self._is_bound = True
+
+    def bind_alone(self) -> None:
+        """As `bind`, but raises `UsageError` where another process samples."""
+        self.bind()
+        if not self.is_sampler:
+            pid = self._memory.sampler.pid
+            raise UsageError(f"Process {pid} samples this replay buffer: call this there, this one only reads.")
+
+    def _take_over(self) -> None:
+        """Goes on where a process that sampled before stopped: with its counters, and a queue's place."""
+        mirror = self.mirror = Mirror(self._memory, self._spec, self._step_spec, self._spec.kind)
+        if isinstance(mirror.table, QueueTable):
+            mirror.take_over()
+        else:
+            mirror.sync()
+        self._count(self._control[block.SAMPLED], self._control[block.EVICTED_UNSAMPLED])
+        if isinstance(mirror.table, PrioritisedTable):
+            mirror.table.dropped = self._control[block.DROPPED]
+
+    def resume(self, numbers: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
+        """Goes on where a buffer was saved, whose segments have been filled."""
+        self.mirror = Mirror(self._memory, self._spec, self._step_spec, self._spec.kind)
+        self.mirror.resume(numbers)
+        self._count(sampled, evicted_unsampled)
+        self.rng.bit_generator.state = rng
+
+    def _count(self, sampled: int, evicted_unsampled: int) -> None:
+        table, self.sampled = self.mirror.table, sampled
+        table.added, table.evicted = self.mirror.added, self.mirror.added - table.size
+        table.evicted_unsampled = evicted_unsampled
+        if isinstance(table, QueueTable):
+            table.evicted -= sampled
+            table.evicted_unsampled = table.evicted
+
+    @property
+    def wants_to_know(self) -> bool:
+        """Whether another process samples or did, so that its counters are the buffer's."""
+        return not self.is_sampler and self._control[block.SAMPLER_PID] != 0
+
+    def sample(self) -> Batch | None:
+        """Draws a batch, or returns None while there is too little."""
+        now = time.monotonic()
+        if now > self._fresh_until or self.mirror.is_behind:
+            self.mirror.sync()
+            self._fresh_until = now + self._fresh_for
+        count = self._ready()
+        if not count:
+            self.mirror.sync()
+            count = self._ready()
+        batch = self._draw(count) if count else None
+        if self.is_sampler:
+            self.publish(batch is not None)
+        return batch
+
+    def _draw(self, count: int) -> Batch | None:
+        mirror = self.mirror
+        numbers, probabilities = mirror.table.draw(count, self.rng)
+        batch = mirror.read(numbers, probabilities)
+        torn = mirror.torn(numbers)
+        while torn is not None:  # a writer came round to them while they were copied: others instead
+            rows = torn.nonzero()[0]
+            mirror.sync()
+            if mirror.table.size < (len(rows) if self._spec.kind == "queue" else 1):
+                return None
+            numbers, probabilities = mirror.table.draw(len(rows), self.rng)
+            again = mirror.read(numbers, probabilities)
+            for whole, part in zip(jax.tree_util.tree_leaves(batch), jax.tree_util.tree_leaves(again)):
+                whole[rows] = part
+            torn = mirror.torn(numbers)
+            if torn is not None:
+                torn = np.isin(np.arange(count), rows[torn])
+        self.sampled += count
+        return batch
+
+    def _ready(self) -> int:
+        """How many items are due; 0 while there are too few, or the learner is ahead."""
+        spec, table, count = self._spec, self.mirror.table, self._batch_size()
+        if not count or self._control[block.STOPPED]:
+            return 0
+        if spec.kind == "queue":
+            if table.size < max(spec.min_size, count):
+                # The share of writers that are gone lapses.
+                count = self._batch_size_alive() if spec.batch_size is None else count
+                if not count or table.size < max(spec.min_size, count):
+                    return 0
+        elif self.mirror.added < spec.min_size or not table.size:
+            return 0
+        if not self.is_sampler or spec.samples_per_insert is None:
+            return count
+        # The first batch is due with the item number min_size; from then on the ratio holds.
+        return count if self.sampled <= spec.samples_per_insert * (self.mirror.added - spec.min_size) else 0
+
+    def _batch_size(self) -> int:
+        if self._spec.batch_size is not None:
+            return self._spec.batch_size
+        return sum([header[block.NUM_ENVS] for header in self._memory.headers])
+
+    def _batch_size_alive(self) -> int:
+        now = time.monotonic()
+        if now > self._alive_until:
+            alive = [rank for rank in range(self._memory.num_writers) if self._memory.writer(rank).is_alive]
+            self._alive = sum(self._memory.headers[rank][block.NUM_ENVS] for rank in alive)
+            self._alive_until = now + _LIVES_FOR
+        return self._alive
+
+    def publish(self, has_drawn: bool) -> None:
+        """Tells writers and other processes what was sampled, and wakes the writers that wait for it."""
+        control, table, memory = self._control, self.mirror.table, self._memory
+        waits = any(header[block.WAITS] for header in memory.headers)
+        if not has_drawn and not waits:
+            return
+        control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
+        control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
+        control[block.DROPPED] = getattr(table, "dropped", 0)
+        if isinstance(table, QueueTable):
+            self.mirror.publish_needs()
+        fence()
+        if waits:
+            memory.room.wake()
+
+    def wanted(self) -> int:
+        """How many items must have been added in all before a batch is due."""
+        spec, mirror = self._spec, self.mirror
+        if spec.kind == "queue":
+            return mirror.added + max(1, max(spec.min_size, self._batch_size()) - mirror.table.size)
+        wanted = max(spec.min_size, 1 if mirror.table.size else mirror.added + 1)
+        if self.is_sampler and spec.samples_per_insert:
+            wanted = max(wanted, spec.min_size + int(np.ceil(self.sampled / spec.samples_per_insert)))
+        return wanted
+
+    @property
+    def size(self) -> int:
+        """Items that can be sampled now; elsewhere than in the sampler of a queue, as of its last batch."""
+        if self._spec.kind == "queue" and self.wants_to_know:
+            return self._control[block.SIZE]
+        self.mirror.sync()
+        return self.mirror.table.size
+
+    def stats(self, bytes_taken: int) -> dict[str, int]:
+        """The counters; elsewhere than in the sampler, as of its last batch."""
+        size, control, table, sampled, added = (
+            self.size,
+            self._control,
+            self.mirror.table,
+            self.sampled,
+            self.mirror.added,
+        )
+        steps = sum(block.cursors(header).steps for header in self._memory.headers)
+        evicted, unsampled, dropped = table.evicted, table.evicted_unsampled, getattr(table, "dropped", 0)
+        if self.wants_to_know:
+            words = (block.SAMPLED, block.EVICTED, block.EVICTED_UNSAMPLED, block.DROPPED)
+            sampled, evicted, unsampled, dropped = (control[word] for word in words)
+            added = self._memory.added_items()
+        return dict(zip(STATS, (size, steps, added, sampled, evicted, unsampled, dropped, bytes_taken)))
+
+    def update_priorities(self, keys: np.ndarray, priorities: Any) -> None:
+        """Sets the priorities of the items `keys` [B, 3]."""
+        self.bind_alone()
+        self.mirror.sync()
+        self.mirror.table.update(self.mirror.numbers(keys), np.asarray(priorities))

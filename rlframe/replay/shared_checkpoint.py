@@ -1,0 +1,143 @@
+"""A shared replay buffer on disk.
+
+It is saved without stopping its writers: rows are streamed from memory that may be overwritten meanwhile, and the
+floors, saved last, say which of them were not. Open fragments live in their writers' processes and are not saved.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.replay import block, checkpoint, contents, segments
+from rlframe.replay.block import Block
+from rlframe.replay.mirror import NUMBER_MASK, RANK_BITS
+from rlframe.replay.prioritised import PrioritisedTable
+from rlframe.replay.sampler import Sampler
+from rlframe.types import ReplaySpec
+
+
+def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
+    """Writes what the segments hold and what the sampler knows to `path`, atomically.
+
+    Raises:
+        CheckpointError: it could not be written; what was there before is untouched.
+    """
+    mirror = sampler.mirror
+    mirror.sync()
+    table = mirror.table
+    described = {}
+    arrays: dict[str, np.ndarray] = {}
+    for rank, words in enumerate(memory.headers):
+        if not words[block.SLOTS]:
+            continue
+        cursors, slots = mirror.cursors[rank], words[block.SLOTS]
+        described[rank] = [slots, words[block.CHUNK], words[block.CLAIMS], cursors]
+        arrays.update(_rows(memory, rank, cursors.head, slots))
+    arrays["numbers"] = table.numbers()
+    if isinstance(table, PrioritisedTable):
+        arrays["leaves"] = table.leaves(arrays["numbers"])
+    arrays["headers"] = memory.header_words  # last, and read only when it is written: these floors hold for the rest
+    header = {
+        "shared": [memory.num_writers, memory.token],
+        "spec": repr(spec),
+        "segments": described,
+        "sampled": sampler.sampled,
+        "evicted_unsampled": table.evicted_unsampled,
+        "priorities": {name: getattr(table, name, 0) for name in ("highest", "dropped")},
+        "rng": sampler.rng.bit_generator.state,
+    }
+    checkpoint.write(path, header, arrays)
+
+
+def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
+    """The inverse of `save`; the caller holds the claims.
+
+    Where the buffer is the one that was saved, its items are in memory, and newer: it gets its priorities back.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
+    """
+    made: dict[str, np.ndarray] = {}
+    is_same = False
+
+    def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
+        nonlocal is_same
+        if header["spec"] != repr(spec):
+            raise CheckpointError(f"{path} was saved by a replay buffer with {header['spec']}; this one has {spec!r}.")
+        num_writers, token = header.get("shared", (None, None))
+        if num_writers != memory.num_writers:
+            raise CheckpointError(
+                f"{path} was saved by a replay buffer with num_writers={num_writers}; this one has num_writers="
+                f"{memory.num_writers}. (None: by an in-process one.)"
+            )
+        is_same = token == memory.token
+        for name in ("numbers", "leaves", "headers"):
+            if name in shapes:
+                made[name] = np.empty(shapes[name][1], shapes[name][0])
+        arrays = dict(made)
+        if not is_same:
+            for rank, (slots, chunk, _, cursors) in header["segments"].items():
+                _check_free(path, memory, int(rank), slots, chunk, spec)
+                arrays.update(_rows(memory, int(rank), block.Cursors(*cursors).head, slots))
+            for name in arrays.keys() | shapes.keys():
+                here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
+                if here != shapes.get(name):
+                    there = shapes.get(name)
+                    raise CheckpointError(f"{path} was saved by another agent: {name} is {there} there, {here} here.")
+        return arrays
+
+    header, numbers = checkpoint.read(path, places), made["numbers"]
+    if not is_same:
+        for rank, (slots, chunk, claims, cursors) in header["segments"].items():
+            floor = int(made["headers"][int(rank), block.FLOOR])
+            there = numbers[(numbers >> RANK_BITS == int(rank))] & NUMBER_MASK
+            _fill(memory, int(rank), slots, chunk, block.Cursors(*cursors), there[there >= floor], floor)
+            words = memory.headers[int(rank)]
+            words[block.CLAIMS] = max(claims, words[block.CLAIMS])
+            words[block.EPOCH] += 1
+        sampler.resume(numbers, header["sampled"], header["rng"], header["evicted_unsampled"])
+    table = sampler.mirror.table
+    if isinstance(table, PrioritisedTable):
+        held = table.holds(numbers)
+        table.set_leaves(numbers[held], made["leaves"][held])
+        table.set_state({**table.state(), **header["priorities"]})
+    sampler.publish(True)
+
+
+def _rows(memory: Block, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
+    """The used part of a segment; which items there are is said by their numbers."""
+    rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
+    return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
+
+
+def _fill(
+    memory: Block, rank: int, slots: int, chunk: int, cursors: block.Cursors, items: np.ndarray, floor: int
+) -> None:
+    """Makes the rows of a segment, which are in place, known: with the items that start at the timesteps `items`."""
+    words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
+    present[:] = False
+    present[items % slots] = True
+    memory.logs[rank][: len(items)] = segments.entries(items)
+    words[block.SLOTS], words[block.CHUNK], words[block.FLOOR] = slots, chunk, floor
+    words[block.LOG_RESERVED] = len(items)
+    block.publish(words, cursors._replace(end=len(items)))
+
+
+def _check_free(
+    path: str | os.PathLike[str], memory: Block, rank: int, slots: int, chunk: int, spec: ReplaySpec
+) -> None:
+    header = memory.headers[rank]
+    if header[block.BEGUN] or block.cursors(header).head:
+        raise CheckpointError(
+            f"The replay buffer cannot be restored from {path}: writer {rank} has added already. Restore before."
+        )
+    if slots > memory.rows:
+        raise CheckpointError(f"{path} was saved with a greater max_envs: a segment has {slots} slots there.")
+    try:
+        contents.check_room(spec, slots, 2 * chunk, header[block.NUM_ENVS])
+    except UsageError as error:
+        raise CheckpointError(f"{path} does not fit the writers of this buffer: {error}") from None

@@ -1,0 +1,224 @@
+"""The replay buffer between processes of one machine: experience moves through shared memory.
+
+Each writer owns a segment, a ring of its own, and takes no lock to write to it. A reader copies first and looks
+afterwards whether what it copied was overwritten meanwhile. See `docs/data.md`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.replay import block, segments, shared_checkpoint
+from rlframe.replay.base import BaseReplayBuffer, override
+from rlframe.replay.contents import bytes_needed
+from rlframe.replay.dataset import Dataset
+from rlframe.replay.memory import check_memory
+from rlframe.replay.processes import this_process
+from rlframe.replay.share import Plan, Share, share_of
+from rlframe.types import Batch, Step
+
+_LENT: set[SharedMemReplayBuffer] = set()  # made here and pickled: others look for them as long as this process lives
+
+
+class SharedMemReplayBuffer(BaseReplayBuffer):
+    """Experience in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
+
+    The process that makes it must outlive the others' first use of it. The first process to sample is the sampler: it
+    owns priorities, and takes a queue's items; others may read uniformly. A writer in another process than the
+    sampler waits in `add` rather than overwrite what a queue has not sampled, or run ahead of `samples_per_insert`
+    by more than two batches (or steps of all environments); one in the same process never does, like the in-process
+    buffer. Until somebody samples, writers of the process that made the buffer do not wait.
+
+    Args:
+        agent: an Agent (anything with `replay_spec` and `step_spec`).
+        num_writers: actors; each keeps the newest `capacity / num_writers` timesteps of its own environments.
+        seed: decides the draws.
+        max_envs: the most environments of one writer. Costs addresses, not memory.
+        timeout: seconds that `add` waits at most.
+        overrides: fields of `ReplaySpec` to change.
+
+    Raises:
+        UsageError: for an unknown option, or where the memory that it would take is not there.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        *,
+        num_writers: int = 1,
+        seed: int = 0,
+        max_envs: int = 1024,
+        timeout: float = 600.0,
+        **overrides: Any,
+    ):
+        for option, value in (("num_writers", num_writers), ("max_envs", max_envs)):
+            if value < 1:
+                raise UsageError(f"SharedMemReplayBuffer's {option} must be at least 1, got {value}.")
+        spec = override(agent.replay_spec, overrides)
+        needed = bytes_needed(spec, agent.step_spec, spec.capacity, 1, False)
+        check_memory(needed, spec.capacity, "observations and what the agent stores of each step")
+        rows = segments.segment_rows(spec, num_writers, max_envs)
+        name = block.create(num_writers, rows, spec, agent.step_spec)
+        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, timeout))
+        self._finalizer = weakref.finalize(self, block.destroy, name)
+
+    def _attach(self, plan: Plan) -> None:
+        self.spec, self._plan = plan.spec, plan
+        self._share: Share | None = None
+        self._datasets: list[Dataset] = []
+        self._closed = False
+
+    def __getstate__(self) -> Plan:
+        if this_process() == self._plan.name.maker:
+            _LENT.add(self)
+        return self._plan
+
+    def __setstate__(self, plan: Plan) -> None:
+        self._attach(plan)
+
+    def _here(self) -> Share:
+        """What this process has of the buffer, opened on first use."""
+        if self._share is None:
+            self._share = share_of(self._plan)
+        return self._share
+
+    # --- writing
+
+    def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
+        """Registers a writer; see `BaseReplayBuffer`.
+
+        A rank is free if nobody claimed it, or the process that did has ended.
+
+        Raises:
+            UsageError: all ranks are taken, or `rank` is by a process that runs on.
+            BufferGoneError: the process that made the buffer has ended.
+        """
+        return self._here().claim(num_envs, rank)
+
+    def open_segment(self, rank: int, num_envs: int) -> None:
+        share = self._here()
+        with share.lock, share.memory.claims():
+            share.open(rank, num_envs)
+
+    def add(self, env_ids: np.ndarray, step: Step) -> None:
+        """Adds one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
+
+        Raises:
+            WriterTimeoutError: there was no room for `timeout` seconds.
+            BufferGoneError: the process that made the buffer ended while it waited.
+        """
+        (self._share or self._here()).add(env_ids, step)
+
+    # --- reading
+
+    def sample(self) -> Batch | None:
+        """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds too few).
+
+        Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
+
+        Raises:
+            UsageError: another process samples this queue.
+        """
+        share = self._here()
+        with share.lock:
+            share.sampler.bind()
+            return None if self._closed else share.sampler.sample()
+
+    def make_dataset(self, prefetch: int = 2, timeout: float = 600.0) -> Dataset:
+        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
+
+        Each `next` waits at most `timeout` seconds for its batch. Close the dataset (or the buffer) to end it.
+        """
+        dataset = Dataset(self, prefetch, timeout)
+        self._datasets.append(dataset)
+        return dataset
+
+    def wait_for_batch(self, timeout: float) -> Batch | None:
+        """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
+        batch = self.sample()
+        if batch is not None or self.closed:
+            return batch
+        share = self._here()
+        memory = share.memory
+        value = memory.added.value
+        with share.lock:
+            memory.control[block.WANTED] = share.sampler.wanted()
+        try:
+            batch = self.sample()  # what came before the writers knew
+            if batch is not None:
+                return batch
+            memory.added.wait(value, timeout)
+        finally:
+            memory.control[block.WANTED] = block.NOBODY
+        return self.sample()
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        if self.spec.kind != "prioritised":
+            raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+        share = self._here()
+        with share.lock:
+            share.sampler.update_priorities(keys, priorities)
+
+    @property
+    def size(self) -> int:
+        share = self._here()
+        with share.lock:
+            return share.sampler.size
+
+    def stats(self) -> dict[str, int]:
+        share = self._here()
+        with share.lock:
+            slots = sum(header[block.SLOTS] for header in share.memory.headers)
+            return share.sampler.stats(bytes_needed(self.spec, self._plan.step_spec, slots, 1, False))
+
+    @property
+    def closed(self) -> bool:
+        """Whether it, or the buffer that it is a copy of, was closed: nothing is sampled any more."""
+        return self._closed or (self._share is not None and self._share.memory.control[block.STOPPED] == 1)
+
+    def close(self) -> None:
+        """Stops the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
+        self._closed = True
+        finalizer = getattr(self, "_finalizer", None)  # a copy has none
+        if finalizer is not None:
+            finalizer()
+            _LENT.discard(self)
+        for dataset in self._datasets:
+            dataset.close()
+        self._datasets.clear()
+
+    # --- disk
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes items, priorities, counters and the state of the draws to the file `path`, in the sampler's process.
+
+        Writers go on meanwhile; items that they overwrite until all is written are not in the file.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is untouched.
+            UsageError: another process samples.
+        """
+        share = self._here()
+        with share.lock:
+            share.sampler.bind_alone()
+            shared_checkpoint.save(path, share.memory, share.sampler, self.spec)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Goes on with what was saved, in the sampler's process and before writers add.
+
+        A learner that was restarted while the buffer lived on finds its items there: it gets their priorities back.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or of another agent, or writers have added already.
+            UsageError: another process samples.
+        """
+        share = self._here()
+        with share.lock:
+            share.sampler.bind_alone()
+            with share.memory.claims():
+                shared_checkpoint.restore(path, share.memory, share.sampler, self.spec)

@@ -1,0 +1,337 @@
+"""The replay buffer between processes: real ones, at full speed, stopped and killed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.replay import SharedMemReplayBuffer, block, memory, share
+from rlframe.replay.block import BufferGoneError
+from rlframe.replay.share import WriterTimeoutError
+from rlframe.types import Sequence, Transition, global_env_ids
+from tests.replay import processes
+from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids, first_id, make_step
+from tests.replay.streams import fake_agent
+
+
+class Scene:
+    """The buffers and processes of a test."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.processes: list[Process] = []
+
+    def buffer(self, kind: str, item: Any, batch_size: int | None, capacity: int, **options: Any) -> Any:
+        names = ("num_writers", "max_envs", "timeout", "seed")
+        own = {name: options.pop(name) for name in names if name in options}
+        agent = fake_agent(kind, item, batch_size, capacity, processes.STEP_SPEC, **options)
+        self.made.append(SharedMemReplayBuffer(agent, **own))
+        return self.made[-1]
+
+    def process(self, function: Callable[..., None], buffer: Any, *args: Any) -> Process:
+        self.processes.append(Process(function, buffer, *args))
+        return self.processes[-1]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    before = os.listdir("/dev/shm")
+    made = Scene()
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.end()
+    for buffer in made.made:
+        buffer.close()
+    assert os.listdir("/dev/shm") == before
+
+
+def steps_of(rank: int, num_envs: int, steps: int, begin: int = 0) -> Iterator[tuple[np.ndarray, Any]]:
+    """The arguments of `add` for a writer that steps all its environments."""
+    for t in range(begin, steps):
+        ids = first_id(rank, 0, np.arange(num_envs)) + t
+        yield global_env_ids(rank, np.arange(num_envs)), make_step(ids)
+
+
+def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
+    """The first ids of all batches until `done`; every item is checked."""
+    firsts: list[int] = []
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        batch = buffer.wait_for_batch(0.05)
+        if batch is not None:
+            firsts += assert_whole(batch, buffer.spec.item).tolist()
+        elif done():
+            return firsts
+        assert time.monotonic() < deadline
+        if buffer.spec.kind != "queue" and done():
+            return firsts
+
+
+@pytest.mark.parametrize(
+    ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritised", Transition(1)), ("uniform", Sequence(5, 2))]
+)
+def test_no_item_is_torn_while_writers_come_round_again_and_again(scene: Scene, kind: str, item: Any) -> None:
+    buffer = scene.buffer(kind, item, 64, 1500, num_writers=2)
+    writers = [scene.process(processes.write_until_stopped, buffer, envs) for envs in (8, 5)]
+    for writer in writers:
+        writer.hear()
+    wanted = 60 * 1500  # timesteps: each ring is overwritten many times
+    seen = sample_until(buffer, lambda: buffer.stats()["steps"] > wanted)
+    assert {first // processes.PER_ENV // 10_000 for first in seen} == {0, 1}
+    stats = buffer.stats()
+    assert stats["sampled"] == len(seen) > 1000
+    assert stats["added"] == stats["items"] + stats["evicted"]
+    assert 500 < stats["items"] < 2500
+    buffer.close()
+    assert [writer.hear() for writer in writers] == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("item", "batch_size"), [(Transition(1), 32), (Transition(3), 7), (Sequence(6), None), (Sequence(4, 3), 5)], ids=str
+)
+def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, batch_size: int | None) -> None:
+    buffer = scene.buffer("queue", item, batch_size, 600, num_writers=2)
+    sizes = [(8, 400, None, False), (3, 300, None, True)]
+    writers = [scene.process(processes.write, buffer, *arguments) for arguments in sizes]
+    ranks = [writer.hear()[0] for writer in writers]
+    assert sorted(ranks) == [0, 1]
+    done: list[str] = []
+
+    def are_done() -> bool:
+        done.extend(writer.hear() for writer in writers if not done and writer.popen.poll() is not None)
+        return all(writer.popen.poll() is not None for writer in writers)
+
+    seen = sample_until(buffer, are_done)
+    expected = set()
+    for rank, (num_envs, steps, _, _) in zip(ranks, sizes):
+        expected |= expected_ids(item, rank, 0, num_envs, steps)
+    stats = buffer.stats()
+    assert len(seen) == len(set(seen))
+    assert set(seen) <= expected
+    assert len(expected) - len(seen) == stats["items"] < (batch_size or 11)  # the rest makes no batch
+    assert stats["evicted"] == stats["evicted_unsampled"] == 0
+    assert stats["added"] == len(expected)
+
+
+def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> None:
+    buffer = scene.buffer("uniform", Transition(1), 64, 200)
+    buffer.claim_rank(4)
+    more = steps_of(0, 4, 10**6)
+    for _ in range(100):
+        buffer.add(*next(more))
+    mirror = buffer._here().sampler
+    mirror.bind()
+    reads, read = [], mirror.mirror.read
+
+    def slow_read(numbers: np.ndarray, probabilities: np.ndarray) -> Any:
+        reads.append(len(numbers))
+        for _ in range(45 if len(reads) == 1 else 0):  # 180 of the 248 slots
+            buffer.add(*next(more))
+        return read(numbers, probabilities)
+
+    mirror.mirror.read = slow_read
+    assert_whole(buffer.sample(), Transition(1))
+    assert len(reads) == 2
+    assert 20 < reads[1] < 64
+
+
+def test_ranks_are_claimed_across_processes(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = scene.buffer("uniform", Transition(1), 8, 1000, num_writers=3)
+    writers = [scene.process(processes.claim, buffer) for _ in range(3)]
+    claimed = [writer.hear() for writer in writers]
+    assert sorted(claimed) == [[0, 0], [1, 0], [2, 0]]
+    with pytest.raises(UsageError, match="num_writers=3, and all ranks are taken"):
+        buffer.claim_rank(2)
+    with pytest.raises(UsageError, match="Rank 3 was claimed"):
+        buffer.claim_rank(2, rank=3)
+    monkeypatch.setattr(share, "_DEATH", 0.05)
+    with pytest.raises(UsageError, match="which still runs"):
+        buffer.claim_rank(2, rank=1)
+    os.kill(writers[1].popen.pid, signal.SIGKILL)  # not waited for: a zombie holds no rank
+    monkeypatch.setattr(share, "_DEATH", DEADLINE)
+    assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
+
+
+def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(scene: Scene) -> None:
+    item = Sequence(6)
+    buffer = scene.buffer("uniform", item, 32, 3000)
+    first = scene.process(processes.write_until_stopped, buffer, 4)
+    assert first.hear() == [0, 0]
+    sample_until(buffer, lambda: buffer.stats()["steps"] > 800)
+    first.kill()
+    before = buffer.stats()["items"]
+    assert before > 100
+    second = scene.process(processes.write, buffer, 4, 50)
+    assert second.hear() == [0, 1]
+    assert second.hear() == "done"
+    assert buffer.size == before + len(expected_ids(item, 0, 1, 4, 50))
+    seen = {first for _ in range(200) for first in assert_whole(buffer.sample(), item).tolist()}
+    assert expected_ids(item, 0, 1, 4, 50) <= seen
+    assert len(seen) == buffer.size
+
+
+@pytest.mark.parametrize("kind", ["uniform", "queue"])
+def test_a_stopped_writer_stalls_nobody(scene: Scene, kind: str) -> None:
+    buffer = scene.buffer(kind, Transition(1), 64, 400, num_writers=2)
+    stopped, other = (scene.process(processes.write_until_stopped, buffer, 4) for _ in range(2))
+    assert sorted([stopped.hear(), other.hear()]) == [[0, 0], [1, 0]]
+    sample_until(buffer, lambda: buffer.stats()["steps"] > 2000)
+    os.kill(stopped.popen.pid, signal.SIGSTOP)
+    then = buffer.stats()["steps"]
+    sample_until_steps = lambda: buffer.stats()["steps"] > then + 4000  # noqa: E731
+    deadline = time.monotonic() + DEADLINE
+    while not sample_until_steps():
+        batch = buffer.wait_for_batch(0.1)
+        assert batch is None or len(assert_whole(batch, Transition(1))) == 64
+        assert time.monotonic() < deadline
+    os.kill(stopped.popen.pid, signal.SIGCONT)
+
+
+def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
+    assert buffer.sample() is None  # this process is the sampler
+    writer = scene.process(processes.write, buffer, 1, 2000)
+    writer.hear()
+    header = buffer._here().memory.headers[0]
+    deadline = time.monotonic() + DEADLINE
+    while not header[block.WAITS]:
+        time.sleep(0.01)
+        assert time.monotonic() < deadline
+    assert 100 <= buffer.size == buffer.stats()["added"] < 200
+    seen = sample_until(buffer, lambda: writer.popen.poll() is not None)
+    assert writer.hear() == "done"
+    in_order = sorted(expected_ids(Transition(1), 0, 0, 1, 2000))
+    assert seen == in_order[: len(seen)]
+    assert len(in_order) - len(seen) < 10
+
+
+def test_a_writer_says_what_it_waited_for(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=0.3)
+    assert buffer.sample() is None
+    code, text = scene.process(processes.write, buffer, 1, 2000).end()
+    assert code == 1
+    assert f"the sampler (process {os.getpid()}, which still runs) for items that it has not sampled yet" in text
+    assert "WriterTimeoutError" in text
+    assert issubclass(WriterTimeoutError, TimeoutError)
+
+
+def test_samples_per_insert_paces_writers(scene: Scene) -> None:
+    buffer = scene.buffer("uniform", Transition(1), 16, 5000, min_size=20, samples_per_insert=2.0)
+    assert buffer.sample() is None
+    writer = scene.process(processes.write, buffer, 4, 1000)
+    writer.hear()
+    expected = len(expected_ids(Transition(1), 0, 0, 4, 1000))
+    sampled, deadline = 0, time.monotonic() + DEADLINE
+    while sampled < 2 * (expected - 20) - 64:
+        added = buffer.stats()["added"]
+        assert 2 * (added - 20) <= sampled + 2 * 16 + 2 * 4  # two batches ahead, and the step that goes on
+        batch = buffer.wait_for_batch(1.0)
+        sampled += 0 if batch is None else 16
+        assert time.monotonic() < deadline
+        assert sampled <= 2 * (buffer.stats()["added"] - 20) + 16
+    assert writer.hear() == "done"
+
+
+def test_close_ends_the_waits_of_writers_and_datasets(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 10_000, 20_000, timeout=DEADLINE)
+    reader = scene.process(processes.read_dataset, buffer)
+    assert reader.hear() == "reads"
+    writer = scene.process(processes.write_until_stopped, buffer, 1)
+    writer.hear()
+    time.sleep(0.1)
+    began = time.monotonic()
+    buffer.close()
+    assert writer.hear() == "stopped"
+    assert reader.hear() == "ended"
+    assert time.monotonic() - began < 10
+
+
+def test_a_queue_goes_on_where_a_dead_sampler_stopped(scene: Scene) -> None:
+    item = Transition(2)
+    buffer = scene.buffer("queue", item, 50, 2000, num_writers=2)
+    writers = [scene.process(processes.write, buffer, 5, 100) for _ in range(2)]
+    ranks = [writer.hear()[0] for writer in writers]
+    assert [writer.hear() for writer in writers] == ["done", "done"]
+    first = scene.process(processes.sample, buffer, 3)
+    seen = [x for _ in range(3) for x in first.hear()]
+    first.hear()
+    expected = expected_ids(item, ranks[0], 0, 5, 100) | expected_ids(item, ranks[1], 0, 5, 100)
+    assert buffer.size == len(expected) - 150
+    assert buffer.stats()["sampled"] == 150
+    with pytest.raises(UsageError, match=f"process {first.popen.pid} takes its items"):
+        buffer.sample()
+    first.kill()
+    while (batch := buffer.sample()) is not None:
+        seen += assert_whole(batch, item).tolist()
+    assert len(seen) == len(set(seen)) == len(expected) // 50 * 50
+    assert set(seen) <= expected
+    assert buffer.stats()["evicted"] == 0
+
+
+def test_others_read_a_prioritised_buffer_uniformly(scene: Scene) -> None:
+    buffer = scene.buffer("prioritised", Transition(1), 500, 2000, priority_exponent=1.0)
+    buffer.claim_rank(2)
+    for arguments in steps_of(0, 2, 50):
+        buffer.add(*arguments)
+    batch = buffer.sample()
+    buffer.update_priorities(batch.keys, np.where(batch.keys[:, 2] == batch.keys[0, 2], 1.0, 0.0))
+    assert set(buffer.sample().keys[:, 2]) == {batch.keys[0, 2]}
+    reader = scene.process(processes.sample, buffer, 1)
+    seen = set(reader.hear())
+    assert len(seen) > 0.9 * buffer.size
+    assert reader.hear()[0] == pytest.approx(1 / buffer.size)
+
+
+def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(scene: Scene, tmp_path: Path) -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    buffer = scene.buffer("uniform", Transition(1), 8, 1000)
+    text = cloudpickle.dumps(buffer)
+    assert len(text) < 5000
+    copy = pickle.loads(text)
+    copy.claim_rank(2)
+    for arguments in steps_of(0, 2, 50):
+        copy.add(*arguments)
+    assert buffer.size == copy.size > 50
+    assert_whole(buffer.sample(), Transition(1))
+    gone = pickle.loads(text)
+    name = gone._plan.name
+    gone._plan = gone._plan._replace(name=name._replace(maker=name.maker._replace(started=1), token=1))
+    with pytest.raises(BufferGoneError, match=f"process {os.getpid()} that made"):
+        gone.claim_rank(2)
+
+
+def test_more_environments_than_were_planned_for_are_refused(scene: Scene) -> None:
+    buffer = scene.buffer("uniform", Transition(1), 8, 1000, max_envs=10)
+    with pytest.raises(UsageError, match="greater max_envs"):
+        buffer.claim_rank(11)
+    assert buffer.claim_rank(10)[0] == 0
+
+
+def test_more_memory_than_there_is_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000)
+    with pytest.raises(UsageError, match=r"A capacity of \d+ steps would fit"):
+        scene.buffer("uniform", Transition(1), 8, 100_000)
+    buffer = scene.buffer("uniform", Transition(1), 8, 2_000)  # 0.9 MB
+    with pytest.raises(UsageError, match="memory is available"):
+        buffer.claim_rank(1000)
+
+
+def test_a_dataset_wakes_with_what_a_writer_adds(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 20, 2000, timeout=DEADLINE)
+    with buffer.make_dataset(timeout=DEADLINE) as dataset:
+        writer = scene.process(processes.write, buffer, 4, 300)
+        expected = expected_ids(Transition(1), 0, 0, 4, 300)
+        seen = [first for _ in range(len(expected) // 20) for first in assert_whole(next(dataset), Transition(1))]
+        assert len(seen) == len(set(seen))
+        assert set(seen) <= expected
+        assert [writer.hear(), writer.hear()] == [[0, 0], "done"]

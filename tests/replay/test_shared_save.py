@@ -1,0 +1,171 @@
+"""A shared replay buffer that was saved goes on with the same items, priorities and draws."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.errors import CheckpointError
+from rlframe.replay import ReplayBuffer, SharedMemReplayBuffer
+from rlframe.types import Sequence, Transition
+from tests.replay import processes
+from tests.replay.processes import assert_whole, expected_ids
+from tests.replay.streams import Stream, fake_agent
+from tests.replay.test_shared_memory import Scene, sample_until, scene, steps_of
+
+__all__ = ["scene"]
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made = []
+
+    def build(*args: Any, seed: int = 0, num_writers: int = 2, **options: Any) -> Any:
+        made.append(SharedMemReplayBuffer(fake_agent(*args, **options), num_writers=num_writers, seed=seed))
+        return made[-1]
+
+    yield build
+    for buffer in made:
+        buffer.close()
+
+
+def feed(buffers: list[Any], streams: list[Stream], steps: int) -> None:
+    for _ in range(steps):
+        for stream in streams:
+            ids, step = stream.step()
+            for buffer in buffers:
+                buffer.add(ids, step)
+
+
+def assert_same_batches(a: Any, b: Any) -> None:
+    for _ in range(5):
+        one, two = a.sample(), b.sample()
+        assert (one is None) == (two is None)
+        jax.tree_util.tree_map(np.testing.assert_array_equal, one, two)
+        if one is not None and a.spec.kind == "prioritised":
+            for buffer in (a, b):
+                buffer.update_priorities(one.keys, np.arange(len(one.keys)) + 0.5)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised", "queue"])
+@pytest.mark.parametrize("item", [Transition(3), Sequence(4, 2)], ids=str)
+@pytest.mark.parametrize("steps", [7, 90])
+def test_a_restored_buffer_draws_the_very_same_batches(
+    tmp_path: Path, make: Any, kind: str, item: Any, steps: int
+) -> None:
+    saved, streams = make(kind, item, 6, 240, seed=3), [Stream(4, 0), Stream(3, 1)]
+    for stream in streams:
+        saved.claim_rank(stream.num_envs)
+    feed([saved], streams, steps)
+    saved.sample()
+    saved.save(tmp_path / "replay")
+    restored = make(kind, item, 6, 240, seed=99)
+    assert restored.claim_rank() == (0, 0)
+    restored.open_segment(0, 4)  # an actor may be there before the learner restores
+    restored.restore(tmp_path / "replay")
+    assert restored.claim_rank(3, rank=1) == (1, 1)
+    want, got = saved.stats(), restored.stats()
+    assert {**want, "bytes": 0} == {**got, "bytes": 0}
+    assert_same_batches(saved, restored)
+    # Writers begin new fragments after a restore: so let those of the saved one do.
+    for stream in streams:
+        saved.claim_rank(stream.num_envs, rank=stream.rank)
+    before = restored.stats()["added"]
+    feed([saved, restored], streams, 40)
+    assert restored.stats()["added"] == saved.stats()["added"] > before
+    assert restored.size == saved.size
+    assert os.listdir(tmp_path) == ["replay"]
+
+
+def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, scene: Scene) -> None:
+    item = Sequence(5)
+    buffer = scene.buffer("prioritised", item, 64, 3000, num_writers=2)
+    writers = [scene.process(processes.write_until_stopped, buffer, 6) for _ in range(2)]
+    for writer in writers:
+        writer.hear()
+    sample_until(buffer, lambda: buffer.stats()["steps"] > 6000)
+    for _ in range(5):
+        buffer.save(tmp_path / "replay")
+        restored = scene.buffer("prioritised", item, 64, 3000, num_writers=2)
+        restored.restore(tmp_path / "replay")
+        assert restored.size > 0
+        for _ in range(20):
+            assert_whole(restored.sample(), item)
+    assert [writer.popen.poll() for writer in writers] == [None, None]
+
+
+def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path: Path, scene: Scene) -> None:
+    buffer = scene.buffer("prioritised", Transition(1), 64, 1000, priority_exponent=1.0)
+    buffer.claim_rank(2)
+    for arguments in steps_of(0, 2, 20):
+        buffer.add(*arguments)
+    keys = buffer.sample().keys
+    while len(np.unique(keys[:, 2])) < buffer.size:
+        keys = np.concatenate([keys, buffer.sample().keys])
+    buffer.update_priorities(keys, keys[:, 2] % 5 + 1.0)
+    buffer.save(tmp_path / "replay")
+    buffer.update_priorities(keys, np.full(len(keys), 9.0))
+    for arguments in steps_of(0, 2, 30, begin=20):
+        buffer.add(*arguments)
+    size = buffer.size
+    buffer.restore(tmp_path / "replay")
+    assert buffer.size == size == len(expected_ids(Transition(1), 0, 0, 2, 30))
+    batch = buffer.sample()
+    old = batch.keys[:, 2] <= keys[:, 2].max()
+    priorities = np.where(old, batch.keys[:, 2] % 5 + 1.0, 9.0)
+    np.testing.assert_allclose(batch.probabilities / batch.probabilities[0], priorities / priorities[0], rtol=1e-5)
+    assert len(set(priorities)) > 3
+
+
+def test_a_buffer_in_use_is_not_overwritten(tmp_path: Path, make: Any) -> None:
+    saved, stream = make("uniform", Transition(1), 6, 240), Stream(4)
+    saved.claim_rank(4)
+    feed([saved], [stream], 30)
+    saved.save(tmp_path / "replay")
+    other = make("uniform", Transition(1), 6, 240)
+    other.claim_rank(4)
+    feed([other], [stream], 1)
+    before = other.stats()
+    with pytest.raises(CheckpointError, match="writer 0 has added already"):
+        other.restore(tmp_path / "replay")
+    assert other.stats() == before
+
+
+def test_files_of_other_buffers_are_refused(tmp_path: Path, make: Any) -> None:
+    agent = fake_agent("uniform", Transition(1), 6, 240)
+    local = ReplayBuffer(agent)
+    local.claim_rank(4)
+    local.save(tmp_path / "local")
+    saved = make("uniform", Transition(1), 6, 240)
+    saved.claim_rank(4)
+    saved.save(tmp_path / "shared")
+    with pytest.raises(CheckpointError, match="num_writers=None"):
+        make("uniform", Transition(1), 6, 240).restore(tmp_path / "local")
+    with pytest.raises(CheckpointError, match="num_writers=2"):
+        make("uniform", Transition(1), 6, 240, num_writers=3).restore(tmp_path / "shared")
+    with pytest.raises(CheckpointError, match="capacity=250"):
+        make("uniform", Transition(1), 6, 250).restore(tmp_path / "shared")
+
+
+def test_a_damaged_file_changes_nothing(tmp_path: Path, make: Any) -> None:
+    saved, stream, path = make("uniform", Transition(1), 6, 240), Stream(4), tmp_path / "replay"
+    saved.claim_rank(4)
+    feed([saved], [stream], 30)
+    saved.save(path)
+    good = path.read_bytes()
+    buffer = make("uniform", Transition(1), 6, 240)
+    buffer.claim_rank(4)
+    for place in range(0, len(good), len(good) // 15):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(CheckpointError, match="replay"):
+            buffer.restore(path)
+        assert buffer.size == 0
+    feed([buffer], [stream], 5)
+    assert buffer.size > 0
+    assert buffer.sample() is not None
