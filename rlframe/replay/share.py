@@ -72,6 +72,8 @@ class Share:
                 f"Rank {rank} was claimed, but this replay buffer was made for num_writers={count} (ranks 0 to "
                 f"{count - 1}). Make it with a greater num_writers."
             )
+        if num_envs is not None:
+            self._check_envs(num_envs)
         deadline = time.monotonic() + _DEATH
         while True:
             with self.lock, memory.claims():
@@ -102,11 +104,7 @@ class Share:
     def open(self, rank: int, num_envs: int) -> None:
         """Lays the segment out for a writer of `num_envs` environments; the caller holds the claims."""
         plan, memory = self._plan, self.memory
-        if not 1 <= num_envs <= plan.max_envs:
-            raise UsageError(
-                f"A writer has 1 to max_envs={plan.max_envs} environments here, got num_envs={num_envs}. "
-                "Make the replay buffer with a greater max_envs."
-            )
+        self._check_envs(num_envs)
         if rank not in self._incarnations or memory.writer(rank) != this_process():
             raise UsageError(f"Rank {rank} is not this process's: call claim_rank first.")
         segments.lay_out(memory.headers[rank], plan.spec, plan.num_writers, num_envs)
@@ -115,6 +113,13 @@ class Share:
         needed = bytes_needed(plan.spec, plan.step_spec, left, 1, False)
         check_memory(needed, left, "what all writers' segments have yet to take")
         self._begin(rank, num_envs)
+
+    def _check_envs(self, num_envs: int) -> None:
+        if not 1 <= num_envs <= self._plan.max_envs:
+            raise UsageError(
+                f"A writer has 1 to max_envs={self._plan.max_envs} environments here, got num_envs={num_envs}. "
+                "Make the replay buffer with a greater max_envs."
+            )
 
     def _begin(self, rank: int, num_envs: int) -> SegmentWriter:
         plan, self._last = self._plan, None

@@ -67,14 +67,13 @@ def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
     firsts: list[int] = []
     deadline = time.monotonic() + DEADLINE
     while True:
+        is_done = done()
         batch = buffer.wait_for_batch(0.05)
         if batch is not None:
             firsts += assert_whole(batch, buffer.spec.item).tolist()
-        elif done():
+        if is_done and (batch is None or buffer.spec.kind != "queue"):
             return firsts
         assert time.monotonic() < deadline
-        if buffer.spec.kind != "queue" and done():
-            return firsts
 
 
 @pytest.mark.parametrize(
@@ -105,13 +104,7 @@ def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, 
     writers = [scene.process(processes.write, buffer, *arguments) for arguments in sizes]
     ranks = [writer.hear()[0] for writer in writers]
     assert sorted(ranks) == [0, 1]
-    done: list[str] = []
-
-    def are_done() -> bool:
-        done.extend(writer.hear() for writer in writers if not done and writer.popen.poll() is not None)
-        return all(writer.popen.poll() is not None for writer in writers)
-
-    seen = sample_until(buffer, are_done)
+    seen = sample_until(buffer, lambda: all(writer.popen.poll() == 0 for writer in writers))
     expected = set()
     for rank, (num_envs, steps, _, _) in zip(ranks, sizes):
         expected |= expected_ids(item, rank, 0, num_envs, steps)
@@ -164,7 +157,7 @@ def test_ranks_are_claimed_across_processes(scene: Scene, monkeypatch: pytest.Mo
 
 def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(scene: Scene) -> None:
     item = Sequence(6)
-    buffer = scene.buffer("uniform", item, 32, 3000)
+    buffer = scene.buffer("uniform", item, 32, 100_000)
     first = scene.process(processes.write_until_stopped, buffer, 4)
     assert first.hear() == [0, 0]
     sample_until(buffer, lambda: buffer.stats()["steps"] > 800)
@@ -175,7 +168,7 @@ def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(scene: Scene) -
     assert second.hear() == [0, 1]
     assert second.hear() == "done"
     assert buffer.size == before + len(expected_ids(item, 0, 1, 4, 50))
-    seen = {first for _ in range(200) for first in assert_whole(buffer.sample(), item).tolist()}
+    seen = {first for _ in range(buffer.size) for first in assert_whole(buffer.sample(), item).tolist()}
     assert expected_ids(item, 0, 1, 4, 50) <= seen
     assert len(seen) == buffer.size
 
@@ -187,13 +180,14 @@ def test_a_stopped_writer_stalls_nobody(scene: Scene, kind: str) -> None:
     assert sorted([stopped.hear(), other.hear()]) == [[0, 0], [1, 0]]
     sample_until(buffer, lambda: buffer.stats()["steps"] > 2000)
     os.kill(stopped.popen.pid, signal.SIGSTOP)
-    then = buffer.stats()["steps"]
-    sample_until_steps = lambda: buffer.stats()["steps"] > then + 4000  # noqa: E731
+    wanted = buffer.stats()["steps"] + 4000
+    seen = 0
     deadline = time.monotonic() + DEADLINE
-    while not sample_until_steps():
+    while buffer.stats()["steps"] < wanted:
         batch = buffer.wait_for_batch(0.1)
-        assert batch is None or len(assert_whole(batch, Transition(1))) == 64
+        seen += 0 if batch is None else len(assert_whole(batch, Transition(1)))
         assert time.monotonic() < deadline
+    assert seen > 2000
     os.kill(stopped.popen.pid, signal.SIGCONT)
 
 
@@ -207,7 +201,7 @@ def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: S
     while not header[block.WAITS]:
         time.sleep(0.01)
         assert time.monotonic() < deadline
-    assert 100 <= buffer.size == buffer.stats()["added"] < 200
+    assert 90 <= buffer.size == buffer.stats()["added"] < 200
     seen = sample_until(buffer, lambda: writer.popen.poll() is not None)
     assert writer.hear() == "done"
     in_order = sorted(expected_ids(Transition(1), 0, 0, 1, 2000))
@@ -232,7 +226,7 @@ def test_samples_per_insert_paces_writers(scene: Scene) -> None:
     writer.hear()
     expected = len(expected_ids(Transition(1), 0, 0, 4, 1000))
     sampled, deadline = 0, time.monotonic() + DEADLINE
-    while sampled < 2 * (expected - 20) - 64:
+    while sampled < 2 * (expected - 20) - 2 * 16:  # or the writer would still wait
         added = buffer.stats()["added"]
         assert 2 * (added - 20) <= sampled + 2 * 16 + 2 * 4  # two batches ahead, and the step that goes on
         batch = buffer.wait_for_batch(1.0)

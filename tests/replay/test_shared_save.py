@@ -85,14 +85,14 @@ def test_a_restored_buffer_draws_the_very_same_batches(
 
 def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, scene: Scene) -> None:
     item = Sequence(5)
-    buffer = scene.buffer("prioritised", item, 64, 3000, num_writers=2)
+    buffer = scene.buffer("prioritised", item, 64, 30_000, num_writers=2)
     writers = [scene.process(processes.write_until_stopped, buffer, 6) for _ in range(2)]
     for writer in writers:
         writer.hear()
-    sample_until(buffer, lambda: buffer.stats()["steps"] > 6000)
+    sample_until(buffer, lambda: buffer.stats()["steps"] > 40_000)
     for _ in range(5):
         buffer.save(tmp_path / "replay")
-        restored = scene.buffer("prioritised", item, 64, 3000, num_writers=2)
+        restored = scene.buffer("prioritised", item, 64, 30_000, num_writers=2)
         restored.restore(tmp_path / "replay")
         assert restored.size > 0
         for _ in range(20):
