@@ -24,7 +24,7 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.contents import Rows
-from rlframe.replay.futex import Futex
+from rlframe.replay.futex import FENCED, KNOWN, Futex, fence
 from rlframe.replay.processes import ProcessId, this_process
 from rlframe.replay.tables import UniformTable
 from rlframe.replay.timeline import Timeline
@@ -73,8 +73,10 @@ class Name(NamedTuple):
 
 def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> Name:
     """Makes the memory of a buffer and returns its name; it stays until its descriptor is closed and nobody maps it."""
-    if not hasattr(os, "memfd_create"):
-        raise UsageError("SharedMemReplayBuffer needs Linux (memfd_create). Use ReplayBuffer in one process instead.")
+    if not hasattr(os, "memfd_create") or not KNOWN:
+        raise UsageError(
+            "SharedMemReplayBuffer needs Linux on x86-64 or 64-bit ARM. Use ReplayBuffer in one process instead."
+        )
     descriptor = os.memfd_create(_FILE, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _layout(num_writers, rows, spec, step_spec)[1])
     token = secrets.randbits(62)
@@ -197,11 +199,13 @@ class Cursors(NamedTuple):
     steps: int
 
 
-def publish(header: memoryview, cursors: Cursors | tuple[int, int, int, int]) -> None:
-    """Makes all that was written up to `cursors` known."""
+def publish(header: memoryview, head: int, end: int, added: int, steps: int) -> None:
+    """Makes all that was written up to these cursors known."""
     version = header[VERSION] + 1
     at = CURSORS + 4 * (version & 1)
-    header[at], header[at + 1], header[at + 2], header[at + 3] = cursors
+    header[at], header[at + 1], header[at + 2], header[at + 3] = head, end, added, steps
+    if FENCED:
+        fence()
     header[VERSION] = version
 
 

@@ -11,13 +11,12 @@ import errno
 import math
 import mmap
 import os
-import time
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}  # of the system call
 _MACHINE = os.uname().machine
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
-_LOOK = 0.002  # seconds between two looks at the word, where this machine's system call is not known
+KNOWN = _MACHINE in _NUMBERS
 
 
 class _Timespec(ctypes.Structure):
@@ -33,7 +32,7 @@ class Futex:
     def __init__(self, memory: mmap.mmap, offset: int):
         self._word = ctypes.c_uint32.from_buffer(memory, offset)
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
-        self._number = _NUMBERS.get(_MACHINE)
+        self._number = ctypes.c_long(_NUMBERS[_MACHINE])
 
     @property
     def value(self) -> int:
@@ -42,15 +41,10 @@ class Futex:
 
     def wait(self, value: int, timeout: float) -> None:
         """Sleeps until somebody wakes, for at most `timeout` seconds; not at all if the word is not `value`."""
-        if self._number is None:
-            deadline = time.monotonic() + timeout
-            while self._word.value == value and time.monotonic() < deadline:
-                time.sleep(_LOOK)
-            return
         fraction, seconds = math.modf(max(0.0, timeout))
         limit = _Timespec(int(seconds), int(fraction * 1e9))
         arguments = (ctypes.c_int(_WAIT), ctypes.c_uint32(value), ctypes.byref(limit), None, ctypes.c_int(0))
-        if _libc.syscall(ctypes.c_long(self._number), self._address, *arguments) == -1:
+        if _libc.syscall(self._number, self._address, *arguments) == -1:
             number = ctypes.get_errno()
             if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
                 raise OSError(number, os.strerror(number))
@@ -58,20 +52,18 @@ class Futex:
     def wake(self) -> None:
         """Wakes all who sleep, and keeps those awake who were about to."""
         self._word.value += 1  # wraps at 2^32; two processes at once may count one, which still is a change
-        if self._number is not None:
-            arguments = (ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, ctypes.c_int(0))
-            _libc.syscall(ctypes.c_long(self._number), self._address, *arguments)
+        arguments = (ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, ctypes.c_int(0))
+        _libc.syscall(self._number, self._address, *arguments)
 
 
-def _no_fence() -> None:
-    """x86-64 shows every process the stores of another one in their order, and keeps loads in theirs."""
+# x86-64 shows every process the stores of another one in their order, and keeps loads in theirs. Others need a barrier
+# between data and the cursor that says that it is there.
+FENCED = _MACHINE != "x86_64"
+_unused = ctypes.c_uint32()
 
 
-def _fence() -> None:
-    """A full barrier: the kernel has one on the way to find that nobody sleeps on the word."""
-    _libc.syscall(ctypes.c_long(_NUMBERS["aarch64"]), _unused, ctypes.c_int(_WAKE), ctypes.c_int(0), None, None, 0)
-
-
-_unused = ctypes.byref(ctypes.c_uint32())
-# Between data and the cursor that says that it is there.
-fence = _fence if _MACHINE == "aarch64" else _no_fence
+def fence() -> None:
+    """A full barrier, where one is needed: the kernel has one on the way to find that nobody sleeps on a word."""
+    if FENCED:
+        number = ctypes.c_long(_NUMBERS[_MACHINE])
+        _libc.syscall(number, ctypes.byref(_unused), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0))

@@ -17,7 +17,7 @@ from rlframe.replay.futex import fence
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.processes import this_process
 from rlframe.replay.segments import COUNT_BITS, COUNT_MASK
-from rlframe.replay.tables import ItemTable, QueueTable
+from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Numbers, Timeline
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
@@ -96,6 +96,8 @@ class Mirror:
         self._memory = memory
         self.timeline = SegmentsTimeline(memory.num_writers, memory.rows)
         self.table: ItemTable = make_table(kind, self.timeline, spec.priority_exponent)
+        if isinstance(self.table, Ring) and memory.num_writers > 1:
+            self.table.ordered = False  # items leave in each segment's order
         self._is_queue = kind == "queue"
         self.cursors = [block.Cursors(0, 0, 0, 0)] * memory.num_writers
         self._versions, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers

@@ -15,7 +15,7 @@ from rlframe.errors import UsageError
 from rlframe.replay import block, contents
 from rlframe.replay.block import Block, Cursors
 from rlframe.replay.contents import Rows
-from rlframe.replay.futex import fence
+from rlframe.replay.futex import FENCED, fence
 from rlframe.replay.recorder import Recorder
 from rlframe.replay.tables import ItemTable
 from rlframe.replay.timeline import Index, Timeline, Writer
@@ -95,8 +95,10 @@ class SegmentWriter:
         """Adds a step of the environments `envs` [B]; None: of all of them, in order."""
         self._recorder.add(self.writer, envs, step)
         self._steps += self.writer.num_envs if envs is None else len(envs)
-        fence()
-        block.publish(self._header, (self._timeline.head, self._log.end, self._log.added, self._steps))
+        if FENCED:
+            fence()
+        log = self._log
+        block.publish(self._header, self._timeline.head, log.end, log.added, self._steps)
 
     def gives_up(self, count: int) -> int:
         """The floor after a step of `count` environments; 0 where it stays."""

@@ -57,6 +57,7 @@ class Share:
         self.lock = threading.RLock()
         self.sampler = Sampler(self.memory, plan.spec, plan.step_spec, plan.seed)
         self._pid = this_process().pid
+        self._has_pace = plan.spec.kind == "queue" or plan.spec.samples_per_insert is not None
         self._is_makers = plan.name.maker == this_process()
         self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
@@ -132,8 +133,10 @@ class Share:
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids`, once there is room."""
-        segment, envs = self._find(env_ids)
-        if self.waits:
+        segment, envs = self._last, None
+        if segment is None or env_ids.tobytes() != segment.writer.id_bytes:
+            segment, envs = self._find(env_ids)
+        if self._has_pace and self.waits:
             self._pace(segment, len(env_ids))
         with self.lock:
             if not segment.begun:
@@ -147,8 +150,6 @@ class Share:
 
     def _find(self, env_ids: np.ndarray) -> tuple[SegmentWriter, np.ndarray | None]:
         """Returns the segment of the writer of `env_ids`, and the environments' indices (None: all in order)."""
-        if self._last is not None and env_ids.tobytes() == self._last.writer.id_bytes:
-            return self._last, None
         writer, envs = find_writer({rank: segment.writer for rank, segment in self._segments.items()}, env_ids)
         segment = self._segments[writer.rank]
         if envs is None:

@@ -124,7 +124,7 @@ def _fill(
     memory.logs[rank][: len(items)] = segments.entries(items)
     words[block.SLOTS], words[block.CHUNK], words[block.FLOOR] = slots, chunk, floor
     words[block.LOG_RESERVED] = len(items)
-    block.publish(words, cursors._replace(end=len(items)))
+    block.publish(words, *cursors._replace(end=len(items)))
 
 
 def _check_free(

@@ -110,7 +110,7 @@ class ItemTable(abc.ABC):
     _scalars: tuple[str, ...] = ("size", "added", "evicted", "evicted_unsampled")
 
 
-class _Ring(ItemTable):
+class Ring(ItemTable):
     """Items in the order of their completion.
 
     With n-step items or asynchronous environments a younger item may start, and so leave, before an older one: then
@@ -210,7 +210,7 @@ class _Ring(ItemTable):
         return {**super().arrays(), "starts": self._starts[: self.end]}
 
 
-class UniformTable(_Ring):
+class UniformTable(Ring):
     """Every item with the same chance, with replacement."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -235,7 +235,7 @@ class UniformTable(_Ring):
         return self._starts.take(positions, mode="wrap")
 
 
-class QueueTable(_Ring):
+class QueueTable(Ring):
     """Every item once, the oldest first."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

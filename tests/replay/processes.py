@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.replay import SharedMemReplayBuffer
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
+from tests.replay.streams import fake_agent
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0  # seconds for whatever a test waits for
@@ -187,6 +189,14 @@ def write_until_stopped(buffer: Any, num_envs: int) -> None:
         buffer.add(global_env_ids(rank, np.arange(num_envs)), make_step(ids))
         ids += 1
     say("stopped")
+
+
+def make(_: Any) -> None:
+    """Makes a queue, says its pickle, and stays."""
+    agent = fake_agent("queue", Transition(1), 10, 100, STEP_SPEC)
+    buffer = SharedMemReplayBuffer(agent, timeout=DEADLINE)
+    say(pickle.dumps(buffer).hex())
+    time.sleep(DEADLINE)
 
 
 def claim(buffer: Any) -> None:

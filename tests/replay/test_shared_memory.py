@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -44,7 +46,6 @@ class Scene:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    before = os.listdir("/dev/shm")
     made = Scene()
     yield made
     for process in made.processes:
@@ -52,7 +53,6 @@ def scene() -> Iterator[Scene]:
         process.end()
     for buffer in made.made:
         buffer.close()
-    assert os.listdir("/dev/shm") == before
 
 
 def steps_of(rank: int, num_envs: int, steps: int, begin: int = 0) -> Iterator[tuple[np.ndarray, Any]]:
@@ -84,7 +84,7 @@ def test_no_item_is_torn_while_writers_come_round_again_and_again(scene: Scene, 
     writers = [scene.process(processes.write_until_stopped, buffer, envs) for envs in (8, 5)]
     for writer in writers:
         writer.hear()
-    wanted = 60 * 1500  # timesteps: each ring is overwritten many times
+    wanted = 25 * 1500  # timesteps: each ring is overwritten many times
     seen = sample_until(buffer, lambda: buffer.stats()["steps"] > wanted)
     assert {first // processes.PER_ENV // 10_000 for first in seen} == {0, 1}
     stats = buffer.stats()
@@ -114,6 +114,21 @@ def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, 
     assert len(expected) - len(seen) == stats["items"] < (batch_size or 11)  # the rest makes no batch
     assert stats["evicted"] == stats["evicted_unsampled"] == 0
     assert stats["added"] == len(expected)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+def test_a_writer_that_stands_still_keeps_its_items(scene: Scene, kind: str) -> None:
+    buffer = scene.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
+    for rank in (0, 1):
+        buffer.claim_rank(4)
+    for arguments in steps_of(0, 4, 20):
+        buffer.add(*arguments)
+    for arguments in steps_of(1, 4, 2000):  # round and round, beyond the room for entries of both
+        buffer.add(*arguments)
+        assert_whole(buffer.sample(), Transition(1))
+    seen = {first for _ in range(100) for first in assert_whole(buffer.sample(), Transition(1)).tolist()}
+    assert len(seen) == buffer.size
+    assert expected_ids(Transition(1), 0, 0, 4, 20) <= seen
 
 
 def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> None:
@@ -302,6 +317,38 @@ def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(scene: Scene, tmp_pa
     gone._plan = gone._plan._replace(name=name._replace(maker=name.maker._replace(started=1), token=1))
     with pytest.raises(BufferGoneError, match=f"process {os.getpid()} that made"):
         gone.claim_rank(2)
+
+
+def test_nothing_is_left_of_a_maker_that_crashed(scene: Scene) -> None:
+    maker = scene.process(processes.make, None)
+    text = bytes.fromhex(maker.hear())
+    buffer = pickle.loads(text)
+    buffer.claim_rank(1)
+    steps = steps_of(0, 1, 10**6)
+    buffer.add(*next(steps))
+    inode = os.fstat(buffer._here().memory._descriptor).st_ino
+    assert inode in memories()
+    maker.kill()
+    with pytest.raises(BufferGoneError, match=f"process {maker.popen.pid} that made"):
+        while True:  # what is mapped stays, but who waits learns that nobody will come
+            buffer.add(*next(steps))
+    with pytest.raises(BufferGoneError, match="start the program anew"):
+        plan = buffer._plan
+        block.Block(plan.name, plan.num_writers, plan.rows, plan.spec, plan.step_spec)
+    del buffer
+    gc.collect()
+    assert inode not in memories()
+
+
+def memories() -> set[int]:
+    """The inodes of all replay buffers' memory that a process holds, and what of it has a name."""
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it ended
+            if os.readlink(path).startswith("/memfd:rlframe-replay"):
+                found.add(path.stat().st_ino)
+    named = [path.stat().st_ino for path in Path("/dev/shm").glob("*rlframe*")]
+    return found.union(named)
 
 
 def test_more_environments_than_were_planned_for_are_refused(scene: Scene) -> None:
