@@ -14,13 +14,13 @@ from rlframe.replay.memory import check_memory
 from rlframe.replay.outputs import Outputs, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
-# (name, shape, dtype) -> an array of zeros, a row per slot
+# (name, shape, dtype) -> an array with a row per slot
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 
 
 def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory of this process."""
-    return storage(shape, dtype)
+    """Memory of this process. Columns of scalars begin at 0, as shared memory does; larger rows hold anything."""
+    return storage(shape, dtype) if len(shape) > 1 else np.zeros(shape, dtype)
 
 
 class TreeStore:
