@@ -119,7 +119,7 @@ def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, 
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
 def test_a_writer_that_stands_still_keeps_its_items(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
-    for rank in (0, 1):
+    for _ in (0, 1):
         buffer.claim_rank(4)
     for arguments in steps_of(0, 4, 20):
         buffer.add(*arguments)
