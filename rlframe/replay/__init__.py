@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframe.replay.base import BaseReplayBuffer
+from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError, as_replay_buffer
 from rlframe.replay.local import ReplayBuffer
 
-__all__ = ["BaseReplayBuffer", "ReplayBuffer"]
+__all__ = ["BaseReplayBuffer", "ReplayBuffer", "ReplayClosedError", "as_replay_buffer"]

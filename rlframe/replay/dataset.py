@@ -5,15 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rlframe.errors import RlframeError
 from rlframe.types import Batch
 
-if TYPE_CHECKING:
-    from rlframe.replay.local import ReplayBuffer
-
-_WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
+WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
 
 
 class DatasetTimeoutError(RlframeError, TimeoutError):
@@ -26,7 +23,7 @@ class Dataset:
     Drawing ahead depends on timing: where the numbers must repeat exactly, call `sample()` instead.
     """
 
-    def __init__(self, buffer: ReplayBuffer, prefetch: int, timeout: float):
+    def __init__(self, buffer: Any, prefetch: int, timeout: float):
         self._buffer, self._timeout = buffer, timeout
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
@@ -46,8 +43,9 @@ class Dataset:
         deadline = time.monotonic() + self._timeout
         while not self._stop.is_set():
             try:
-                batch = self._ready.get(timeout=min(_WAKE, max(0.0, deadline - time.monotonic())))
+                batch = self._ready.get(timeout=min(WAKE, max(0.0, deadline - time.monotonic())))
             except queue.Empty:
+                self._check()
                 if time.monotonic() < deadline:
                     continue
                 spec = self._buffer.spec
@@ -65,6 +63,7 @@ class Dataset:
     def close(self) -> None:
         """Ends the thread. Calling it twice does nothing."""
         self._stop.set()
+        self._interrupt()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10.0)
 
@@ -77,17 +76,27 @@ class Dataset:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                batch = self._buffer.wait_for_batch(_WAKE)
+                batch = self._draw()
                 if batch is not None:
                     self._put(batch)
                 del batch  # so that its arrays can be used again as soon as the reader drops it
         except BaseException as error:  # whatever it is, the reader must hear of it
             self._put(error)
 
+    def _draw(self) -> Batch | None:
+        """The next batch, or None after a while without one. Runs in the thread."""
+        return self._buffer.wait_for_batch(WAKE)
+
+    def _check(self) -> None:
+        """Called while the reader waits. Raises where no batch can come any more."""
+
+    def _interrupt(self) -> None:
+        """Ends a `_draw` under way, where it would not end by itself."""
+
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():
             try:
-                self._ready.put(batch, timeout=_WAKE)
+                self._ready.put(batch, timeout=WAKE)
                 return
             except queue.Full:
                 continue

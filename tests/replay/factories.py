@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 from typing import Any
 
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer
+from rlframe.replay.reverb import ReverbReplayBuffer
+from tests.replay.serve import Servers
 
 
 def local(agent: Any, seed: int = 0) -> BaseReplayBuffer:
@@ -12,4 +16,25 @@ def local(agent: Any, seed: int = 0) -> BaseReplayBuffer:
     return ReplayBuffer(agent, seed=seed)
 
 
-FACTORIES = [local]
+def reverb(agent: Any, seed: int = 0) -> BaseReplayBuffer:
+    """A Reverb server of its own, in another process."""
+    del seed  # the server draws, without one
+    tables = ReverbReplayBuffer.tables(agent, when_full="drop")  # one thread writes and reads
+    return _Served(agent, servers().start(tables))
+
+
+@functools.cache
+def servers() -> Servers:
+    """The process that all tests' servers run in."""
+    made = Servers()
+    atexit.register(made.close)
+    return made
+
+
+class _Served(ReverbReplayBuffer):
+    def close(self) -> None:
+        super().close()
+        servers().stop(self._connection.address)
+
+
+FACTORIES = [local, reverb]
