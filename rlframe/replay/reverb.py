@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from rlframe.replay.reverb_tables import HIGHEST, REPLAY, Tables, block_size, de
 from rlframe.replay.rows import ItemRows
 from rlframe.types import AgentSpecs, Batch, Step, split_env_ids
 
+_LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
 _DRAW_SECONDS = 2.0  # for what the server said it has; another reader may have been quicker
 
 
@@ -67,6 +69,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
         self._assemblers: dict[int, Assembler] = {}
         self._steps = self._dropped = 0
+        self._looked = 0.0
         self._drawn = Drawn(self._rows, queue=self.spec.kind == "queue")
         self._remembered = Remembered()
         self._datasets: list[Dataset] = []
@@ -144,13 +147,14 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             # Numbers follow the order in which a prioritised table got its items, so that they tell which have left.
             batch = assembler.number(batch, at_least=before)
             if self._inserter is None:
-                self._inserter = Inserter(
-                    self._connection, REPLAY, self._options["patience"], self._registry.assert_claims
-                )
+                self._inserter = Inserter(self._connection, REPLAY, self._options["patience"])
             rows = self._rows.pack(batch)
             if rest := -len(rows) % self._block:
                 rows = np.concatenate([rows, self._rows.padding(rest)])
             self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority)
+            if time.monotonic() - self._looked > _LOOK_EVERY:
+                self._looked = time.monotonic()
+                self._registry.watch(self._connection.info("add"))
 
     def _find(self, env_ids: np.ndarray) -> Assembler:
         rank = int(split_env_ids(env_ids[:1])[0][0]) if len(env_ids) else -1

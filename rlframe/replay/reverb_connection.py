@@ -172,14 +172,10 @@ class Inserter:
         connection: the server.
         table: the table's name.
         patience: seconds after which a server that answers, but holds the items back, is an error.
-        reconnected: called after a server that was gone took the items.
     """
 
-    def __init__(
-        self, connection: Connection, table: str, patience: float, reconnected: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, connection: Connection, table: str, patience: float) -> None:
         self._connection, self._table, self._patience = connection, table, patience
-        self._reconnected = reconnected
         pybind = load()[0].pybind
         self._writer = connection.client.NewTrajectoryWriter(pybind.ConstantChunkerOptions(1, 1), None)
         # A writer that is dropped unclosed waits in its destructor, without end, for a server that is gone.
@@ -200,13 +196,11 @@ class Inserter:
 
     def _flush(self, left: int) -> None:
         began = reached = time.monotonic()
-        gone = False
         while not self._confirmed(left):
             now = time.monotonic()
             if self._connection.closed.is_set():
                 raise ReplayClosedError(f"The replay buffer was closed while add waited {now - began:.1f} s.")
             if self._connection.look() is None:
-                gone = True
                 if now - reached >= self._connection.timeout:
                     raise self._connection.silent("add", now - reached)
                 continue
@@ -217,8 +211,6 @@ class Inserter:
                     f"table {self._table!r} is full, or was sampled less than samples_per_insert says. Is its learner "
                     "running? A thread that both adds and samples needs a larger capacity or run_ahead."
                 )
-        if gone and self._reconnected is not None:
-            self._reconnected()
 
     def _confirmed(self, left: int) -> bool:
         try:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
 from rlframe.errors import PeerError
 from rlframe.replay.reverb_connection import Connection, Inserter
-from rlframe.replay.reverb_tables import CLAIM_FIELDS, CLAIMS, HIGHEST
+from rlframe.replay.reverb_tables import CLAIM_FIELDS, CLAIMS, HIGHEST, inserted
 
 # The last two numbers of an entry (rank, incarnation, token, what, environments).
 _CLAIMED, _WITHDRAWN, _OPENED = 0, 1, 2
@@ -37,6 +38,7 @@ class Registry:
         self._random = random.Random()  # tokens must differ between processes, whatever their seeds
         self._lock = threading.RLock()
         self._mine: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
+        self._counters: list[int] = []
         self._envs = (-1, 0)  # (entries that had been written, environments of all writers)
         self._highest = (-1, 1.0)  # (values that had been written, the last one)
 
@@ -72,31 +74,40 @@ class Registry:
             self._mine[rank, incarnation].append(entry)
             self._append(entry)
 
-    def assert_claims(self) -> None:
-        """Writes again what a server that came back without it has forgotten.
+    def watch(self, tables: dict[str, Any]) -> None:
+        """Writes again what the server has forgotten, where its counters say that it has lost something.
+
+        Args:
+            tables: what the server says of them now.
 
         Raises:
             PeerError: another writer has claimed a rank of this process meanwhile.
         """
+        counters = [inserted(table) for _, table in sorted(tables.items())]
         with self._lock:
-            there = {tuple(entry) for entry in self._read()}
-            for (rank, incarnation), entries in self._mine.items():
-                for entry in entries:
-                    if tuple(entry) not in there:
-                        self._append(entry)
-                others = self._claims()[rank, incarnation] - {entries[0][2]}
-                if others:
-                    raise PeerError(
-                        f"The Reverb server at {self._connection.address} came back without its claims, and another "
-                        f"writer has claimed rank {rank} (incarnation {incarnation}) since. Restart this actor, and "
-                        "give the server a checkpointer."
-                    )
+            lost = any(now < before for now, before in zip(counters, self._counters))
+            self._counters = counters
+            if lost:
+                self._claim_again()
+
+    def _claim_again(self) -> None:
+        there = {tuple(entry) for entry in self._read()}
+        for (rank, incarnation), entries in self._mine.items():
+            for entry in entries:
+                if tuple(entry) not in there:
+                    self._append(entry)
+            if self._claims()[rank, incarnation] != {entries[0][2]}:
+                raise PeerError(
+                    f"The Reverb server at {self._connection.address} came back without its claims, and another writer "
+                    f"has claimed rank {rank} (incarnation {incarnation}) since. Restart this actor, and give the "
+                    "server a checkpointer."
+                )
 
     def num_envs(self) -> int:
         """Environments of all writers, of each rank's latest incarnation; as last known where nobody answers."""
         tables = self._connection.look()
         with self._lock:
-            written = tables[CLAIMS].rate_limiter_info.insert_stats.completed if tables else self._envs[0]
+            written = inserted(tables[CLAIMS]) if tables else self._envs[0]
             if self._envs[0] != written:
                 latest: dict[int, tuple[int, int]] = {}
                 for rank, incarnation, _, what, count in self._read():
