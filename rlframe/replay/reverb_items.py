@@ -11,6 +11,7 @@ from rlframe.replay.rows import ItemRows
 from rlframe.types import AgentSpecs, Batch, Sequence, Step
 
 _REMEMBERED = 1 << 17  # drawn items
+_KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # places in what a sampler gives
 _SLOWER = 8  # an environment may be so many times slower than its actor's others without losing its open items
 
 
@@ -70,11 +71,11 @@ class Remembered:
     def __init__(self) -> None:
         self._keys: dict[tuple[int, ...], int] = {}
 
-    def put(self, keys: np.ndarray, server_keys: list[int]) -> None:
+    def put(self, keys: np.ndarray, server_keys: list[np.ndarray]) -> None:
         """Notes the server's keys of the items `keys` [B, 3]."""
         for key, server_key in zip(map(tuple, keys.tolist()), server_keys):
             self._keys.pop(key, None)
-            self._keys[key] = server_key
+            self._keys[key] = int(server_key)
         while len(self._keys) > _REMEMBERED:
             del self._keys[next(iter(self._keys))]
 
@@ -92,33 +93,37 @@ class Drawn:
 
     def __init__(self, rows: ItemRows, queue: bool) -> None:
         self._rows, self._queue = rows, queue
-        self._blocks: collections.deque[tuple[np.ndarray, float, int]] = collections.deque()
+        # As samplers give them: [key, probability, size of the table, priority, rows [block, nbytes]].
+        self._samples: collections.deque[list[np.ndarray]] = collections.deque()
         self.size = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
-        """Notes what a sampler gave: [key, probability, size of the table, priority, rows] each."""
-        for key, probability, size, _, rows in samples:
-            if len(rows) > 1:
-                rows = rows[self._rows.numbers(rows) >= 0]
-            chance = 1.0 / (max(1, int(size)) * max(1, len(rows))) if self._queue else float(probability)
-            if len(rows):
-                self._blocks.append((rows, chance, int(key)))
-                self.size += len(rows)
+        """Notes what a sampler gave."""
+        if samples and len(samples[0][_ROWS]) > 1:
+            for sample in samples:
+                if not self._rows.numbers(sample[_ROWS])[-1] >= 0:  # padding comes last
+                    sample[_ROWS] = sample[_ROWS][self._rows.numbers(sample[_ROWS]) >= 0]
+        self._samples.extend(samples)
+        self.size += sum(map(len, [sample[_ROWS] for sample in samples]))
 
-    def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Returns (rows [count, nbytes] uint8, probabilities [count] float32, the server's keys [count])."""
-        rows: list[np.ndarray] = []
-        chances: list[float] = []
-        keys: list[int] = []
-        missing = count
-        while missing:
-            block, chance, key = self._blocks.popleft()
-            if len(block) > missing:
-                self._blocks.appendleft((block[missing:], chance, key))
-                block = block[:missing]
-            missing -= len(block)
-            rows.append(block)
-            chances += [chance] * len(block)
-            keys += [key] * len(block)
+    def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Returns (rows [count, nbytes] uint8, probabilities [count] float32, the server's key of each)."""
+        samples, missing = [], count
+        while missing > 0:
+            sample = self._samples.popleft()
+            samples.append(sample)
+            missing -= len(sample[_ROWS])
+        rows = [sample[_ROWS] for sample in samples]
+        if missing:  # the last block has more than are wanted
+            self._samples.appendleft([*samples[-1][:_ROWS], rows[-1][missing:]])
+            rows[-1] = rows[-1][:missing]
         self.size -= count
-        return np.concatenate(rows), np.array(chances, np.float32), keys
+        chances = [float(sample[_PROBABILITY]) for sample in samples]
+        if self._queue:  # each has its turn: the chance of a draw among those that were there
+            chances = [1.0 / (max(1, int(sample[_SIZE])) * len(own)) for sample, own in zip(samples, rows)]
+        keys = [sample[_KEY] for sample in samples]
+        if len(samples) == count:
+            return np.concatenate(rows), np.array(chances, np.float32), keys
+        lengths = [len(own) for own in rows]
+        all_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        return all_rows, np.repeat(np.array(chances, np.float32), lengths), keys

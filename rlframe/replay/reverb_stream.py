@@ -44,10 +44,13 @@ class Stream(Dataset):
 
     def _collect(self, missing: int) -> bool:
         """Waits for `missing` more draws, and returns whether all came."""
+        if self._stop.is_set():  # maybe before there was a sampler to close
+            return False
         drawn: list[Any] = []
         try:
-            while len(drawn) < missing and not self._stop.is_set():
-                drawn.append(self._sampler.GetNextTrajectory())
+            draw = self._sampler.GetNextTrajectory  # raises when the sampler is closed
+            for _ in range(missing):
+                drawn.append(draw())
         except RuntimeError:
             if self._stop.is_set():
                 return False
