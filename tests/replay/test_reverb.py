@@ -276,6 +276,8 @@ def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scene: str) -> 
                 seen += first_ids(batch).tolist()
         assert len(seen) == len(set(seen)) == len(twin.items) // 5 * 5
         assert len(seen) > 50
+        place = {first: i for i, first in enumerate(twin.items)}
+        assert max(abs(place[first] - i) for i, first in enumerate(seen)) < 6
 
 
 def test_blocks_are_refused_where_they_cannot_be_filled_or_drawn(serve: Serve) -> None:
