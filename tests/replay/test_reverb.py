@@ -165,7 +165,7 @@ def test_a_server_that_dies_is_named_by_every_call(own_process: Any) -> None:
     agent, stream = fake_agent("prioritised", Transition(1), 8, 1000), Stream(4, end=0.0)
     process = own_process()
     address = process.start(ReverbReplayBuffer.tables(agent))
-    with buffer_of(agent, address, timeout=1.5) as buffer:
+    with buffer_of(agent, address, timeout=0.5) as buffer:
         buffer.claim_rank(4)
         buffer.add(*stream.step())
         keys, dataset = buffer.sample().keys, buffer.make_dataset()
