@@ -26,8 +26,8 @@ class Actor:
         inferencer: anything with `inference(env_ids, timestep, state)` and `initial_state(batch_size)`; a handle to a
             node that has them; or a list of handles to several. Of these the Actor calls number `rank` (modulo how
             many there are), and the others while that one does not answer.
-        replay_buffer: anything with `claim_rank`, `open_segment` and `add`, or a handle to it; or a `reverb.Client`: the
-            inferencer's `specs()` say then what its items are.
+        replay_buffer: anything with `claim_rank`, `open_segment` and `add`, or a handle to it; or a `reverb.Client`,
+            for which the inferencer's `specs()` say what the items are.
         rank: which actor this is, from 0; None claims the next free rank of the buffer.
         seed: of the whole run.
         num_pools: how many pools to build. With two synchronous ones, `run()` steps one while an inferencer in
@@ -59,7 +59,7 @@ class Actor:
         replay_buffer = as_replay_buffer(given, specs)
         self._own_buffer = None if replay_buffer is given else replay_buffer
         self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
-        # But for its specs, it is not called before the first step: a node's constructor does not wait for another node's.
+        # It is not called before the first step, but for specs: a node's constructor does not wait for another node's.
         self._inferencer = handles.resolve(
             inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank
         )
