@@ -18,6 +18,7 @@ _PUBLIC = {
     "Learner": "rlframe.learners",
     "LearnerConfig": "rlframe.learners",
     "ReplayBuffer": "rlframe.replay",
+    "ReverbReplayBuffer": "rlframe.replay.reverb",
     "SharedMemReplayBuffer": "rlframe.replay",
     "SyncEnv": "rlframe.envs",
     "launch": "rlframe.programs.launching.launcher",

@@ -146,6 +146,13 @@ class ReplaySpec:
         _check(self.min_size >= 1, f"ReplaySpec.min_size must be at least 1 item, got {self.min_size}.")
 
 
+class AgentSpecs(NamedTuple):
+    """What a replay buffer needs to know of an agent, and all that it is asked for."""
+
+    replay_spec: ReplaySpec
+    step_spec: StepSpec
+
+
 ENVS_PER_RANK = 1_000_000
 
 
@@ -170,6 +177,7 @@ __all__ = [
     "LAST",
     "MID",
     "AgentOutput",
+    "AgentSpecs",
     "AgentState",
     "Batch",
     "Logs",

@@ -13,6 +13,7 @@ from rlframe import handles
 from rlframe.actors.lanes import make_lane
 from rlframe.envs import as_pool
 from rlframe.errors import StoppedError, UsageError
+from rlframe.replay import as_replay_buffer
 from rlframe.types import Logs, global_env_ids
 
 
@@ -25,7 +26,8 @@ class Actor:
         inferencer: anything with `inference(env_ids, timestep, state)` and `initial_state(batch_size)`; a handle to a
             node that has them; or a list of handles to several. Of these the Actor calls number `rank` (modulo how
             many there are), and the others while that one does not answer.
-        replay_buffer: anything with `claim_rank`, `open_segment` and `add`, or a handle to it.
+        replay_buffer: anything with `claim_rank`, `open_segment` and `add`, or a handle to it; or a `reverb.Client`,
+            for which the inferencer's `specs()` say what the items are.
         rank: which actor this is, from 0; None claims the next free rank of the buffer.
         seed: of the whole run.
         num_pools: how many pools to build. With two synchronous ones, `run()` steps one while an inferencer in
@@ -47,9 +49,17 @@ class Actor:
         if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
             raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
         self._stop = threading.Event()
-        replay_buffer = handles.resolve(replay_buffer, "replay buffer", deadline=deadline, stop=self._stop)
+        given = handles.resolve(replay_buffer, "replay buffer", deadline=deadline, stop=self._stop)
+
+        def specs() -> Any:
+            return handles.resolve(
+                inferencer, "inferencer", deadline=deadline, stop=self._stop, first=rank or 0
+            ).specs()
+
+        replay_buffer = as_replay_buffer(given, specs)
+        self._own_buffer = None if replay_buffer is given else replay_buffer
         self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
-        # It is not called before the first step: a node's constructor does not wait for another node's.
+        # It is not called before the first step, but for specs: a node's constructor does not wait for another node's.
         self._inferencer = handles.resolve(
             inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank
         )
@@ -120,8 +130,10 @@ class Actor:
                     self.close()
 
     def stop(self) -> None:
-        """Ends `run()` after the step under way. Any thread may call it."""
+        """Ends `run()` after the step under way, or where that waits for a Reverb server. Any thread may call it."""
         self._stop.set()
+        if self._own_buffer is not None:
+            self._own_buffer.close()
 
     def close(self) -> None:
         """Stops, and closes the environments."""

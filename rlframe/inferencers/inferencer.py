@@ -16,7 +16,7 @@ from rlframe import compilation, handles
 from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.packing import Packing
-from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentState, TimeStep, Tree
+from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +100,10 @@ class Inferencer:
     def agent(self) -> Any:
         """The agent that acts."""
         return self._agent
+
+    def specs(self) -> AgentSpecs:
+        """(replay_spec, step_spec) of the agent: what an Actor that has no agent builds its side of a replay from."""
+        return AgentSpecs(self._agent.replay_spec, self._agent.step_spec)
 
     @property
     def params_version(self) -> int:

@@ -16,6 +16,7 @@ from rlframe.agents.base import LearnerState
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.packing import Packing
+from rlframe.replay import as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
 
 
@@ -44,7 +45,8 @@ class Learner:
     Args:
         cfg: see `LearnerConfig`.
         agent: the `Agent` that learns.
-        replay_buffer: where `run()` takes its batches and where priorities go: an object in this process.
+        replay_buffer: where `run()` takes its batches and where priorities go: an object in this process, or a
+            `reverb.Client`.
         logger: anything with `write(step, values)`, used by `run()`; None logs nothing.
     """
 
@@ -52,7 +54,9 @@ class Learner:
         self._cfg = cfg
         self._agent = agent
         self._stop = threading.Event()
-        self._replay_buffer = handles.resolve(replay_buffer, "replay buffer", stop=self._stop)
+        given = handles.resolve(replay_buffer, "replay buffer", stop=self._stop)
+        self._replay_buffer = as_replay_buffer(given, lambda: agent)
+        self._owns_buffer = self._replay_buffer is not given
         if isinstance(self._replay_buffer, handles.Remote):
             raise UsageError(
                 "A Learner cannot sample from a replay buffer on another node: batches would be copied through it. Use "
@@ -198,6 +202,8 @@ class Learner:
     def close(self) -> None:
         """Ends the threads that checkpointing opened."""
         self.stop()
+        if self._owns_buffer:
+            self._replay_buffer.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
 

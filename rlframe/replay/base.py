@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import PeerError, UsageError, suggest
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
+
+
+class ReplayClosedError(PeerError):
+    """The replay buffer was closed while a call waited."""
 
 
 class BaseReplayBuffer(abc.ABC):
@@ -67,6 +71,21 @@ class BaseReplayBuffer(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Stops the datasets. Calling it twice does nothing."""
+
+
+def as_replay_buffer(target: Any, specs: Callable[[], Any]) -> Any:
+    """Something to add to and sample from, for an argument that may be a replay buffer or a `reverb.Client`.
+
+    Args:
+        target: a replay buffer, which is returned as it is, or a client of a Reverb server.
+        specs: gives the agent's `replay_spec` and `step_spec` (an `AgentSpecs`, or the agent); called where needed.
+    """
+    # By its module's name: only who has a client of Reverb's has imported Reverb.
+    if type(target).__module__.partition(".")[0] != "reverb":
+        return target
+    from rlframe.replay.reverb import ReverbReplayBuffer
+
+    return ReverbReplayBuffer(specs(), target)
 
 
 def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:

@@ -10,7 +10,7 @@ from typing import Protocol
 from rlframe.errors import RlframeError
 from rlframe.types import Batch, ReplaySpec
 
-_WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
+WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
 
 
 class DatasetTimeoutError(RlframeError, TimeoutError):
@@ -60,8 +60,9 @@ class Dataset:
         deadline = time.monotonic() + self._timeout
         while not self._stop.is_set():
             try:
-                batch = self._ready.get(timeout=min(_WAKE, max(0.0, deadline - time.monotonic())))
+                batch = self._ready.get(timeout=min(WAKE, max(0.0, deadline - time.monotonic())))
             except queue.Empty:
+                self._check()
                 if time.monotonic() < deadline:
                     continue
                 spec = self._buffer.spec
@@ -79,6 +80,7 @@ class Dataset:
     def close(self) -> None:
         """Ends the thread. Calling it twice does nothing."""
         self._stop.set()
+        self._interrupt()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10.0)
 
@@ -91,7 +93,7 @@ class Dataset:
     def _run(self) -> None:
         try:
             while not self._stop.is_set() and not self._buffer.closed:
-                batch = self._buffer.wait_for_batch(_WAKE)
+                batch = self._draw()
                 if batch is not None:
                     self._put(batch)
                 del batch  # so that its arrays can be used again as soon as the reader drops it
@@ -100,10 +102,20 @@ class Dataset:
         else:
             self._stop.set()
 
+    def _draw(self) -> Batch | None:
+        """The next batch, or None after a while without one. Runs in the thread."""
+        return self._buffer.wait_for_batch(WAKE)
+
+    def _check(self) -> None:
+        """Called while the reader waits. Raises where no batch can come any more."""
+
+    def _interrupt(self) -> None:
+        """Ends a `_draw` under way, where it would not end by itself."""
+
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():
             try:
-                self._ready.put(batch, timeout=_WAKE)
+                self._ready.put(batch, timeout=WAKE)
                 return
             except queue.Full:
                 continue

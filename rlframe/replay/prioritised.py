@@ -9,7 +9,7 @@ from rlframe.replay.sum_tree import SumTree
 from rlframe.replay.tables import ItemTable
 from rlframe.replay.timeline import Index, Timeline
 
-_LOWEST = 1e-8  # priority: so that an item with none can still be drawn
+LOWEST = 1e-8  # priority: so that an item with none can still be drawn
 
 
 class PrioritisedTable(ItemTable):
@@ -49,13 +49,7 @@ class PrioritisedTable(ItemTable):
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
         """Sets the priorities of the items `starts`; of one that comes twice, the last counts."""
-        priorities = np.asarray(priorities, np.float64)
-        lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
-        if priorities.shape != starts.shape or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
-            raise UsageError(
-                f"update_priorities expected {len(starts)} finite priorities that are not negative, one for each key; "
-                f"got shape {priorities.shape}, from {lowest} to {highest}."
-            )
+        priorities = check_priorities(priorities, len(starts))
         there = self.holds(starts)
         if not there.all():
             self.dropped += int(np.count_nonzero(~there))
@@ -64,7 +58,7 @@ class PrioritisedTable(ItemTable):
             return
         self.highest = max(self.highest, float(priorities.max()))
         index = self._timeline.slot(starts)
-        self._tree.leaves[index] = np.maximum(priorities, _LOWEST) ** self._exponent
+        self._tree.leaves[index] = np.maximum(priorities, LOWEST) ** self._exponent
         self._tree.touch(index)
 
     def numbers(self) -> np.ndarray:
@@ -83,3 +77,15 @@ class PrioritisedTable(ItemTable):
     def arrays(self) -> dict[str, np.ndarray]:
         self._tree.refresh()
         return {**super().arrays(), **{f"tree{i}": level for i, level in enumerate(self._tree.levels)}}
+
+
+def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
+    """Returns `priorities` as [count] float64. Raises `UsageError` unless they are finite and not negative."""
+    priorities = np.asarray(priorities, np.float64)
+    lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
+    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
+        raise UsageError(
+            f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
+            f"got shape {priorities.shape}, from {lowest} to {highest}."
+        )
+    return priorities

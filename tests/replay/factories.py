@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 from typing import Any
 
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
+from rlframe.replay.reverb import ReverbReplayBuffer
+from tests.replay.serve import Servers
 
 
 def local(agent: Any, seed: int = 0, writers: int = 1) -> BaseReplayBuffer:
@@ -17,4 +21,25 @@ def shared_memory(agent: Any, seed: int = 0, writers: int = 1) -> BaseReplayBuff
     return SharedMemReplayBuffer(agent, seed=seed, num_writers=writers)
 
 
-FACTORIES = [local, shared_memory]
+def reverb(agent: Any, seed: int = 0, writers: int = 1) -> BaseReplayBuffer:
+    """A Reverb server of its own, in another process."""
+    del seed, writers  # the server draws, without a seed, for any number of writers
+    tables = ReverbReplayBuffer.tables(agent, when_full="drop")  # one thread writes and reads
+    return _Served(agent, servers().start(tables))
+
+
+@functools.cache
+def servers() -> Servers:
+    """The process that all tests' servers run in."""
+    made = Servers()
+    atexit.register(made.close)
+    return made
+
+
+class _Served(ReverbReplayBuffer):
+    def close(self) -> None:
+        super().close()
+        servers().stop(self._connection.address)
+
+
+FACTORIES = [local, shared_memory, reverb]

@@ -9,7 +9,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.types import Sequence, Transition, global_env_ids
-from tests.replay.factories import FACTORIES
+from tests.replay.factories import FACTORIES, reverb
 from tests.replay.streams import Stream, Twin, assert_batch_matches, fake_agent, first_ids
 
 ITEMS = [
@@ -27,11 +27,17 @@ SCENES = ["lockstep", "subsets", "broken fragments", "two writers", "reclaimed r
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
 def make(request: pytest.FixtureRequest) -> Any:
     made = []
+    params = request.node.callspec.params
+    # The buffer in memory, which completes Reverb's items, goes through every scene. A server for each takes a minute.
+    scenes = request.param is reverb and "scene" in params
+    if scenes and (ITEMS.index(params["item"]) + SCENES.index(params["scene"])) % 3:
+        pytest.skip("every third item and scene will do for Reverb")
 
     def build(*args: Any, seed: int = 0, writers: int = 1, **kwargs: Any) -> Any:
         made.append(request.param(fake_agent(*args, **kwargs), seed=seed, writers=writers))
         return made[-1]
 
+    build.is_reverb = request.param is reverb
     yield build
     for buffer in made:
         buffer.close()
@@ -102,7 +108,7 @@ def test_a_queue_gives_each_item_once_and_in_order(make: Any, item: Any, scene: 
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("item", ITEMS, ids=str)
 def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, kind: str) -> None:
-    capacity = 96
+    capacity, num_envs = 96, 6
     buffer, twin = make(kind, item, 4, capacity, writers=writers(scene)), Twin(item)
     sampled = 0
     for t in play(scene, buffer, twin, 140):
@@ -118,10 +124,17 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
     assert stats["added"] == stats["items"] + stats["evicted"] + (sampled if kind == "queue" else 0)
     assert stats["evicted"] > 0
     if kind != "queue":
-        drawn = {first for _ in range(200) for first in first_ids(buffer.sample()).tolist()}
-        # A buffer may divide its capacity among its writers.
-        newest = {first for seen in twin.seen.values() for first in seen[-capacity // writers(scene) :]}
-        must_stay = {first for first in newest & twin.items.keys() if first >= Stream.next_id - capacity}
+        drawn: set[int] = set()
+        for _ in range(2000):  # 200 will do, but where no seed decides
+            drawn.update(first_ids(buffer.sample()).tolist())
+            if len(drawn) == stats["items"]:
+                break
+        if make.is_reverb:  # counts items, which leave in the order in which they were completed, but those of one call
+            at_once = num_envs * getattr(item, "n_step", 1)
+            must_stay = set(list(twin.items)[len(twin.items) - max(0, stats["items"] - at_once) :])
+        else:  # a buffer may divide its capacity among its writers
+            newest = {first for seen in twin.seen.values() for first in seen[-capacity // writers(scene) :]}
+            must_stay = {first for first in newest & twin.items.keys() if first >= Stream.next_id - capacity}
         assert must_stay <= drawn
         assert len(drawn) == stats["items"]
 
@@ -215,6 +228,8 @@ def test_priorities_that_are_none_are_refused(make: Any, wrong: list[float]) -> 
 
 
 def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
+    if make.is_reverb:
+        pytest.skip("a Reverb server takes no seed")
     first, second, other = (make("uniform", Transition(1), 16, 1000, seed=seed) for seed in (1, 1, 2))
     stream = Stream(4)
     for buffer in (first, second, other):

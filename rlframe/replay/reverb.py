@@ -1,0 +1,339 @@
+"""The replay buffer behind a Reverb server: for actors and learners on any number of machines.
+
+Reverb: A Framework For Experience Replay (Cassirer et al. 2021), https://arxiv.org/abs/2102.04736
+
+A writer completes its items in its own process, exactly as the buffer in memory does, and sends them when they are
+complete. A uniform or prioritised replay holds each item by itself, so that the server's own selectors draw it. A queue
+may hold blocks of items (`tables(block=)`): whole unrolls `[B, T, ...]` at once, and a hundred times as many steps per
+second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError, override
+from rlframe.replay.dataset import Dataset
+from rlframe.replay.prioritised import LOWEST, check_priorities
+from rlframe.replay.reverb_connection import Connection, Inserter
+from rlframe.replay.reverb_items import Assembler, Drawn, Remembered
+from rlframe.replay.reverb_registry import Registry
+from rlframe.replay.reverb_stream import Stream
+from rlframe.replay.reverb_tables import HIGHEST, REPLAY, Tables, block_size, default_run_ahead, inserted, may_sample
+from rlframe.replay.rows import ItemRows
+from rlframe.types import AgentSpecs, Batch, Step, split_env_ids
+
+_LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
+_DRAW_SECONDS = 2.0  # for what the server said it has; another reader may have been quicker
+
+
+class ReverbReplayBuffer(BaseReplayBuffer):
+    """One process's side of a replay that a Reverb server holds. Pickles as the server's address.
+
+    `add` returns once the server has the items; where the server holds them back (a full queue, or samples that are
+    behind `samples_per_insert`), it waits for up to `patience` seconds. `sample` never waits for items.
+
+    A server that is gone is waited for, for `timeout` seconds; one that comes back at the same address is used again.
+    What it has then is what its checkpointer restored, and what its writers had not seen confirmed.
+
+    Args:
+        agent: an Agent (anything with `replay_spec` and `step_spec`), as the server's tables were made from.
+        server: a `reverb.Client`, or "host:port".
+        timeout: seconds that a server which does not answer is waited for.
+        patience: seconds that `add` waits for a server which holds it back.
+
+    Raises (every method that asks the server):
+        PeerError: it did not answer in time.
+        UsageError: its tables are those of another agent.
+    """
+
+    def __init__(self, agent: Any, server: Any, *, timeout: float = 120.0, patience: float = 600.0) -> None:
+        self.spec = agent.replay_spec
+        self._agent = AgentSpecs(agent.replay_spec, agent.step_spec)
+        self._rows = ItemRows(self._agent)
+        address = server if isinstance(server, str) else server.server_address
+        self._options: dict[str, Any] = {"timeout": timeout, "patience": patience}
+        self._connection = Connection(address, timeout)
+        self._registry = Registry(self._connection, timeout)
+        self._block = 0  # items per row of the table; 0 before the server was asked
+        self._write_lock, self._read_lock = threading.RLock(), threading.RLock()
+        self._inserter: Inserter | None = None
+        self._claimed: dict[int, int] = {}  # rank -> its incarnation here
+        self._assemblers: dict[int, Assembler] = {}
+        self._steps = self._dropped = 0
+        self._looked = 0.0
+        self._drawn = Drawn(self._rows, queue=self.spec.kind == "queue")
+        self._remembered = Remembered()
+        self._datasets: list[Dataset] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self._agent, self._connection.address, self._options)
+
+    @staticmethod
+    def tables(
+        agent: Any,
+        *,
+        block: int = 1,
+        when_full: Literal["wait", "drop"] = "wait",
+        run_ahead: int | None = None,
+        **overrides: Any,
+    ) -> Tables:
+        """The tables of a server for what `agent` learns from: `lp.ReverbNode(ReverbReplayBuffer.tables(agent))`.
+
+        Args:
+            agent: an Agent (anything with `replay_spec` and `step_spec`).
+            block: of a queue, items that are sent, held and drawn as one; each writer's `num_envs` is a multiple of it.
+                Right where all of an actor's environments complete their unrolls with the same step.
+            when_full: whether writers "wait" for the reader of a full queue, or "drop" the oldest items.
+            run_ahead: items that may be added before as many samples were drawn as `samples_per_insert` says.
+            overrides: fields of `ReplaySpec` to change.
+
+        Returns:
+            A callable that gives a list of `reverb.Table`, as `lp.ReverbNode` expects. It can be iterated over as well:
+            `reverb.Server(tables, port)`.
+        """
+        spec = override(agent.replay_spec, overrides)
+        ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
+        return Tables(AgentSpecs(spec, agent.step_spec), block, when_full, ahead)
+
+    # --- writing
+
+    def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
+        self._connect()
+        with self._write_lock:
+            rank, incarnation = self._registry.claim(rank)
+            self._claimed[rank] = incarnation
+            self._assemblers.pop(rank, None)
+            if num_envs is not None:
+                self.open_segment(rank, num_envs)
+            return rank, incarnation
+
+    def open_segment(self, rank: int, num_envs: int) -> None:
+        if num_envs < 1:
+            raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
+        block = self._connect()
+        if num_envs % block:
+            raise UsageError(
+                f"The queue at {self._connection.address} holds blocks of {block} items, which a writer of {num_envs} "
+                f"environments cannot fill. Make its tables with a block that divides {num_envs}."
+            )
+        with self._write_lock:
+            incarnation = self._claimed[rank]
+            self._assemblers[rank] = Assembler(self._agent, rank, incarnation, num_envs)
+            if self.spec.batch_size is None:
+                self._registry.open(rank, incarnation, num_envs)
+
+    def add(self, env_ids: np.ndarray, step: Step) -> None:
+        with self._write_lock:
+            if self._connection.closed.is_set():
+                raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
+            assembler = self._find(env_ids)
+            batch = assembler.add(env_ids, step)
+            self._steps += len(env_ids)
+            if batch is None:
+                return
+            before, priority = 0, 1.0
+            if self.spec.kind == "prioritised":
+                info = self._connection.info("add")
+                before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
+            # Numbers follow the order in which a prioritised table got its items, so that they tell which have left.
+            batch = assembler.number(batch, at_least=before)
+            if self._inserter is None:
+                self._inserter = Inserter(self._connection, REPLAY, self._options["patience"])
+            rows = self._rows.pack(batch)
+            if rest := -len(rows) % self._block:
+                rows = np.concatenate([rows, self._rows.padding(rest)])
+            self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority)
+            if time.monotonic() - self._looked > _LOOK_EVERY:
+                self._looked = time.monotonic()
+                self._registry.watch(self._connection.info("add"))
+
+    def _find(self, env_ids: np.ndarray) -> Assembler:
+        rank = int(split_env_ids(env_ids[:1])[0][0]) if len(env_ids) else -1
+        if rank not in self._assemblers:
+            claimed = ", ".join(f"{r} ({it.num_envs} environments)" for r, it in self._assemblers.items()) or "none"
+            raise UsageError(
+                f"add() got the env_ids {env_ids!r}; they must be of one claimed rank. Claimed: {claimed}. "
+                "Call claim_rank(num_envs) first and use rlframe.types.global_env_ids(rank, indices)."
+            )
+        return self._assemblers[rank]
+
+    # --- reading
+
+    def sample(self) -> Batch | None:
+        """Draws a batch, or returns None while the server has too little or is ahead of `samples_per_insert`.
+
+        Draws are the server's, so no seed repeats them. `probabilities` are those at the time of each draw.
+        """
+        if self._connection.closed.is_set():
+            return None
+        self._connect()
+        with self._read_lock:
+            table = self._connection.info("sample")[REPLAY]
+            count = self.batch_size()
+            if self.spec.kind == "queue":
+                self._draw_queue(count, table.current_size)
+            elif self.missing(count) > 0 and may_sample(table, count):
+                self.keep(self._connection.draw(REPLAY, self.missing(count), _DRAW_SECONDS))
+            return self.take(count) if count and self.missing(count) <= 0 else None
+
+    def _draw_queue(self, count: int, left: int) -> None:
+        # What is missing is taken even if too little is there: a writer that has yet to add the rest must not be held
+        # up by a full queue.
+        while left > 0 and (missing := self.missing(count)) > 0:
+            drawn = self._connection.draw(REPLAY, min(missing, left), _DRAW_SECONDS)
+            self.keep(drawn)
+            left = left - len(drawn) if drawn else 0
+
+    def batch_size(self) -> int:
+        """Items of a batch; 0 where it is one of each environment, and there are none yet."""
+        return self.spec.batch_size if self.spec.batch_size is not None else self._registry.num_envs()
+
+    def missing(self, count: int) -> int:
+        """How many of the server's items (blocks, in a queue of these) must be drawn for a batch of `count`."""
+        least = max(count, self.spec.min_size) if self.spec.kind == "queue" else count
+        return -(-(least - self._drawn.size) // self._block)
+
+    def keep(self, drawn: list[Any]) -> None:
+        """Notes what was drawn, for `take`."""
+        with self._read_lock:
+            self._drawn.put(drawn)
+
+    def take(self, count: int) -> Batch:
+        """Returns a batch of items that were drawn; see `missing`."""
+        with self._read_lock:
+            rows, probabilities, server_keys = self._drawn.take(count)
+            batch = self._rows.unpack(rows, probabilities)
+            if self.spec.kind == "prioritised":
+                self._remembered.put(batch.keys, server_keys)
+            return batch
+
+    def make_dataset(self, prefetch: int = 2, timeout: float = 600.0) -> Dataset:
+        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead, beside Reverb itself.
+
+        What was drawn ahead from a queue, and not read, goes with the dataset. Each `next` waits at most `timeout`
+        seconds for its batch. Close the dataset (or the buffer) to end it; any thread may.
+        """
+        self._connect()
+        dataset = Stream(self, self._connection, prefetch, timeout)
+        self._datasets.append(dataset)
+        return dataset
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        """Sets the priorities ([B], not negative) of the items `keys` ([B, 3]) that this process drew.
+
+        Priorities of items that are gone are dropped. They are counted exactly where one process writes; where several
+        do, an item whose turn to leave had nearly come may be counted wrongly.
+        """
+        if self.spec.kind != "prioritised":
+            raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+        keys, priorities = np.asarray(keys), check_priorities(priorities, len(keys))
+        info = self._connection.info("update_priorities")
+        floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items leave in the order in which they came
+        with self._read_lock:
+            server_keys = self._remembered.find(keys, floor)
+            self._dropped += server_keys.count(None)
+        values = np.maximum(priorities, LOWEST).tolist()
+        updates = {key: value for key, value in zip(server_keys, values) if key is not None}
+        if updates:
+            self._connection.set_priorities(REPLAY, updates)
+            self._registry.raise_highest(max(updates.values()), inserted(info[HIGHEST]))
+
+    # --- about the server
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._connection.closed.is_set()
+
+    @property
+    def size(self) -> int:
+        block = self._connect()
+        return self._connection.info("size")[REPLAY].current_size * block + self._drawn.size
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the server, over all writers and readers; `steps` and `dropped_priorities` are this process's.
+
+        In a queue of blocks, those that were not full count as full. `bytes` is before Reverb's compression.
+        """
+        block = self._connect()
+        table, waiting = self._connection.info("stats")[REPLAY], self._drawn.size
+        added, size = inserted(table), table.current_size
+        sampled = table.rate_limiter_info.sample_stats.completed
+        evicted = added - size - (sampled if self.spec.kind == "queue" else 0)
+        return {
+            "items": size * block + waiting,
+            "steps": self._steps,
+            "added": added * block,
+            "sampled": sampled * block - waiting,
+            "evicted": evicted * block,
+            "evicted_unsampled": evicted * block if self.spec.kind == "queue" else 0,
+            "dropped_priorities": self._dropped,
+            "bytes": size * block * self._rows.nbytes,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Has the server write a checkpoint (its checkpointer says where), and notes in the file `path` which.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._connect()
+        before = inserted(self._connection.info("checkpoint")[REPLAY])
+        try:
+            saved = self._connection.checkpoint()
+            temporary = Path(path).with_name(f"{Path(path).name}.tmp-{os.getpid()}")
+            temporary.write_text(json.dumps({"checkpoint": saved, "inserted": before}))
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"The replay at {self._connection.address} could not be saved: {error}.") from error
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Makes sure that the server holds what it held when `save` was called, or went on from there.
+
+        A Reverb server reads its latest checkpoint when it starts, and at no other time.
+
+        Raises:
+            CheckpointError: it did not, or the file cannot be read.
+        """
+        try:
+            saved = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is missing or damaged: {error}.") from error
+        self._connect()
+        there = inserted(self._connection.info("restore")[REPLAY])
+        if there < saved["inserted"]:
+            raise CheckpointError(
+                f"The Reverb server at {self._connection.address} was given {there} items, but {saved['inserted']} "
+                f"when {path} was saved: it has not read its checkpoint {saved['checkpoint']}. Start it with "
+                "checkpoint_ctor=lambda: reverb.checkpointers.DefaultCheckpointer(the directory of that)."
+            )
+
+    def close(self) -> None:
+        """Ends the datasets and every call that waits. The server goes on."""
+        self._connection.closed.set()
+        for dataset in self._datasets:
+            dataset.close()
+        self._datasets.clear()
+        with self._write_lock:
+            if self._inserter is not None:
+                self._inserter.close()
+
+    def _connect(self) -> int:
+        """Returns how many items a block holds. Raises where the server's tables are none of this agent's."""
+        if self._block:
+            return self._block
+        self._block = block_size(self._connection.signature(REPLAY), self._rows, self._connection.address)
+        return self._block
+
+
+def _open(agent: AgentSpecs, address: str, options: dict[str, Any]) -> ReverbReplayBuffer:
+    return ReverbReplayBuffer(agent, address, **options)

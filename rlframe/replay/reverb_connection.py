@@ -1,0 +1,247 @@
+"""A Reverb server as its clients see it. Every call has a deadline; one that is not answered is tried again.
+
+This is the only file that imports Reverb and TensorFlow, when the first server or client is made. It talks to Reverb's
+own layer below `reverb.Client`, where a sampler can be closed while somebody waits for it, and an item costs half.
+What blocks there without a deadline of its own (drawing, setting priorities) runs in a thread that can be left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import PeerError, UsageError
+from rlframe.replay.base import ReplayClosedError
+
+_ATTEMPT = 1  # seconds that one look at the server may take
+_PAUSE = 0.1  # seconds between two
+_SLICE_MS = 500  # how long is waited for a confirmation before looking around
+_UNCONFIRMED = 32  # items on their way at once; from 50 on, Reverb warns
+
+
+@functools.cache
+def load() -> tuple[Any, Any]:
+    """Returns the modules (reverb, tensorflow)."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import reverb
+        import tensorflow
+    except ImportError as error:
+        raise UsageError(
+            f"A Reverb replay needs dm-reverb and TensorFlow, which are not here ({error}). They have wheels for "
+            "Python 3.10: install rlframe[reverb] there, or use ReplayBuffer or shared memory on one machine."
+        ) from error
+    return reverb, tensorflow
+
+
+class Connection:
+    """A server's address, and calls to it. Any thread may use it.
+
+    Args:
+        address: "host:port".
+        timeout: seconds after which a server that does not answer is an error; a restart takes about ten.
+    """
+
+    def __init__(self, address: str, timeout: float) -> None:
+        self.address, self.timeout = address, timeout
+        self.closed = threading.Event()
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    @property
+    def client(self) -> Any:
+        """Reverb's own client, made at the first call: a constructor must not wait for TensorFlow."""
+        with self._lock:
+            if self._made is None:
+                self._made = load()[0].pybind.Client(self.address)
+            return self._made
+
+    def info(self, call: str) -> dict[str, Any]:
+        """Returns what the server says of each table, a `TableInfo` message.
+
+        Raises:
+            PeerError: it did not answer within the timeout.
+        """
+        began = time.monotonic()
+        while True:
+            answer = self.look()
+            if answer is not None:
+                return answer
+            self._again(call, began)
+
+    def look(self) -> dict[str, Any] | None:
+        """Like `info`, but asks once, and returns None where there is no answer within a second."""
+        client = self.client
+        from reverb.cc import schema_pb2
+
+        try:
+            answers = client.ServerInfo(_ATTEMPT)
+        except RuntimeError:
+            return None
+        infos = (schema_pb2.TableInfo.FromString(answer) for answer in answers)
+        return {info.name: info for info in infos}
+
+    def signature(self, table: str) -> Any:
+        """The only `TensorSpec` of a table's signature, or None where there is no such table."""
+        answers = self.info("server_info")
+        if table not in answers:
+            return None
+        info = load()[0].reverb_types.TableInfo.from_serialized_proto(answers[table].SerializeToString())
+        return next(iter(info.signature.values())) if info.signature else None
+
+    def draw(self, table: str, count: int, seconds: float) -> list[list[np.ndarray]]:
+        """Draws up to `count` items: as many as come within `seconds`.
+
+        Returns:
+            For each [key uint64, probability, size of the table, priority, *columns].
+        """
+        drawn: list[list[np.ndarray]] = []
+        samplers: list[Any] = []
+
+        def run() -> None:
+            samplers.append(self.client.NewSampler(table, count, count))
+            for _ in range(count):
+                drawn.append(samplers[0].GetNextTrajectory())
+
+        try:
+            _within(seconds, run)
+        except RuntimeError:
+            if self.look() is not None:
+                raise
+        for sampler in samplers:
+            sampler.Close()  # ends the waiting of a thread that is left behind
+        return list(drawn)
+
+    def sampler(self, table: str, ahead: int) -> Any:
+        """Returns a Reverb sampler without end that draws up to `ahead` items before they are asked for."""
+        self.info("sample")  # it would wait without a deadline for a server that is not there
+        return self.client.NewSampler(table, -1, ahead)
+
+    def set_priorities(self, table: str, priorities: dict[int, float]) -> None:
+        """Sets the priorities of items by their keys; those that are gone are ignored."""
+        self.call("update_priorities", lambda: self.client.MutatePriorities(table, list(priorities.items()), []))
+
+    def checkpoint(self) -> str:
+        """Has the server save itself, and returns the path on its machine."""
+        return self.call("checkpoint", lambda: self.client.Checkpoint())
+
+    def call(self, name: str, function: Callable[[], Any]) -> Any:
+        """Runs a call that has no deadline of its own; repeats it while the server cannot be reached."""
+        began, result = time.monotonic(), []
+        while True:
+            self.info(name)
+            try:
+                if _within(self.timeout, lambda: result.append(function())):
+                    return result[0]
+            except RuntimeError as error:
+                if not _unreachable(error):
+                    raise
+            self._again(name, began)
+
+    def within_timeout(self, function: Callable[[], Any]) -> bool:
+        """Runs what waits for the server without a deadline. Returns whether it ended within the timeout."""
+        return _within(self.timeout, function)
+
+    def silent(self, call: str, waited: float) -> PeerError:
+        """The error for a server that did not answer `call` for `waited` seconds."""
+        return PeerError(
+            f"The Reverb server at {self.address} did not answer {call} for {waited:.0f} s. "
+            "Look at that node's output: it may have failed, hang, or listen at another address."
+        )
+
+    def _again(self, call: str, began: float) -> None:
+        """Pauses before the next attempt. Raises where the time is up."""
+        waited = time.monotonic() - began
+        if waited >= self.timeout:
+            raise self.silent(call, waited)
+        if self.closed.wait(_PAUSE):
+            raise ReplayClosedError(f"The replay buffer was closed while {call} waited for {self.address}.")
+
+
+class Inserter:
+    """Puts items of one array each into a table, and returns once the server has them.
+
+    Args:
+        connection: the server.
+        table: the table's name.
+        patience: seconds after which a server that answers, but holds the items back, is an error.
+    """
+
+    def __init__(self, connection: Connection, table: str, patience: float) -> None:
+        self._connection, self._table, self._patience = connection, table, patience
+        pybind = load()[0].pybind
+        self._writer = connection.client.NewTrajectoryWriter(pybind.ConstantChunkerOptions(1, 1), None)
+        # A writer that is dropped unclosed waits in its destructor, without end, for a server that is gone.
+        self.close = weakref.finalize(self, self._writer.Close)
+
+    def insert(self, arrays: Any, priority: float = 1.0) -> None:
+        """Inserts items. `arrays`: of the shape and dtype of the table's signature.
+
+        Raises:
+            PeerError: the server did not take them in time.
+            ReplayClosedError: the buffer was closed meanwhile.
+        """
+        for i, array in enumerate(arrays):
+            self._writer.CreateItem(self._table, priority, [self._writer.Append([array])], [True])
+            if i % _UNCONFIRMED == _UNCONFIRMED - 1:
+                self._flush(_UNCONFIRMED // 2)
+        self._flush(0)
+
+    def _flush(self, left: int) -> None:
+        began = reached = time.monotonic()
+        while not self._confirmed(left):
+            now = time.monotonic()
+            if self._connection.closed.is_set():
+                raise ReplayClosedError(f"The replay buffer was closed while add waited {now - began:.1f} s.")
+            if self._connection.look() is None:
+                if now - reached >= self._connection.timeout:
+                    raise self._connection.silent("add", now - reached)
+                continue
+            reached = now
+            if now - began >= self._patience:
+                raise PeerError(
+                    f"The Reverb server at {self._connection.address} has held add back for {now - began:.0f} s: its "
+                    f"table {self._table!r} is full, or was sampled less than samples_per_insert says. Is its learner "
+                    "running? A thread that both adds and samples needs a larger capacity or run_ahead."
+                )
+
+    def _confirmed(self, left: int) -> bool:
+        try:
+            self._writer.Flush(left, _SLICE_MS)
+        except RuntimeError as error:
+            if "Timeout exceeded" not in str(error):
+                raise PeerError(
+                    f"The Reverb server at {self._connection.address} refused what was added to its table "
+                    f"{self._table!r}: {error}."
+                ) from error
+            return False
+        return True
+
+
+def _within(seconds: float, function: Callable[[], Any]) -> bool:
+    """Runs `function` in a thread for up to `seconds`, and returns whether it ended. Raises what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="rlframe reverb call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    return not thread.is_alive()
+
+
+def _unreachable(error: Exception) -> bool:
+    return any(text in str(error) for text in ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset"))

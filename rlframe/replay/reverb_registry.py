@@ -1,0 +1,177 @@
+"""Who writes to a Reverb server, agreed on by means of the server alone.
+
+Reverb has no compare-and-swap, so ranks are claimed in a log that only grows (the table of claims). A writer appends
+its claim and then reads the whole log: it has the rank where no other claim to it stands. Of two that claim the same at
+once, at least one sees the other, since both write before they read; who sees another withdraws, and tries again after
+a random pause. So no two ever hold the same (rank, incarnation), however many processes start together, and whichever
+of them dies in between.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import PeerError
+from rlframe.replay.reverb_connection import Connection, Inserter
+from rlframe.replay.reverb_tables import CLAIM_FIELDS, CLAIMS, HIGHEST, inserted
+
+# The last two numbers of an entry (rank, incarnation, token, what, environments).
+_CLAIMED, _WITHDRAWN, _OPENED = 0, 1, 2
+_READ_AHEAD = 64
+
+
+class Registry:
+    """Ranks, how many environments each has, and the highest priority so far.
+
+    Args:
+        connection: the server.
+        patience: seconds after which a claim that does not succeed is an error.
+    """
+
+    def __init__(self, connection: Connection, patience: float) -> None:
+        self._connection, self._patience = connection, patience
+        self._random = random.Random()  # tokens must differ between processes, whatever their seeds
+        self._lock = threading.RLock()
+        self._mine: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
+        self._counters: list[int] = []
+        self._envs = (-1, 0)  # (entries that had been written, environments of all writers)
+        self._highest = (-1, 1.0)  # (values that had been written, the last one)
+
+    def claim(self, rank: int | None) -> tuple[int, int]:
+        """Returns the (rank, incarnation) that nobody but the caller holds."""
+        began, pause = time.monotonic(), 0.05
+        with self._lock:
+            while True:
+                claims = self._claims()
+                if rank is None:
+                    held = {r for (r, _), tokens in claims.items() if tokens}
+                    chosen = next(r for r in range(len(held) + 1) if r not in held), 0
+                else:
+                    chosen = rank, 1 + max((i for r, i in claims if r == rank), default=-1)
+                token = self._random.getrandbits(62)
+                self._append([*chosen, token, _CLAIMED, 0])
+                if self._claims()[chosen] == {token}:
+                    self._mine[chosen] = [[*chosen, token, _CLAIMED, 0]]
+                    return chosen
+                self._append([*chosen, token, _WITHDRAWN, 0])
+                if time.monotonic() - began > self._patience:
+                    raise PeerError(
+                        f"No rank could be claimed at {self._connection.address} for {self._patience:g} s: "
+                        "others claimed the same again and again. Give the actors their ranks."
+                    )
+                time.sleep(self._random.uniform(0.0, pause))
+                pause = min(2 * pause, 2.0)
+
+    def open(self, rank: int, incarnation: int, num_envs: int) -> None:
+        """Notes how many environments a writer has."""
+        with self._lock:
+            entry = [rank, incarnation, 0, _OPENED, num_envs]
+            self._mine[rank, incarnation].append(entry)
+            self._append(entry)
+
+    def watch(self, tables: dict[str, Any]) -> None:
+        """Writes again what the server has forgotten, where its counters say that it has lost something.
+
+        Args:
+            tables: what the server says of them now.
+
+        Raises:
+            PeerError: another writer has claimed a rank of this process meanwhile.
+        """
+        counters = [inserted(table) for _, table in sorted(tables.items())]
+        with self._lock:
+            lost = any(now < before for now, before in zip(counters, self._counters))
+            self._counters = counters
+            if lost:
+                self._claim_again()
+
+    def _claim_again(self) -> None:
+        there = {tuple(entry) for entry in self._read()}
+        for (rank, incarnation), entries in self._mine.items():
+            for entry in entries:
+                if tuple(entry) not in there:
+                    self._append(entry)
+            if self._claims()[rank, incarnation] != {entries[0][2]}:
+                raise PeerError(
+                    f"The Reverb server at {self._connection.address} came back without its claims, and another writer "
+                    f"has claimed rank {rank} (incarnation {incarnation}) since. Restart this actor, and give the "
+                    "server a checkpointer."
+                )
+
+    def num_envs(self) -> int:
+        """Environments of all writers, of each rank's latest incarnation; as last known where nobody answers."""
+        tables = self._connection.look()
+        with self._lock:
+            written = inserted(tables[CLAIMS]) if tables else self._envs[0]
+            if self._envs[0] != written:
+                latest: dict[int, tuple[int, int]] = {}
+                for rank, incarnation, _, what, count in self._read():
+                    if what == _OPENED:
+                        latest[rank] = max(latest.get(rank, (-1, 0)), (incarnation, count))
+                self._envs = written, sum(count for _, count in latest.values())
+            return self._envs[1]
+
+    def highest(self, written: int) -> float:
+        """The highest priority so far, 1 at first. `written`: how many were ever inserted, as the server says."""
+        with self._lock:
+            if written and self._highest[0] != written:
+                for _, _, _, _, value in self._connection.draw(HIGHEST, 1, self._connection.timeout):
+                    self._highest = written, float(value[0])
+            return self._highest[1]
+
+    def raise_highest(self, priority: float, written: int) -> None:
+        """Makes `priority` the highest so far, where it is."""
+        with self._lock:
+            if priority > self.highest(written):
+                self._insert(HIGHEST, np.array([priority], np.float64))
+
+    def _claims(self) -> dict[tuple[int, int], set[int]]:
+        """(rank, incarnation) -> the tokens of the claims to it that stand; empty where all were withdrawn."""
+        claims: dict[tuple[int, int], set[int]] = {}
+        withdrawn = set()
+        for rank, incarnation, token, what, _ in self._read():
+            if what == _CLAIMED:
+                claims.setdefault((rank, incarnation), set()).add(token)
+            elif what == _WITHDRAWN:
+                withdrawn.add(token)
+        return {key: tokens - withdrawn for key, tokens in claims.items()}
+
+    def _read(self) -> list[list[int]]:
+        """All entries that were in the log when this was called, and maybe later ones.
+
+        A table can only be sampled: so entries are drawn until as many different ones came as there are. Since none
+        ever leaves, these are all.
+        """
+        if not self._connection.info("claim_rank")[CLAIMS].current_size:
+            return []
+        seen: dict[int, list[int]] = {}
+        sampler = self._connection.sampler(CLAIMS, _READ_AHEAD)
+
+        def run() -> None:
+            size = -1
+            while len(seen) != size:
+                key, _, size, _, entry = sampler.GetNextTrajectory()
+                seen[int(key)] = entry.tolist()
+
+        try:
+            if not self._connection.within_timeout(run):
+                raise self._connection.silent("claim_rank", self._connection.timeout)
+        finally:
+            sampler.Close()
+        return list(seen.values())
+
+    def _append(self, entry: list[int]) -> None:
+        assert len(entry) == CLAIM_FIELDS
+        self._insert(CLAIMS, np.array(entry, np.int64))
+
+    def _insert(self, table: str, array: np.ndarray) -> None:
+        inserter = Inserter(self._connection, table, self._patience)
+        try:
+            inserter.insert([array])
+        finally:
+            inserter.close()

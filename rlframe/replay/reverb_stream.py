@@ -1,0 +1,79 @@
+"""Batches drawn ahead from a Reverb server, by a sampler that never stops."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlframe.replay.dataset import WAKE, Dataset
+from rlframe.replay.reverb_connection import Connection
+from rlframe.replay.reverb_tables import REPLAY
+from rlframe.types import Batch
+
+_LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
+_LEAST_AHEAD = 32  # items; below that, round trips decide how fast they come
+
+
+class Stream(Dataset):
+    """Like `Dataset`. The buffer must have `batch_size`, `missing`, `keep` and `take`."""
+
+    def __init__(self, buffer: Any, connection: Connection, prefetch: int, timeout: float) -> None:
+        self._connection = connection
+        self._sampler: Any = None
+        self._looked = time.monotonic()
+        self._gone_since: float | None = None
+        super().__init__(buffer, prefetch, timeout)
+
+    def _draw(self) -> Batch | None:
+        # A sampler waits, without a deadline, for a server that is not there: so ask first.
+        if self._sampler is None and self._connection.look() is None:
+            return None
+        count = self._buffer.batch_size()
+        if not count:
+            self._stop.wait(WAKE)
+            return None
+        if self._sampler is None:
+            # What is drawn ahead of a queue nobody else can draw, and in any replay it gets older.
+            blocks = self._buffer.missing(count) + 1
+            ahead = blocks if self._buffer.spec.kind == "queue" else max(blocks, _LEAST_AHEAD)
+            self._sampler = self._connection.sampler(REPLAY, ahead)
+        while (missing := self._buffer.missing(count)) > 0:
+            if not self._collect(missing):
+                return None
+        return self._buffer.take(count)
+
+    def _collect(self, missing: int) -> bool:
+        """Waits for `missing` more draws, and returns whether all came."""
+        if self._stop.is_set():  # maybe before there was a sampler to close
+            return False
+        drawn: list[Any] = []
+        try:
+            draw = self._sampler.GetNextTrajectory  # raises when the sampler is closed
+            for _ in range(missing):
+                drawn.append(draw())
+        except RuntimeError:
+            if self._stop.is_set():
+                return False
+            sampler, self._sampler = self._sampler, None
+            sampler.Close()
+            if self._connection.look() is not None:
+                raise
+        finally:
+            self._buffer.keep(drawn)
+        return len(drawn) == missing
+
+    def _check(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < _LOOK_EVERY:
+            return
+        self._looked = now
+        if self._connection.look() is not None:
+            self._gone_since = None
+            return
+        self._gone_since = self._gone_since or now
+        if now - self._gone_since >= self._connection.timeout:
+            raise self._connection.silent("sample", now - self._gone_since)
+
+    def _interrupt(self) -> None:
+        if self._sampler is not None:
+            self._sampler.Close()

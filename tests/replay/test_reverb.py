@@ -1,0 +1,450 @@
+"""A Reverb server, and what happens to it: restarts, silence, back-pressure, several writers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.actors import Actor
+from rlframe.envs import SyncEnv
+from rlframe.errors import CheckpointError, PeerError, UsageError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.replay import ReplayClosedError
+from rlframe.replay.reverb import ReverbReplayBuffer
+from rlframe.types import Sequence, Transition
+from tests.fakes import CountingEnv, FixedParams, counting_agent
+from tests.replay.factories import servers
+from tests.replay.serve import Servers
+from tests.replay.streams import STEP_SPEC, Stream, Twin, assert_batch_matches, fake_agent, first_ids
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serves tables and returns the address; the server ends with the test."""
+    started: list[str] = []
+
+    def start(tables: Any) -> str:
+        started.append(servers().start(tables))
+        return started[-1]
+
+    yield start
+    for address in started:
+        servers().stop(address)
+
+
+@pytest.fixture
+def own_process() -> Iterator[Callable[[], Servers]]:
+    """Makes processes that a test may kill."""
+    made: list[Servers] = []
+
+    def make() -> Servers:
+        made.append(Servers())
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.process.kill()
+        process.close()
+
+
+@contextlib.contextmanager
+def buffer_of(agent: Any, address: str, **options: Any) -> Iterator[ReverbReplayBuffer]:
+    buffer = ReverbReplayBuffer(agent, address, **options)
+    try:
+        yield buffer
+    finally:
+        began = time.monotonic()
+        buffer.close()
+        assert time.monotonic() - began < 5.0
+
+
+def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Runs `function`; its result, or what it raised, is in the list once the thread has ended."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+# --- a server that goes and comes back
+
+
+def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_process: Any, tmp_path: Path) -> None:
+    agent, stream, twin = fake_agent("uniform", Transition(1), 8, 1000), Stream(4, end=0.0), Twin(Transition(1))
+    tables, first = ReverbReplayBuffer.tables(agent), own_process()
+    address = first.start(tables, checkpoints=tmp_path / "server")
+    port = int(address.rpartition(":")[2])
+    with buffer_of(agent, address, timeout=60.0) as buffer:
+        assert buffer.claim_rank(4) == (0, 0)
+        twin.claim_rank(4, 0)
+
+        def step() -> None:
+            ids, step = stream.step()
+            twin.add(ids, step)
+            buffer.add(ids, step)
+
+        for _ in range(5):
+            step()
+        buffer.save(tmp_path / "replay")
+        dataset = buffer.make_dataset()
+        assert_batch_matches(next(dataset), twin)
+        first.kill()
+        adding, _ = in_thread(step)  # waits for the server
+        second = own_process()
+        second.start(tables, port, tmp_path / "server")
+        adding.join(timeout=60.0)
+        assert not adding.is_alive()
+        buffer.restore(tmp_path / "replay")
+        assert buffer.size == buffer.stats()["added"] == 24
+        while len({first for _ in range(20) for first in first_ids(buffer.sample()).tolist()}) < 24:
+            pass
+        assert_batch_matches(buffer.sample(), twin)
+        for _ in range(20):  # the sampler that lived through it goes on
+            assert_batch_matches(next(dataset), twin)
+        assert buffer.claim_rank(4) == (1, 0)  # ranks are in the checkpoint
+        dataset.close()
+
+
+def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: Path) -> None:
+    agent, stream = fake_agent("uniform", Transition(1), 8, 1000), Stream(4, end=0.0)
+    tables, first = ReverbReplayBuffer.tables(agent), own_process()
+    address = first.start(tables)
+    with buffer_of(agent, address, timeout=60.0) as buffer, buffer_of(agent, address) as other:
+        buffer.claim_rank(4)
+        buffer.add(*stream.step())
+        buffer.save(tmp_path / "replay")
+        first.kill()
+        own_process().start(tables, int(address.rpartition(":")[2]))
+        with pytest.raises(CheckpointError, match="given 0 items, but 4"):
+            buffer.restore(tmp_path / "replay")
+        buffer.add(*stream.step())
+        assert other.claim_rank(4) == (1, 0)  # the writer that lived on has claimed its rank again
+
+
+@pytest.mark.parametrize("silent", ["accepts and says nothing", "nobody listens"])
+def test_a_server_that_never_answers_is_named(silent: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if silent == "nobody listens":
+            listener.close()
+        with buffer_of(fake_agent("uniform", Transition(1), 8, 1000), address, timeout=1.0) as buffer:
+            for call in (buffer.claim_rank, buffer.sample, lambda: buffer.size, buffer.make_dataset):
+                began = time.monotonic()
+                with pytest.raises(PeerError, match=rf"server at {address} did not answer \w+ for \d+ s"):
+                    call()
+                assert time.monotonic() - began < 5.0
+
+
+def test_a_server_that_dies_is_named_by_every_call(own_process: Any) -> None:
+    agent, stream = fake_agent("prioritised", Transition(1), 8, 1000), Stream(4, end=0.0)
+    process = own_process()
+    address = process.start(ReverbReplayBuffer.tables(agent))
+    with buffer_of(agent, address, timeout=0.5) as buffer:
+        buffer.claim_rank(4)
+        buffer.add(*stream.step())
+        keys, dataset = buffer.sample().keys, buffer.make_dataset()
+        next(dataset)
+        process.kill()
+        calls = {
+            "add": lambda: buffer.add(*stream.step()),
+            "sample": buffer.sample,
+            "update_priorities": lambda: buffer.update_priorities(keys, np.ones(8)),
+            "checkpoint": lambda: buffer.save("/nonexistent"),
+            "claim_rank": buffer.claim_rank,
+        }
+        for name, call in calls.items():
+            with pytest.raises(PeerError, match=f"did not answer {name}"):
+                call()
+        with pytest.raises(PeerError, match="did not answer sample"):
+            for _ in range(100):
+                next(dataset)
+
+
+# --- waiting, and being stopped
+
+
+def test_closing_ends_a_reader_that_waits(serve: Serve) -> None:
+    agent = fake_agent("uniform", Transition(1), 8, 1000)
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
+        assert buffer.sample() is None
+        dataset = buffer.make_dataset()
+        reading, result = in_thread(lambda: list(dataset))
+        wait_until(lambda: dataset._sampler is not None)
+        began = time.monotonic()
+        dataset.close()
+        reading.join(timeout=5.0)
+        assert result == [[]]
+        assert not dataset._thread.is_alive()
+        assert time.monotonic() - began < 2.0
+
+
+def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
+    agent, stream, twin = fake_agent("queue", Transition(1), 4, 8), Stream(4, end=0.0), Twin(Transition(1))
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent)), patience=1.0) as buffer:
+        buffer.claim_rank(4)
+        twin.claim_rank(4, 0)
+
+        def step() -> None:
+            ids, step = stream.step()
+            twin.add(ids, step)
+            buffer.add(ids, step)
+
+        for _ in range(2):
+            step()
+        with pytest.raises(PeerError, match="held add back.*'replay' is full"):
+            step()
+        seen = [first for _ in range(3) for first in first_ids(buffer.sample()).tolist()]
+        assert seen == list(twin.items)  # what was held back was not lost
+        for _ in range(2):
+            step()
+        adding, result = in_thread(step)
+        buffer.close()
+        adding.join(timeout=5.0)
+        assert isinstance(result[0], ReplayClosedError)
+
+
+def test_a_queue_that_is_smaller_than_a_batch_holds_nobody_up(serve: Serve) -> None:
+    agent, stream = fake_agent("queue", Transition(1), 12, 8), Stream(4, end=0.0)
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent)), patience=1.0) as buffer:
+        buffer.claim_rank(4)
+        for _ in range(2):
+            buffer.add(*stream.step())
+            assert buffer.sample() is None
+        buffer.add(*stream.step())
+        assert len(set(first_ids(buffer.sample()))) == 12
+
+
+def test_a_ratio_of_samples_holds_writers_back(serve: Serve) -> None:
+    agent = fake_agent("uniform", Transition(1), 4, 1000, min_size=4, samples_per_insert=1.0)
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, run_ahead=12)), patience=0.7) as buffer:
+        buffer.claim_rank(4)
+        stream = Stream(4, end=0.0)
+        for _ in range(4):
+            buffer.add(*stream.step())
+        with pytest.raises(PeerError, match="sampled less than samples_per_insert"):
+            buffer.add(*stream.step())
+        assert buffer.sample() is not None
+        wait_until(lambda: buffer.stats()["added"] == 20)
+
+
+# --- blocks
+
+
+@pytest.mark.parametrize("scene", ["lockstep", "broken"])
+def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scene: str) -> None:
+    item = Sequence(3, period=2)
+    agent, stream, twin, seen = fake_agent("queue", item, 5, 2000), Stream(6), Twin(item), []
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=3))) as buffer:
+        buffer.claim_rank(6)
+        twin.claim_rank(6, 0)
+        for t in range(30):
+            if scene == "broken" and t % 7 == 6:
+                stream.restart(np.array([1, 4]), unless_first=True)
+            ids, step = stream.step()
+            buffer.add(ids, step)
+            twin.add(ids, step)
+            if scene == "lockstep":
+                assert buffer.size == len(twin.items) - len(seen)
+            while (batch := buffer.sample()) is not None:
+                assert_batch_matches(batch, twin)
+                seen += first_ids(batch).tolist()
+        assert len(seen) == len(set(seen)) == len(twin.items) // 5 * 5
+        assert len(seen) > 50
+        place = {first: i for i, first in enumerate(twin.items)}
+        assert max(abs(place[first] - i) for i, first in enumerate(seen)) < 6
+
+
+def test_blocks_are_refused_where_they_cannot_be_filled_or_drawn(serve: Serve) -> None:
+    agent = fake_agent("queue", Sequence(2), 4, 100)
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=4))) as buffer:
+        with pytest.raises(UsageError, match="a block that divides 6"):
+            buffer.claim_rank(6)
+        assert buffer.claim_rank(8) == (1, 0)
+    with pytest.raises(UsageError, match="draws each item by itself"):
+        ReverbReplayBuffer.tables(fake_agent("uniform", Transition(1), 4, 100), block=2)
+
+
+# --- several processes
+
+
+def test_writers_that_claim_ranks_at_once_all_get_their_own(serve: Serve) -> None:
+    agent = fake_agent("uniform", Transition(1), 8, 1000)
+    address = serve(ReverbReplayBuffer.tables(agent))
+    with contextlib.ExitStack() as stack:
+        buffers = [stack.enter_context(buffer_of(agent, address)) for _ in range(6)]
+        claims = [in_thread(buffer.claim_rank) for buffer in buffers]
+        for thread, _ in claims:
+            thread.join(timeout=60.0)
+        assert sorted(result for _, [result] in claims) == [(rank, 0) for rank in range(6)]
+        claims = [in_thread(lambda buffer=buffer: buffer.claim_rank(rank=2)) for buffer in buffers]
+        for thread, _ in claims:
+            thread.join(timeout=60.0)
+        incarnations = [result[1] for _, [result] in claims]
+        assert len(set(incarnations)) == 6
+        assert min(incarnations) > 0
+
+
+def test_a_reader_knows_how_many_environments_its_writers_have(serve: Serve) -> None:
+    agent = fake_agent("queue", Sequence(2), None, 1000)
+    address = serve(ReverbReplayBuffer.tables(agent))
+    with buffer_of(agent, address) as a, buffer_of(agent, address) as b, buffer_of(agent, address) as reader:
+        dataset = reader.make_dataset()
+        streams = Stream(3, rank=0, end=0.0), Stream(5, rank=1, end=0.0)
+        assert (a.claim_rank(3), b.claim_rank(5)) == ((0, 0), (1, 0))
+        for buffer, stream in zip((a, b), streams):
+            for _ in range(2):
+                buffer.add(*stream.step())
+        batch = next(dataset)
+        assert sorted(batch.keys[:, 0].tolist()) == [0] * 3 + [1] * 5
+        dataset.close()
+
+
+def test_the_highest_priority_is_known_to_other_processes(serve: Serve) -> None:
+    agent = fake_agent("prioritised", Transition(1), 4, 1000, priority_exponent=1.0)
+    address = serve(ReverbReplayBuffer.tables(agent))
+    with buffer_of(agent, address) as writer, buffer_of(agent, address) as learner:
+        stream = Stream(1, end=0.0)
+        writer.claim_rank(1)
+        writer.add(*stream.step())
+        learner.update_priorities(learner.sample().keys[:1], np.array([3.0]))
+        writer.add(*stream.step())
+        np.testing.assert_allclose(learner.sample().probabilities, 0.5)
+
+
+def test_an_actor_and_a_learner_take_a_bare_client(serve: Serve) -> None:
+    import reverb
+
+    agent = counting_agent()
+    client = reverb.Client(serve(ReverbReplayBuffer.tables(agent)))
+    learner = Learner(LearnerConfig(max_learner_steps=3), agent, client)
+    inferencer = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.0)}))
+    actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, client)
+    assert (actor.rank, actor.incarnation) == (0, 0)
+    for _ in range(4):
+        actor.step()
+    learner.run()
+    assert learner.learner_steps == 3
+    assert float(learner.get_params()[1]["w"]) > 0.5  # every step pays 1
+    actor.close()
+    learner.close()
+
+
+def test_a_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
+    import reverb
+
+    agent = counting_agent()
+    learner = Learner(LearnerConfig(), agent, reverb.Client(serve(ReverbReplayBuffer.tables(agent))))
+    running, result = in_thread(learner.run)
+    wait_until(lambda: learner._dataset is not None)
+    learner.stop()
+    running.join(timeout=10.0)
+    assert result == [None]
+    learner.close()
+
+
+def test_a_dataset_of_a_queue_gives_each_item_once_and_in_order(serve: Serve) -> None:
+    agent, stream, twin = fake_agent("queue", Transition(2), 5, 1000), Stream(3), Twin(Transition(2))
+    address = serve(ReverbReplayBuffer.tables(agent))
+    with buffer_of(agent, address) as writer, buffer_of(agent, address) as reader:
+        writer.claim_rank(3)
+        twin.claim_rank(3, 0)
+        with reader.make_dataset() as dataset:
+            for _ in range(40):
+                ids, step = stream.step()
+                writer.add(ids, step)
+                twin.add(ids, step)
+            seen: list[int] = []
+            while len(seen) + 5 <= len(twin.items):
+                batch = next(dataset)
+                assert_batch_matches(batch, twin)
+                seen += first_ids(batch).tolist()
+        place = {first: i for i, first in enumerate(twin.items)}
+        assert len(set(seen)) == len(seen)
+        assert max(abs(place[first] - i) for i, first in enumerate(seen)) <= 3 * 2
+
+
+# --- what is asked for
+
+
+def test_tables_are_a_callable_that_pickles_and_an_iterable(serve: Serve) -> None:
+    import launchpad as lp
+    import reverb
+
+    agent = fake_agent("prioritised", Transition(1), 4, 100, priority_exponent=0.7)
+    tables = pickle.loads(pickle.dumps(ReverbReplayBuffer.tables(agent, capacity=50)))
+    node = lp.ReverbNode(tables)
+    infos = {table.name: table.info for table in node._priority_tables_fn()}
+    assert infos["replay"].max_size == 50
+    assert infos["replay"].sampler_options.prioritized.priority_exponent == pytest.approx(0.7)
+    assert infos["replay"].signature["rows"].shape == (1, _row_bytes(agent))
+    server = reverb.Server(tables)  # as they are
+    server.stop()
+
+
+def test_a_table_of_another_agent_is_refused(serve: Serve) -> None:
+    address = serve(ReverbReplayBuffer.tables(fake_agent("queue", Sequence(4), 4, 100)))
+    with (
+        buffer_of(fake_agent("queue", Sequence(5), 4, 100), address) as buffer,
+        pytest.raises(
+            UsageError, match=r"item is Sequence\(length=4, period=4\) there, Sequence\(length=5, period=5\)"
+        ),
+    ):
+        buffer.claim_rank(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacty": 5}, "Did you mean 'capacity'"),
+        ({"block": 0}, "at least one item"),
+        ({"when_full": "block"}, "'wait' or 'drop'"),
+        ({"samples_per_insert": 2.0}, "gives each item once"),
+    ],
+)
+def test_options_of_tables_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ReverbReplayBuffer.tables(fake_agent("queue", Sequence(4), 4, 100), **options)
+
+
+def test_a_buffer_pickles_as_its_address(serve: Serve) -> None:
+    agent, stream = fake_agent("uniform", Transition(1), 4, 100), Stream(2, end=0.0)
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
+        copy = pickle.loads(pickle.dumps(buffer))
+        assert buffer.claim_rank(2) == (0, 0)
+        assert copy.claim_rank(2) == (1, 0)
+        buffer.add(*stream.step())
+        assert copy.size == 2
+        copy.close()
+
+
+def _row_bytes(agent: Any) -> int:
+    from rlframe.replay.rows import ItemRows
+    from rlframe.types import AgentSpecs
+
+    return ItemRows(AgentSpecs(agent.replay_spec, STEP_SPEC)).nbytes
