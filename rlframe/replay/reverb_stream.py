@@ -17,6 +17,8 @@ _LEAST_AHEAD = 32  # items; below that, round trips decide how fast they come
 class Stream(Dataset):
     """Like `Dataset`. The buffer must have `batch_size`, `missing`, `keep` and `take`."""
 
+    _buffer: Any
+
     def __init__(self, buffer: Any, connection: Connection, prefetch: int, timeout: float) -> None:
         self._connection = connection
         self._sampler: Any = None
