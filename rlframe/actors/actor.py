@@ -13,7 +13,7 @@ from rlframe import handles
 from rlframe.actors.lanes import make_lane
 from rlframe.envs import as_pool
 from rlframe.errors import StoppedError, UsageError
-from rlframe.replay import as_replay_buffer
+from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Logs, global_env_ids
 
 
@@ -57,7 +57,8 @@ class Actor:
             ).specs()
 
         replay_buffer = as_replay_buffer(given, specs)
-        self._own_buffer = None if replay_buffer is given else replay_buffer
+        self._replay_buffer = replay_buffer
+        self._made_buffer = replay_buffer is not given
         self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
         # It is not called before the first step, but for specs: a node's constructor does not wait for another node's.
         self._inferencer = handles.resolve(
@@ -130,10 +131,12 @@ class Actor:
                     self.close()
 
     def stop(self) -> None:
-        """Ends `run()` after the step under way, or where that waits for a Reverb server. Any thread may call it."""
+        """Ends `run()` after the step under way, or where that waits for room in the buffer. Any thread may call it."""
         self._stop.set()
-        if self._own_buffer is not None:
-            self._own_buffer.close()
+        if self._made_buffer:
+            self._replay_buffer.close()
+        elif isinstance(self._replay_buffer, BaseReplayBuffer):
+            self._replay_buffer.end_waits(self.rank)
 
     def close(self) -> None:
         """Stops, and closes the environments."""

@@ -47,6 +47,9 @@ class BaseReplayBuffer(abc.ABC):
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids` ([B] int64, global, of one rank, none twice)."""
 
+    def end_waits(self, rank: int) -> None:  # noqa: B027  where nothing waits there is nothing to do
+        """Ends an `add` of the writer `rank` that waits for room, now or later, with StoppedError: its Actor stops."""
+
     @abc.abstractmethod
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None while there is too little."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlframe.errors import RlframeError, UsageError
+from rlframe.errors import RlframeError, StoppedError, UsageError
 from rlframe.replay import block, segments
 from rlframe.replay.block import Block, Name
 from rlframe.replay.contents import bytes_needed
@@ -61,6 +61,7 @@ class Share:
         self._is_makers = plan.name.maker == this_process()
         self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
+        self._told_to_stop: set[int] = set()  # ranks
         self._last: SegmentWriter | None = None  # that added
 
     # --- ranks
@@ -124,6 +125,7 @@ class Share:
 
     def _begin(self, rank: int, num_envs: int) -> SegmentWriter:
         plan, self._last = self._plan, None
+        self._told_to_stop.discard(rank)
         incarnation = self._incarnations[rank]
         segment = SegmentWriter(self.memory, rank, incarnation, num_envs, plan.spec, plan.step_spec)
         self._segments[rank] = segment
@@ -177,6 +179,11 @@ class Share:
             return False
         return sampler != 0 or not self._is_makers
 
+    def end_waits(self, rank: int) -> None:
+        """Ends what the writer `rank` of this process waits for."""
+        self._told_to_stop.add(rank)
+        self.memory.room.wake()
+
     def _pace(self, segment: SegmentWriter, count: int) -> None:
         """Waits while the writer is too far ahead."""
         memory, spec = self.memory, self._spec
@@ -208,6 +215,8 @@ class Share:
                     memory.added.wake()  # so that the sampler looks at what it may let go of
                 if not blocked() or not self.waits:
                     return
+                if rank in self._told_to_stop:
+                    raise StoppedError(f"Writer {rank} of the replay buffer was told to stop while it waited {what}.")
                 memory.check_maker()
                 if time.monotonic() > deadline:
                     sampler = memory.sampler

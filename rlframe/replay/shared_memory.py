@@ -111,8 +111,13 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         Raises:
             WriterTimeoutError: there was no room for `timeout` seconds.
             BufferGoneError: the process that made the buffer ended while it waited.
+            StoppedError: it was told to, by `end_waits`.
         """
         (self._share or self._here()).add(env_ids, step)
+
+    def end_waits(self, rank: int) -> None:
+        """See `BaseReplayBuffer`."""
+        self._here().end_waits(rank)
 
     # --- reading
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay import SharedMemReplayBuffer
+from rlframe.errors import StoppedError
+from rlframe.replay import SharedMemReplayBuffer, block
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
 from tests.replay.streams import fake_agent
 
@@ -189,6 +190,26 @@ def write_until_stopped(buffer: Any, num_envs: int) -> None:
         buffer.add(global_env_ids(rank, np.arange(num_envs)), make_step(ids))
         ids += 1
     say("stopped")
+
+
+def write_until_told(buffer: Any, num_envs: int) -> None:
+    """Writes until it waits for room, and has another thread end that."""
+    rank, incarnation = buffer.claim_rank(num_envs)
+    ids = first_id(rank, incarnation, np.arange(num_envs))
+    header = buffer._here().memory.headers[rank]
+
+    def end() -> None:
+        while not header[block.WAITS]:
+            time.sleep(0.01)
+        buffer.end_waits(rank)
+
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        while True:
+            buffer.add(global_env_ids(rank, np.arange(num_envs)), make_step(ids))
+            ids += 1
+    except StoppedError as error:
+        say(str(error))
 
 
 def make(_: Any) -> None:

@@ -224,6 +224,13 @@ def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: S
     assert len(in_order) - len(seen) < 10
 
 
+def test_a_writer_that_waits_can_be_told_to_stop(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
+    assert buffer.sample() is None
+    told = scene.process(processes.write_until_told, buffer, 1).hear()
+    assert told.startswith("Writer 0 of the replay buffer was told to stop while it waited for items that")
+
+
 def test_a_writer_says_what_it_waited_for(scene: Scene) -> None:
     buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=0.3)
     assert buffer.sample() is None

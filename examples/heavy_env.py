@@ -1,0 +1,67 @@
+"""IMPALA on CartPole in four processes, for environments that are worth a process each: `python examples/heavy_env.py`.
+
+A learner, two actors with inferencers of their own, and an evaluator; experience goes through shared memory.
+"""
+
+import launchpad as lp
+
+from rlframe import (
+    Actor,
+    Evaluator,
+    Inferencer,
+    InferencerConfig,
+    Learner,
+    LearnerConfig,
+    SharedMemReplayBuffer,
+    SyncEnv,
+)
+from rlframe.agents import IMPALA, IMPALAConfig
+
+NUM_ACTORS = 2
+LEARNER_STEPS = 2_500
+
+config = IMPALAConfig(  # those of the preset impala/cartpole
+    unroll_length=10,
+    batch_size=8,
+    vtrace_lambda=0.95,
+    optimiser="adam",
+    learning_rate=2e-3,
+    max_grad_norm=None,
+    total_learner_steps=LEARNER_STEPS,
+)
+
+
+def env_builder(seed):
+    return SyncEnv("CartPole-v1", 8, "loop", seed=seed)
+
+
+def evaluate(agent, learner):
+    """Plays with the newest parameters until the program ends."""
+    evaluator = Evaluator(env_builder, Inferencer(InferencerConfig(greedy=True), agent, learner), episodes=8)
+    while not lp.wait_for_stop(1.0):
+        result = evaluator.evaluate()
+        print(f"return {result['return_mean']:5.1f} after {result['params_version'] - 1} updates")
+    evaluator.close()
+
+
+def make_program():
+    env = env_builder(seed=1)
+    agent = IMPALA(config, env.observation_spec, env.action_spec)
+    env.close()
+    replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS)
+    program = lp.Program("heavy_env")
+    with program.group("learner"):
+        learner_cfg = LearnerConfig(max_learner_steps=LEARNER_STEPS)
+        learner = program.add_node(lp.CourierNode(Learner, learner_cfg, agent, replay_buffer))
+    with program.group("actor"):
+        for _ in range(NUM_ACTORS):
+            inferencer = Inferencer(InferencerConfig(), agent, learner)
+            program.add_node(lp.CourierNode(Actor, env_builder, inferencer, replay_buffer))
+    with program.group("evaluator"):
+        program.add_node(lp.PyNode(evaluate, agent, learner))
+    return program, replay_buffer  # whose memory goes when nothing holds it any more
+
+
+if __name__ == "__main__":
+    program, replay_buffer = make_program()
+    lp.launch(program, launch_type="local_mp", terminal="current_terminal").wait()

@@ -1,0 +1,28 @@
+"""The example pages that launch programs, as a reader would run them."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("page", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
+def test_a_topology_learns_under_plain_launchpad_and_stops_cleanly(page: str):
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    run = subprocess.run(
+        [sys.executable, f"examples/{page}.py"], cwd=ROOT, capture_output=True, text=True, timeout=240.0
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    returns = [float(value) for value in re.findall(r"return +([\d.]+) after", run.stdout + run.stderr)]
+    assert max(returns) >= 195.0, run.stdout + run.stderr
+    assert "Killing" not in run.stdout + run.stderr  # which is how Launchpad ends nodes that do not stop
+    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
