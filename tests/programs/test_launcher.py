@@ -62,7 +62,9 @@ def test_a_killed_server_comes_back_at_its_address():
     code, output, lines = finish(start("kill server"))
     assert (code, output) == (0, "launched: None\n")
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
-    assert "[client] after its restart the server counts 1" in lines
+    assert len(set(re.findall(r"server (\d+) ", lines))) == 2
+    # Courier may send a call again: then the new server, too, has counted more than one.
+    assert re.search(r"^\[client\] after its restart the server counts [1-9]$", lines, re.M)
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path):
