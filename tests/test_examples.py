@@ -15,7 +15,9 @@ pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip inst
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    "page", ["heavy_env", *(pytest.param(page, marks=pytest.mark.system) for page in ("light_env", "distributed"))]
+)
 def test_a_topology_learns_under_plain_launchpad_and_stops_cleanly(page: str):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     run = subprocess.run(

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.errors import PeerError, UsageError, suggest
+from rlframe.errors import StoppedError, UsageError, suggest
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
 
 
-class ReplayClosedError(PeerError):
+class ReplayClosedError(StoppedError):
     """The replay buffer was closed while a call waited."""
 
 

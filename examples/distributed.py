@@ -1,0 +1,70 @@
+"""IMPALA on CartPole with Reverb between actors and learner, as on several machines: `python examples/distributed.py`.
+
+A Reverb server, a learner that samples from it, an inference service, two actors and an evaluator: six processes.
+"""
+
+import launchpad as lp
+
+from rlframe import (
+    Actor,
+    Evaluator,
+    Inferencer,
+    InferencerConfig,
+    Learner,
+    LearnerConfig,
+    ReverbReplayBuffer,
+    SyncEnv,
+)
+from rlframe.agents import IMPALA, IMPALAConfig
+
+NUM_ACTORS = 2
+NUM_ENVS = 8
+LEARNER_STEPS = 2_500
+
+config = IMPALAConfig(  # those of the preset impala/cartpole
+    unroll_length=10,
+    batch_size=8,
+    vtrace_lambda=0.95,
+    optimiser="adam",
+    learning_rate=2e-3,
+    max_grad_norm=None,
+    total_learner_steps=LEARNER_STEPS,
+)
+
+
+def env_builder(seed):
+    return SyncEnv("CartPole-v1", NUM_ENVS, "loop", seed=seed)
+
+
+def evaluate(agent, learner):
+    """Plays with the newest parameters until the program ends."""
+    evaluator = Evaluator(env_builder, Inferencer(InferencerConfig(greedy=True), agent, learner), episodes=8)
+    while not lp.wait_for_stop(1.0):
+        result = evaluator.evaluate()
+        print(f"return {result['return_mean']:5.1f} after {result['params_version'] - 1} updates")
+    evaluator.close()
+
+
+def make_program():
+    env = env_builder(seed=1)
+    agent = IMPALA(config, env.observation_spec, env.action_spec)
+    env.close()
+    program = lp.Program("distributed")
+    with program.group("replay"):
+        # All environments of an actor complete their unrolls with the same step: they are sent as one item.
+        replay = program.add_node(lp.ReverbNode(ReverbReplayBuffer.tables(agent, block=NUM_ENVS)))
+    with program.group("learner"):
+        learner_cfg = LearnerConfig(max_learner_steps=LEARNER_STEPS)
+        learner = program.add_node(lp.CourierNode(Learner, learner_cfg, agent, replay))
+    with program.group("inferencer"):
+        inferencer = program.add_node(lp.CourierNode(Inferencer, InferencerConfig(), agent, learner))
+    with program.group("actor"):
+        for _ in range(NUM_ACTORS):
+            program.add_node(lp.CourierNode(Actor, env_builder, inferencer, replay))
+    with program.group("evaluator"):
+        program.add_node(lp.PyNode(evaluate, agent, learner))
+    return program
+
+
+if __name__ == "__main__":
+    lp.launch(make_program(), launch_type="local_mp", terminal="current_terminal").wait()
