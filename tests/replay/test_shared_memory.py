@@ -275,7 +275,8 @@ def test_close_ends_the_waits_of_writers_and_datasets(scene: Scene) -> None:
 def test_a_queue_goes_on_where_a_dead_sampler_stopped(scene: Scene) -> None:
     item = Transition(2)
     buffer = scene.buffer("queue", item, 50, 2000, num_writers=2)
-    writers = [scene.process(processes.write, buffer, 5, 100) for _ in range(2)]
+    # With ranks: the second one may start when the first has ended, and would be given its rank.
+    writers = [scene.process(processes.write, buffer, 5, 100, rank) for rank in range(2)]
     ranks = [writer.hear()[0] for writer in writers]
     assert [writer.hear() for writer in writers] == ["done", "done"]
     first = scene.process(processes.sample, buffer, 3)
