@@ -92,6 +92,15 @@ class Actor:
         """Environments in the pools."""
         return sum(lane.env.num_envs for lane in self._lanes)
 
+    def stats(self) -> dict[str, float]:
+        """Counters since this Actor was made: env_steps, episodes, return_sum, length_sum; and rank, incarnation.
+
+        Any thread may ask. The sums are over the episodes that ended.
+        """
+        names = ("env_steps", "episodes", "return_sum", "length_sum")
+        counts = {name: sum(getattr(lane.episodes, name) for lane in self._lanes) for name in names}
+        return {"rank": self.rank, "incarnation": self.incarnation, **counts}
+
     def step(self) -> Logs | None:
         """One step of every environment (of those that are ready, if the pool is asynchronous).
 

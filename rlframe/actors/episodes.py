@@ -21,6 +21,7 @@ class EpisodeStatistics:
     def __init__(self, num_envs: int) -> None:
         self.env_steps = 0
         self.episodes = 0
+        self.return_sum = self.length_sum = 0.0  # of the episodes that ended
         self._returns = np.zeros(num_envs, np.float64)
         self._lengths = np.zeros(num_envs, np.int64)
 
@@ -52,11 +53,10 @@ class EpisodeStatistics:
         self.episodes += ended
         last = step_type == LAST
         which = np.flatnonzero(last) if indices is None else indices[last]
-        return {
-            "episode_return": float(self._returns[which].mean()),
-            "episode_length": float(self._lengths[which].mean()),
-            "episodes": ended,
-        }
+        returns, lengths = float(self._returns[which].sum()), float(self._lengths[which].sum())
+        self.return_sum += returns
+        self.length_sum += lengths
+        return {"episode_return": returns / ended, "episode_length": lengths / ended, "episodes": ended}
 
     def get_state(self) -> dict[str, Any]:
         """Counters and running sums, as numpy and ints."""

@@ -53,7 +53,7 @@ class Learner:
     def __init__(self, cfg: LearnerConfig, agent: Any, replay_buffer: Any, logger: Any = None) -> None:
         self._cfg = cfg
         self._agent = agent
-        self._stop = threading.Event()
+        self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
         given = handles.resolve(replay_buffer, "replay buffer", stop=self._stop)
         self._replay_buffer = as_replay_buffer(given, lambda: agent)
         self._owns_buffer = self._replay_buffer is not given
@@ -67,6 +67,7 @@ class Learner:
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
         self._versions = VersionCounter(cfg.checkpoint_dir)
         self._learner_steps = 0
+        self._logs: Logs | None = None  # of the newest update of `run()`
         self._unchecked: tuple[int, Any, Any] | None = None  # (learner step, loss, keys) of the update before
         self._publish_lock = threading.Lock()
 
@@ -119,28 +120,49 @@ class Learner:
         return logs
 
     def run(self) -> None:
-        """Learns until `max_learner_steps`, `stop()` or the end of the Launchpad program; logs and saves on the way."""
+        """Learns until `max_learner_steps`, `finish()`, `stop()` or the end of the Launchpad program.
+
+        It logs and saves on the way, and saves at the end.
+        """
+        with handles.stopped_by_program(self.stop):
+            self._learn()
+            self._finished.set()
+            if self._finish.is_set():
+                self._stop.wait()  # `get_params` goes on answering
+        if self._learner_steps == self._cfg.max_learner_steps:
+            handles.stop_program()
+
+    def _learn(self) -> None:
         self._dataset = dataset = self._replay_buffer.make_dataset()
-        if self._stop.is_set():  # before there was a dataset that `stop` could close
+        if self._stop.is_set() or self._finish.is_set():  # before there was a dataset that they could close
             dataset.close()
         try:
-            with handles.stopped_by_program(self.stop):
-                for batch in dataset:
-                    if self._stop.is_set():
-                        break
-                    logs = self.step(batch)
-                    if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
-                        self._logger.write(self._learner_steps, logs or {})
-                    if self._checkpointer is not None and self._learner_steps % self._cfg.checkpoint_every == 0:
-                        self.save()
-                    if self._learner_steps == self._cfg.max_learner_steps:
-                        break
+            for batch in dataset:
+                if self._stop.is_set() or self._finish.is_set():
+                    break
+                self._logs = logs = self.step(batch)
+                if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
+                    self._logger.write(self._learner_steps, logs or {})
+                if self._checkpointer is not None and self._learner_steps % self._cfg.checkpoint_every == 0:
+                    self.save()
+                if self._learner_steps == self._cfg.max_learner_steps:
+                    break
         finally:
             dataset.close()
         if self._checkpointer is not None:
             self.save(final=True)
-        if self._learner_steps == self._cfg.max_learner_steps:
-            handles.stop_program()
+
+    def finish(self) -> None:
+        """Ends learning and saves, while `get_params` goes on answering until `stop()`. Any thread may call it."""
+        self._finish.set()
+        if self._dataset is not None:
+            self._dataset.close()
+
+    def stats(self) -> dict[str, Any]:
+        """How far `run()` is: learner_steps, params_version, whether it `finished`, and the newest update's logs."""
+        logs = {name: float(np.asarray(value)) for name, value in (self._logs or {}).items()}
+        counters = {"learner_steps": self._learner_steps, "params_version": self.params_version}
+        return {**logs, **counters, "finished": self._finished.is_set()}
 
     def stop(self) -> None:
         """Ends `run()` after the update under way, or while it waits for a batch. Any thread may call it."""
