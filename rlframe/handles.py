@@ -38,7 +38,7 @@ def resolve(
 
     Args:
         target: an object, which is returned as it is; a Launchpad handle or a Courier client; or a list of those, any
-            of which can answer.
+            of which can answer (of objects in this process, one is taken).
         name: what messages call it.
         deadline: seconds after which a call that nobody answers is an error.
         stop: an event that ends the waiting as well.
@@ -52,11 +52,11 @@ def resolve(
     """
     several = type(target) in (list, tuple)
     targets = [_dereference(one) for one in (target if several else [target])]
-    if not several and not _is_client(targets[0]):
-        return targets[0]
+    if targets and not any(_is_client(one) for one in targets):
+        return targets[first % len(targets)]
     if not targets or not all(_is_client(one) for one in targets):
         kinds = ", ".join(type(one).__name__ for one in targets) or "nothing"
-        raise UsageError(f"A list given as the {name} must hold handles to nodes, and nothing else; it holds {kinds}.")
+        raise UsageError(f"A list given as the {name} must hold handles to nodes, or objects, not both: {kinds}.")
     addresses = [address for one in targets for address in _addresses(one)]
     first %= len(addresses)
     return Remote(addresses[first:] + addresses[:first], name, deadline, stop)
@@ -209,6 +209,35 @@ class Call:
         except Exception as error:
             reason = self._remote._why_again(self._address, self._method, error)
         return self._remote._repeat(self._address, self._method, self._args, {}, self._began, reason)
+
+
+class Poll:
+    """Asks a peer the same again and again, and never waits for it.
+
+    Args:
+        peer: what `resolve` gave, for one target.
+        method: takes no arguments.
+    """
+
+    def __init__(self, peer: Any, method: str) -> None:
+        self._peer, self._method = peer, method
+        self._future: Any = None
+
+    def __call__(self) -> Any:
+        """The answer to the call that was sent before, where it has come, and None where not; sends the next one."""
+        if not isinstance(self._peer, Remote):
+            return getattr(self._peer, self._method)()
+        answer = None
+        if self._future is not None:
+            if not self._future.done():
+                return None
+            with contextlib.suppress(Exception):  # a peer that is restarted, or stops: it is asked again
+                answer = self._future.result()
+            self._future = None
+        address, client = self._peer._peer()
+        if answer is not None or _listens(address):  # as in `Remote._repeat`
+            self._future = getattr(client.futures, self._method)()
+        return answer
 
 
 def program_stop() -> threading.Event | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 
 from rlframe.actors.actor import build_pool, env_seed
 from rlframe.actors.lanes import zero_at_first
-from rlframe.errors import EnvError, UsageError
+from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.types import LAST, Logs, global_env_ids
 
 # Ranks of actors are small; evaluation draws its environments' seeds from a rank that no actor has.
@@ -46,6 +47,7 @@ class Evaluator:
         self._inferencer = inferencer
         self._episodes = episodes
         self._max_episode_length = max_episode_length
+        self._stop = threading.Event()
 
     def evaluate(self) -> Logs:
         """Plays the episodes, all by the version of the parameters that is the newest when it starts.
@@ -56,6 +58,7 @@ class Evaluator:
 
         Raises:
             EnvError: an episode took more than `max_episode_length` steps.
+            StoppedError: `stop` was called.
         """
         self._inferencer.refresh()
         num_envs = self._env.num_envs
@@ -67,6 +70,8 @@ class Evaluator:
         initial_state = state = self._inferencer.initial_state(num_envs)
         timestep = self._env.reset()
         while np.any(played < quota):
+            if self._stop.is_set():
+                raise StoppedError("The evaluation was told to stop.")
             output, state = self._inferencer.inference(env_ids, timestep, state)
             timestep = self._env.step(output.action)
             state = zero_at_first(timestep, state, initial_state)
@@ -92,6 +97,10 @@ class Evaluator:
             "params_version": output.params_version,
             "returns": values,
         }
+
+    def stop(self) -> None:
+        """Ends `evaluate`, now or later. Any thread may call it."""
+        self._stop.set()
 
     def close(self) -> None:
         """Closes the environments."""

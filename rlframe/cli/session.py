@@ -14,8 +14,8 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
+from rlframe.programs.run import train
 from rlframe.programs.run_dir import Result, RunDir, default_path
-from rlframe.programs.single_process import train
 
 
 def run_session(described: Experiment, session: SessionOptions, preset: Preset | None) -> int:

@@ -12,7 +12,7 @@ _PUBLIC = {
     "evaluate": "rlframe.programs.evaluation",
     "make_experiment": "rlframe.programs.experiment",
     "load_experiment": "rlframe.programs.experiment",
-    "train": "rlframe.programs.single_process",
+    "train": "rlframe.programs.run",
 }
 
 __all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "train"]

@@ -14,7 +14,7 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment, total_learner_steps
 from rlframe.replay import ReplayBuffer
-from rlframe.types import Logs, Sequence
+from rlframe.types import Logs, ReplaySpec, Sequence
 
 CHECKPOINTS_KEPT = 3
 
@@ -42,6 +42,18 @@ class Parts:
         self.replay_buffer.close()
 
 
+def make_pool(described: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int) -> Any:
+    """A pool of `num_envs` of an experiment's environments."""
+    what = naming.env_name_or_builder(described.env)
+    kind: str = described.env_type
+    if kind == "auto":
+        kind = default_type(what, num_envs)
+    return build_pool(
+        lambda seed: SyncEnv(what, num_envs, kind, seed=seed, num_workers=described.num_workers, env_kwargs=env_kwargs),
+        seed,
+    )
+
+
 class EnvBuilder:
     """Builds an experiment's pool of environments, one at a time.
 
@@ -60,22 +72,7 @@ class EnvBuilder:
         if self._pool is not None and self._seed == seed:
             return self._pool
         self.close()
-        described = self._described
-        what = naming.env_name_or_builder(described.env)
-        kind: str = described.env_type
-        if kind == "auto":
-            kind = default_type(what, self._num_envs)
-        self._pool = build_pool(
-            lambda seed: SyncEnv(
-                what,
-                self._num_envs,
-                kind,
-                seed=seed,
-                num_workers=described.num_workers,
-                env_kwargs=self._env_kwargs,
-            ),
-            seed,
-        )
+        self._pool = make_pool(self._described, self._num_envs, self._env_kwargs, seed)
         self._seed = seed
         return self._pool
 
@@ -105,7 +102,8 @@ def assemble(described: Experiment, checkpoint_dir: str | None) -> Parts:
     pool = env_builder(env_seed(described.seed, 0, 0))
     try:
         agent = make_agent(described, pool.observation_spec, pool.action_spec)
-        replay_buffer = make_replay_buffer(agent, described)
+        capacity = replay_capacity(agent.replay_spec, described)
+        replay_buffer = ReplayBuffer(agent, seed=described.seed, capacity=capacity)
         learner_cfg = LearnerConfig(
             seed=described.seed, checkpoint_dir=checkpoint_dir, checkpoints_kept=CHECKPOINTS_KEPT
         )
@@ -117,14 +115,12 @@ def assemble(described: Experiment, checkpoint_dir: str | None) -> Parts:
     return Parts(agent, replay_buffer, learner, inferencer, env_builder)
 
 
-def make_replay_buffer(agent: Agent, described: Experiment) -> ReplayBuffer:
-    """The buffer of an inline run; a queue is as long as what the environments can have in it."""
-    spec = agent.replay_spec
+def replay_capacity(spec: ReplaySpec, described: Experiment) -> int:
+    """Steps that a buffer keeps; a queue is as long as what the environments can have in it."""
     if spec.kind == "queue" and isinstance(spec.item, Sequence):
         # What the environments are acting, what they have just completed, and what was too little for a batch.
-        unrolls = 2 * described.num_envs + (spec.batch_size or 0)
-        return ReplayBuffer(agent, seed=described.seed, capacity=unrolls * spec.item.length)
-    return ReplayBuffer(agent, seed=described.seed)
+        return (2 * described.total_envs + (spec.batch_size or 0)) * spec.item.length
+    return spec.capacity
 
 
 def make_agent(described: Experiment, observation_spec: Any, action_spec: Any) -> Agent:
@@ -139,7 +135,7 @@ def make_agent(described: Experiment, observation_spec: Any, action_spec: Any) -
     if getattr(config, "total_learner_steps", 0) is not None:
         return make(config)
     steps = described.schedule_steps or described.steps
-    total = total_learner_steps(make(config).replay_spec, steps, described.num_envs)
+    total = total_learner_steps(make(config).replay_spec, steps, described.total_envs)
     return make(dataclasses.replace(config, total_learner_steps=total))
 
 
@@ -149,10 +145,15 @@ class Evaluations:
     The inferencer is compiled once; the environments are built for each evaluation and closed after it.
     """
 
+    _NEVER = 2**62  # calls: an evaluation is of one version, whatever the learner does meanwhile
+
     def __init__(self, described: Experiment, agent: Agent, learner: Any) -> None:
         self._described = described
-        self._inferencer = Inferencer(InferencerConfig(greedy=True, seed=described.seed), agent, learner)
+        cfg = InferencerConfig(greedy=True, seed=described.seed, sync_interval=self._NEVER)
+        self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
+        self._evaluator: Evaluator | None = None
+        self._stopped = False
 
     def evaluate(self) -> Logs:
         """As `Evaluator.evaluate`, by the newest parameters."""
@@ -161,6 +162,15 @@ class Evaluations:
         env_builder = EnvBuilder(described, described.eval_episodes, env_kwargs)
         self._inferencer.set_state(self._begin)
         try:
-            return Evaluator(env_builder, self._inferencer, described.eval_episodes, seed=described.seed).evaluate()
+            self._evaluator = Evaluator(env_builder, self._inferencer, described.eval_episodes, seed=described.seed)
+            if self._stopped:
+                self._evaluator.stop()
+            return self._evaluator.evaluate()
         finally:
             env_builder.close()
+
+    def stop(self) -> None:
+        """Ends the evaluation under way, and all that come, with StoppedError. Any thread may call it."""
+        self._stopped = True
+        if self._evaluator is not None:
+            self._evaluator.stop()

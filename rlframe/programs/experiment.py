@@ -13,9 +13,20 @@ from rlframe.programs.jsonable import from_jsonable, to_jsonable
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.types import ReplaySpec, Sequence
 
+Topology = Literal["single_process", "heavy_env", "light_env", "distributed"]
+Replay = Literal["auto", "local", "shared_memory", "reverb"]
+EngineName = Literal["launchpad", "threads"]
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 
 MAX_SEED = 2**31 - 1
+
+# What each topology may keep its experience in, first what it is meant for.
+_REPLAYS: dict[str, tuple[str, ...]] = {
+    "single_process": ("local",),
+    "heavy_env": ("shared_memory", "reverb"),
+    "light_env": ("shared_memory", "reverb"),
+    "distributed": ("reverb",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +41,13 @@ class Experiment:
     env: str = "CartPole-v1"  # a name that `rlframe envs` lists, or file.py:make_env
     steps: int = 100_000  # environment steps of the whole run: schedules end there
     seed: int = 1
-    num_envs: int = 8
+    num_envs: int = 8  # of each actor
+    topology: Topology = "single_process"  # which processes there are: see docs/programs.md
+    num_actors: int = 2  # of a topology of several processes
+    num_inferencers: int = 1  # services, of light_env and distributed
+    replay: Replay = "auto"  # where experience lies; auto: as the topology is meant
+    engine: EngineName = "launchpad"  # what runs the nodes of a topology; threads: all in this process
+    max_restarts: int = 3  # how often each node of a topology may die and be started again
     env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop
     num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
@@ -46,16 +63,40 @@ class Experiment:
     network_config: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_envs", "eval_episodes"):
+        for name in ("steps", "num_envs", "eval_episodes", "num_actors", "num_inferencers"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("eval_every", "checkpoint_every", "replay_checkpoint_every", "schedule_steps", "log_every"):
+        for name in (
+            "eval_every",
+            "checkpoint_every",
+            "replay_checkpoint_every",
+            "schedule_steps",
+            "log_every",
+            "max_restarts",
+        ):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
+
+        kinds = _REPLAYS[self.topology]
+        if self.replay not in ("auto", *kinds):
+            raise UsageError(
+                f"The topology {self.topology} keeps its experience in {' or '.join(kinds)}, "
+                f"got replay={self.replay!r}."
+            )
+
+    @property
+    def total_envs(self) -> int:
+        """Environments of all actors."""
+        return self.num_envs * (1 if self.topology == "single_process" else self.num_actors)
+
+    @property
+    def replay_kind(self) -> str:
+        """Where experience lies: local, shared_memory or reverb."""
+        return _REPLAYS[self.topology][0] if self.replay == "auto" else self.replay
 
     @property
     def row_every(self) -> int:
@@ -137,7 +178,7 @@ def complete(described: Experiment) -> Experiment:
 
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
-_CHANGEABLE |= {"checkpoint_every", "replay_checkpoint_every"}
+_CHANGEABLE |= {"engine", "max_restarts", "checkpoint_every", "replay_checkpoint_every"}
 
 
 def continued(saved: Experiment, wanted: Experiment) -> Experiment:

@@ -27,8 +27,11 @@ class RunDir:
         self.config = self.path / "config.json"
         self.checkpoints = self.path / "checkpoints"
         self.replay = self.path / "replay"
+        self.reverb = self.path / "reverb"
         self.learning_curve = self.path / "learning_curve.png"
         self.result = self.path / "result.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.progress = self.path / "progress.json"  # of a program of several processes: what its monitor counted
 
     def create(self) -> None:
         """Makes the directory.
@@ -109,6 +112,11 @@ class Result:
     params_version: int
     run_dir: str
     signal: int | None = None  # the number of the signal that stopped it
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Result:
+        """Reads what `RunDir.write_result` wrote."""
+        return cls(**json.loads(path.read_text()))
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""

@@ -49,29 +49,7 @@ def train(
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
 ) -> Result:
-    """Trains an experiment's agent to its last step, and evaluates the final policy.
-
-    The first Ctrl-C (or SIGTERM) finishes the step under way, saves everything and returns without
-    an evaluation; a second one leaves at once.
-
-    Args:
-        described: what to run; on resume what ran before, perhaps with other `steps` (see `continued`).
-        run_dir: where everything is written; None: a new directory under `runs/`.
-        resume: go on from the latest checkpoint in `run_dir`; a run that ended before its first one starts again.
-        stop_at: environment steps at which this session stops and saves; schedules still end at `described.steps`.
-        callback: `callback(env_steps, values)` is called with each row of the logs.
-        open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
-        progress: a logger that is also written to, without values, a few times a second.
-        profile: measures where the time goes.
-        notes: kept in `config.json` for a reader.
-
-    Returns:
-        See `Result`.
-
-    Raises:
-        UsageError: the experiment or the directory cannot be.
-        RlframeError: the run failed; what was saved is kept.
-    """
+    """See `rlframe.programs.train`."""
     described = complete(described)
     directory = RunDir(run_dir if run_dir is not None else default_path(described))
     if stop_at is not None and stop_at < 1:

@@ -1,0 +1,1 @@
+"""What runs the nodes of a program: see `rlframe.programs.topologies.Engine`."""

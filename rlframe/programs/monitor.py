@@ -1,0 +1,206 @@
+"""The monitor of a program: it counts, writes the logs, evaluates, and says when the run is over."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from rlframe import handles
+from rlframe.errors import PeerError, StoppedError
+from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
+from rlframe.programs.assemble import Evaluations
+from rlframe.programs.census import Census
+from rlframe.programs.run_dir import Result, RunDir
+from rlframe.types import Logs
+
+if TYPE_CHECKING:
+    from rlframe.programs.topologies import Run
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 0.1  # seconds between two looks at actors and learner
+_FINISH_WITHIN = 120.0  # seconds that the learner has for its last update and checkpoint
+
+
+class Monitor:
+    """Ends a run at its last step, with an evaluation of what was learned; `run()` returns then.
+
+    It asks actors and learner how far they are, and never waits for an actor: one that is dead or paused does not hold
+    it up. It may be restarted itself: what it counted is in the run directory.
+
+    Args:
+        run: the session.
+        learner: a Learner, or a handle to one.
+        actors: Actors, or handles to them.
+    """
+
+    def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
+        self._until, self._described, self._directory = run.until, run.described, RunDir(run.path)
+        self._stop = threading.Event()
+        self._learner = handles.resolve(learner, "learner", stop=self._stop)
+        self._ask_learner = handles.Poll(self._learner, "stats")
+        self._ask_actors = [handles.Poll(handles.resolve(actor, "actor"), "stats") for actor in actors]
+        self._evaluations = Evaluations(self._described, run.agent, self._learner)
+        self._evaluation: _Evaluation | None = None  # under way
+        self._census = Census(self._directory.progress, run.session)
+        self._learner_stats: dict[str, Any] = {"learner_steps": 0, "params_version": 0}
+        self._began = run.began
+        self._row_began, self._row_total = time.monotonic(), self._census.total()
+        self._first: tuple[float, int] | None = None  # (when, how many) the first steps were seen
+        self._last = (0.0, 0)  # the same at the end of training
+
+    @property
+    def env_steps(self) -> int:
+        """Steps of all actors so far, those of earlier sessions included."""
+        return int(self._census.total()["env_steps"])
+
+    def run(self) -> None:
+        """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
+        path, at = self._directory.path, self.env_steps
+        self._logger = MultiLogger(
+            [
+                JSONLLogger(self._directory.metrics, resume_at=at),
+                CSVLogger(path / "metrics.csv", resume_at=at),
+                TensorBoardLogger(path / "tensorboard", resume_at=at),
+            ]
+        )
+        evaluation = None
+        try:
+            with handles.stopped_by_program(self.stop):
+                if self._watch():
+                    evaluation = self._finish()
+        except StoppedError:
+            pass
+        finally:
+            self._evaluations.stop()
+            self._census.save()
+            self._logger.close()
+        self._directory.write_result(self._result(evaluation).to_json())
+
+    def stop(self) -> None:
+        """Ends `run()`, without an evaluation. Any thread may call it."""
+        self._stop.set()
+        self._evaluations.stop()
+
+    def _watch(self) -> bool:
+        """Returns True when the last step was taken, False when it was stopped before."""
+        described, at_start = self._described, self.env_steps
+        row_due, evaluation_due = self._next(described.row_every), self._next(described.eval_every)
+        while not self._stop.wait(_LOOK_EVERY):
+            self._look()
+            now = self.env_steps
+            if now > at_start and self._first is None:
+                self._first = time.monotonic(), now
+            self._last = time.monotonic(), now
+            if now >= self._until:
+                return True
+            if now >= row_due:
+                self._write_row()
+                row_due = self._next(described.row_every)
+            if self._evaluation is None and now >= evaluation_due:
+                self._evaluation = _Evaluation(self._evaluations)
+                evaluation_due = self._next(described.eval_every)
+            elif self._evaluation is not None and self._evaluation.is_over:
+                self._write_evaluation(self._evaluation.result())
+                self._evaluation = None
+        self._look()
+        self._write_row()
+        return False
+
+    def _look(self) -> None:
+        for ask in self._ask_actors:
+            stats = ask()
+            if stats is not None:
+                self._census.add(stats)
+        self._learner_stats = self._ask_learner() or self._learner_stats
+
+    def _finish(self) -> Logs:
+        """Has the learner finish, and evaluates what it ends with."""
+        deadline = time.monotonic() + _FINISH_WITHIN
+        while not (stats := self._learner.stats())["finished"]:
+            self._learner.finish()
+            if time.monotonic() > deadline:
+                raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
+            if self._stop.wait(_LOOK_EVERY):
+                raise StoppedError("Told to stop before the learner had finished.")
+        self._learner_stats = stats
+        self._write_row()
+        if stats["learner_steps"] == 0:
+            _log.warning(
+                "No update was made in %d steps. Run for more steps, or let learning begin earlier.", self.env_steps
+            )
+        if self._evaluation is not None:
+            self._write_evaluation(self._evaluation.result())
+        evaluation = self._evaluations.evaluate()
+        self._write_evaluation(evaluation)
+        return evaluation
+
+    def _next(self, every: int) -> float:
+        """The next multiple of `every` environment steps; never, where that is 0."""
+        return (self.env_steps // every + 1) * every if every else math.inf
+
+    def _write_row(self) -> None:
+        now, total, before = time.monotonic(), self._census.total(), self._row_total
+        new = {name: total[name] - before[name] for name in total}
+        if not new["env_steps"]:
+            return
+        values: dict[str, Any] = {}
+        if new["episodes"]:
+            values["episode_return"] = new["return_sum"] / new["episodes"]
+            values["episode_length"] = new["length_sum"] / new["episodes"]
+            values["episodes"] = int(new["episodes"])
+        values["steps_per_second"] = new["env_steps"] / max(now - self._row_began, 1e-9)
+        values.update({name: value for name, value in self._learner_stats.items() if name != "finished"})
+        values["wall_seconds"] = time.time() - self._began
+        self._row_began, self._row_total = now, total
+        self._logger.write(self.env_steps, values)
+        self._census.save()
+
+    def _write_evaluation(self, evaluation: Logs) -> None:
+        names = ("return_mean", "return_std", "length_mean", "episodes")
+        self._logger.write(self.env_steps, {name: evaluation[name] for name in names})
+
+    def _result(self, evaluation: Logs | None) -> Result:
+        (began, first), (ended, last) = self._first or self._last, self._last
+        return Result(
+            env_steps=self.env_steps,
+            learner_steps=self._learner_stats["learner_steps"],
+            return_mean=evaluation["return_mean"] if evaluation else None,
+            return_std=evaluation["return_std"] if evaluation else None,
+            episodes=evaluation["episodes"] if evaluation else 0,
+            steps_per_second=(last - first) / max(ended - began, 1e-9),
+            wall_seconds=time.time() - self._began,
+            params_version=self._learner_stats["params_version"],
+            run_dir=str(self._directory.path),
+        )
+
+
+class _Evaluation:
+    """An evaluation beside the watch."""
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._values: Logs | BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._values = evaluations.evaluate()
+            except BaseException as error:
+                self._values = error
+
+        self._thread = threading.Thread(target=run, name="rlframe evaluation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Logs:
+        """Waits for it, and gives what `Evaluator.evaluate` gave, or raises what that did."""
+        self._thread.join()
+        if isinstance(self._values, BaseException):
+            raise self._values
+        assert self._values is not None
+        return self._values

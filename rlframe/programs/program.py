@@ -1,0 +1,134 @@
+"""A run in several processes: the counterpart of `single_process.train`, with the same result and the same files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rlframe.actors.actor import env_seed
+from rlframe.agents import Agent
+from rlframe.errors import UsageError
+from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
+from rlframe.programs.assemble import make_agent, make_pool
+from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
+from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.topologies import TOPOLOGIES, Run
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 0.5  # seconds between two looks at the rows that the monitor has written
+
+
+def train(
+    described: Experiment,
+    *,
+    run_dir: str | os.PathLike | None = None,
+    resume: bool = False,
+    stop_at: int | None = None,
+    callback: Callable[[int, dict[str, Any]], Any] | None = None,
+    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
+    progress: Logger | None = None,
+    notes: dict[str, Any] | None = None,
+) -> Result:
+    """See `rlframe.programs.train`; ProgramError says that a node failed more often than it may."""
+    described = complete(described)
+    directory = RunDir(run_dir if run_dir is not None else default_path(described))
+    if stop_at is not None and stop_at < 1:
+        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
+    if resume:
+        directory.check_holds_run()
+        described = continued(load_experiment(directory.config), described)
+    else:
+        directory.create()
+    with contextlib.ExitStack() as undo:
+        if not resume:
+            undo.callback(directory.remove)
+        run = Run(
+            described,
+            agent_of(described),
+            directory.path.absolute(),
+            until=min(described.steps, stop_at or described.steps),
+            began=time.time(),
+        )
+        engine = make_engine(described)
+        TOPOLOGIES[described.topology](engine, run)
+        directory.write_config(described, notes or {})
+        more = list(open_loggers(directory.path)) if open_loggers is not None else []
+        undo.pop_all()
+    directory.result.unlink(missing_ok=True)
+    loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
+    with _Rows(directory.metrics, MultiLogger(loggers)):
+        number = engine.run()
+    result = dataclasses.replace(Result.read(directory.result), signal=number, run_dir=str(directory.path))
+    directory.write_result(result.to_json())
+    plot_learning_curve(directory.path, directory.learning_curve)
+    return result
+
+
+def agent_of(described: Experiment) -> Agent:
+    """The agent of an experiment; a pool of its environments is opened and closed for their specs."""
+    pool = make_pool(described, 1, described.env_kwargs, env_seed(described.seed, 0, 0))
+    try:
+        return make_agent(described, pool.observation_spec, pool.action_spec)
+    finally:
+        pool.close()
+
+
+def make_engine(described: Experiment) -> Any:
+    """The engine that the experiment asks for."""
+    if described.engine == "threads":
+        from rlframe.programs.engines.threads import ThreadsEngine
+
+        return ThreadsEngine()
+    from rlframe.programs.engines.launchpad import LaunchpadEngine
+
+    return LaunchpadEngine(described.max_restarts)
+
+
+class _Rows:
+    """Hands the rows that a monitor writes to a file on to loggers of this process, until the context ends."""
+
+    def __init__(self, path: pathlib.Path, logger: Logger) -> None:
+        self._path, self._logger = path, logger
+        self._at = path.stat().st_size if path.exists() else 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="rlframe rows", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+        try:
+            self._read()
+        finally:
+            self._logger.close()
+
+    def _follow(self) -> None:
+        while not self._over.wait(_LOOK_EVERY):
+            try:
+                self._read()
+            except Exception as error:  # a tracker that fails does not end the run
+                _log.warning("A logger failed: %s", error)
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            return
+        self._at = min(self._at, self._path.stat().st_size)  # a restarted monitor may take its last row back
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._at += len(line)
+                row = json.loads(line)
+                self._logger.write(row.pop("step"), row)

@@ -1,0 +1,134 @@
+"""The programs of several processes, each wiring on a screen.
+
+They are made of the objects of a single-process run, constructed with the same arguments; an engine
+(`rlframe.programs.engines`) decides what runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rlframe.actors import Actor
+from rlframe.agents import Agent
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.programs.assemble import CHECKPOINTS_KEPT, make_pool, replay_capacity
+from rlframe.programs.experiment import Experiment, total_learner_steps
+from rlframe.programs.monitor import Monitor
+from rlframe.programs.run_dir import RunDir
+from rlframe.replay import SharedMemReplayBuffer
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One session of a run, as its nodes need to know it."""
+
+    described: Experiment
+    agent: Agent
+    path: pathlib.Path  # of the run directory
+    until: int  # environment steps at which this session ends
+    began: float  # seconds since the epoch
+
+    @property
+    def session(self) -> str:
+        """Names the session among those of its run."""
+        return f"{self.began!r}"
+
+
+class Engine(Protocol):
+    """What runs the nodes of a program."""
+
+    def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Adds a node, which constructs an object and calls its `run()`.
+
+        Args:
+            group: learner, inferencer, actor or monitor; of these the program is over when the last has ended.
+            constructor: of the object.
+            *args: its arguments; some may be what `add` gave for other nodes.
+            **kwargs: the same.
+
+        Returns:
+            What stands for the node in the arguments of others.
+        """
+
+    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
+        """Adds a Reverb server of `tables`, whose checkpoints lie in `path`."""
+
+    def own(self, resource: Any) -> Any:
+        """Returns `resource`, whose `close()` is called when the program is over."""
+
+
+def heavy_env(engine: Engine, run: Run) -> None:
+    """For environments that are worth a process each: an inferencer beside each actor."""
+    described, agent = run.described, run.agent
+    replay_buffer = add_replay(engine, run)
+    learner = engine.add("learner", Learner, learner_config(run), agent, replay_buffer)
+    actors = []
+    for rank in range(described.num_actors):
+        inferencer = Inferencer(InferencerConfig(seed=described.seed), agent, learner)
+        env_builder = functools.partial(make_pool, described, described.num_envs, described.env_kwargs)
+        actors.append(engine.add("actor", Actor, env_builder, inferencer, replay_buffer, rank, seed=described.seed))
+    engine.add("monitor", Monitor, run, learner, actors)
+
+
+def light_env(engine: Engine, run: Run) -> None:
+    """For environments that are cheap beside the network: inferencers as services, which batch the actors' calls."""
+    described, agent = run.described, run.agent
+    replay_buffer = add_replay(engine, run)
+    learner = engine.add("learner", Learner, learner_config(run), agent, replay_buffer)
+    cfg = InferencerConfig(seed=described.seed)
+    inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(described.num_inferencers)]
+    actors = []
+    for rank in range(described.num_actors):
+        pools = num_pools(described)
+        env_builder = functools.partial(make_pool, described, described.num_envs // pools, described.env_kwargs)
+        options = {"seed": described.seed, "num_pools": pools}
+        actors.append(engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options))
+    engine.add("monitor", Monitor, run, learner, actors)
+
+
+# The same objects, with Reverb between actors and learner in place of shared memory: see `add_replay`.
+distributed = light_env
+
+TOPOLOGIES: dict[str, Callable[[Engine, Run], None]] = {
+    "heavy_env": heavy_env,
+    "light_env": light_env,
+    "distributed": distributed,
+}
+
+
+def num_pools(described: Experiment) -> int:
+    """How many pools an actor has whose inferencer is a service: one half steps while the other's call is answered."""
+    return 2 if described.num_envs % 2 == 0 else 1
+
+
+def add_replay(engine: Engine, run: Run) -> Any:
+    """The replay that the experiment asks for: an object, or the handle to a server."""
+    described, agent, spec = run.described, run.agent, run.agent.replay_spec
+    capacity = replay_capacity(spec, described)
+    if described.replay_kind == "shared_memory":
+        options = {"num_writers": described.num_actors, "max_envs": described.num_envs, "seed": described.seed}
+        return engine.own(SharedMemReplayBuffer(agent, **options, capacity=capacity))
+    from rlframe.replay.reverb import ReverbReplayBuffer
+
+    # The environments of a pool complete their unrolls with the same step: they are sent as one item.
+    pools = 1 if described.topology == "heavy_env" else num_pools(described)
+    block = described.num_envs // pools if spec.kind == "queue" else 1
+    tables = ReverbReplayBuffer.tables(agent, block=block, capacity=capacity)
+    return engine.add_reverb("replay", tables, str(RunDir(run.path).reverb))
+
+
+def learner_config(run: Run) -> LearnerConfig:
+    """What the experiment counts in environment steps, in learner steps."""
+    described, spec = run.described, run.agent.replay_spec
+    every = described.checkpoint_every or described.steps
+    return LearnerConfig(
+        seed=described.seed,
+        checkpoint_dir=str(RunDir(run.path).checkpoints),
+        checkpoint_every=total_learner_steps(spec, every, described.total_envs),
+        checkpoints_kept=CHECKPOINTS_KEPT,
+    )
