@@ -21,6 +21,8 @@ from rlframe.programs.run_dir import Result, RunDir, default_path
 def run_session(described: Experiment, session: SessionOptions, preset: Preset | None) -> int:
     """Trains as asked, draws the learning curve, prints the result; returns the exit code."""
     directory = RunDir(session.run_dir if session.run_dir is not None else default_path(described))
+    if described.topology != "single_process" and described.engine == "launchpad":
+        _leave_accelerators_to_the_learner()
     profile = None
     if session.profile or session.profile_trace:
         profile = Profile(os.fspath(directory.path / "trace") if session.profile_trace else None)
@@ -49,6 +51,13 @@ def run_session(described: Experiment, session: SessionOptions, preset: Preset |
     if session.json:
         print(json.dumps(result.to_json()), flush=True)
     return 0 if result.signal is None else 128 + result.signal
+
+
+def _leave_accelerators_to_the_learner() -> None:
+    # This process only looks at what the agent is made of: without this JAX would take the accelerator's memory.
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _trackers(described: Experiment, session: SessionOptions, path: pathlib.Path) -> list[Logger]:

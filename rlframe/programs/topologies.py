@@ -112,6 +112,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
     capacity = replay_capacity(spec, described)
     if described.replay_kind == "shared_memory":
         options = {"num_writers": described.num_actors, "max_envs": described.num_envs, "seed": described.seed}
+        options["in_threads"] = described.engine == "threads"
         return engine.own(SharedMemReplayBuffer(agent, **options, capacity=capacity))
     from rlframe.replay.reverb import ReverbReplayBuffer
 

@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     rows: int  # of each segment
     seed: int
     timeout: float
+    in_threads: bool
 
 
 class Share:
@@ -175,7 +176,11 @@ class Share:
         """Whether this process's writers wait for the sampler; see `SharedMemReplayBuffer`."""
         control = self.memory.control
         sampler = control[block.SAMPLER_PID]
-        if sampler == self._pid or control[block.STOPPED]:
+        if control[block.STOPPED]:
+            return False
+        if self._plan.in_threads:
+            return True
+        if sampler == self._pid:
             return False
         return sampler != 0 or not self._is_makers
 

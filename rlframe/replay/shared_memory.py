@@ -40,6 +40,7 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         seed: decides the draws.
         max_envs: the most environments of one writer. Costs addresses, not memory.
         timeout: seconds that `add` waits at most.
+        in_threads: writers are threads beside the sampler's, so that they can wait for it in the same process as well.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
@@ -54,6 +55,7 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         seed: int = 0,
         max_envs: int = 1024,
         timeout: float = 600.0,
+        in_threads: bool = False,
         **overrides: Any,
     ):
         for option, value in (("num_writers", num_writers), ("max_envs", max_envs)):
@@ -64,7 +66,7 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         check_memory(needed, spec.capacity, "observations and what the agent stores of each step")
         rows = segments.segment_rows(spec, num_writers, max_envs)
         name = block.create(num_writers, rows, spec, agent.step_spec)
-        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, timeout))
+        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, timeout, in_threads))
         self._finalizer = weakref.finalize(self, block.destroy, name)
 
     def _attach(self, plan: Plan) -> None:

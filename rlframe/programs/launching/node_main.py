@@ -12,6 +12,10 @@ import os
 import signal
 import sys
 import threading
+import traceback
+
+from rlframe.errors import NonFiniteLossError, UsageError
+from rlframe.programs.launching.supervisor import FOR_GOOD
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 
@@ -36,7 +40,11 @@ def main() -> None:
     worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
         functions = cloudpickle.load(file)
-    functions[index]()
+    try:
+        functions[index]()
+    except (UsageError, NonFiniteLossError):  # another try would end in the same way
+        traceback.print_exc()
+        sys.exit(FOR_GOOD)
 
 
 def die_with_parent(parent: int) -> None:

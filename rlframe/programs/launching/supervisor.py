@@ -27,6 +27,8 @@ _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doub
 _HEALTHY = 120.0  # seconds after which a process that dies counts as if it had never died before
 _KEPT_LINES = 80  # of each node's output, for its traceback
 
+FOR_GOOD = 4  # the exit code of a process whose restart would not help
+
 STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
 
 
@@ -139,7 +141,7 @@ class Supervisor:
             self._deaths[node.name] = 0
         self._deaths[node.name] += 1
         deaths = self._deaths[node.name]
-        if deaths > node.max_restarts:
+        if code == FOR_GOOD or deaths > node.max_restarts:
             times = f" (and {deaths - 1} times before)" if deaths > 1 else ""
             self._failure = f"The node {node.name} {_how(code)}{times}.{running.last_words()}"
             self._stop()
@@ -165,6 +167,7 @@ class Supervisor:
             self._stopping_since = time.monotonic()
             for running in self._running.values():
                 running.send(signal.SIGTERM)
+                running.send(signal.SIGCONT)  # one that was paused would not hear of it
 
     def _kill_all(self) -> None:
         for running in self._running.values():

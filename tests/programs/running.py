@@ -1,0 +1,140 @@
+"""`rlframe train --topology ...` as a process, and what can be done to its nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# An update every 80 steps of each of 4 environments, so that a run of some seconds has many of them.
+IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "4", "--num-actors", "2"]
+
+
+class RunningProgram:
+    """A program that was started. As a context it ends with nothing left of it.
+
+    Args:
+        run_dir: of the run.
+        arguments: of `rlframe train`.
+    """
+
+    def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
+        self.run_dir = run_dir
+        self._shared_before = set(os.listdir("/dev/shm"))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rlframe", "train", *arguments, "--run-dir", str(run_dir), "--json"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=(run_dir.parent / "stderr").open("w"),
+            text=True,
+        )
+        self._seen: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> RunningProgram:
+        return self
+
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        self.process.kill()
+        self.process.communicate()
+        if kind is None:
+            self.check_nothing_is_left()
+
+    def nodes(self) -> dict[str, psutil.Process]:
+        """The nodes that run now, by name: "actor 1"."""
+        found = {}
+        for child in _children(self.process.pid):
+            self._seen[child.pid] = child
+            title = re.match(r"rlframe: (.*)", " ".join(_cmdline(child)).strip())
+            if title:
+                found[title[1]] = child
+        return found
+
+    def node(self, name: str) -> psutil.Process:
+        """The node of this name, once it runs."""
+        self.wait_until(lambda: name in self.nodes())
+        return self.nodes()[name]
+
+    def kill(self, name: str) -> None:
+        """Kills a node, and waits until it is back."""
+        node = self.node(name)
+        node.kill()
+        self.wait_until(lambda: name in self.nodes() and self.nodes()[name].pid != node.pid)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What the monitor has written."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for_steps(self, steps: int) -> None:
+        """Waits for a row that is at `steps` environment steps at least, and after an update."""
+        self.wait_until(lambda: any(row["step"] >= steps and row.get("learner_steps", 0) > 0 for row in self.rows()))
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
+        """Waits for a condition; fails where the program ends before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.errors()}"
+            assert time.monotonic() < deadline, f"it did not happen in time:\n{self.errors()}"
+            time.sleep(0.05)
+
+    def errors(self) -> str:
+        """What it wrote to stderr."""
+        return (self.run_dir.parent / "stderr").read_text()
+
+    def finish(self, seconds: float = 240.0) -> tuple[int, dict[str, Any] | None]:
+        """Waits for the end; returns the exit code and the result, where there is one."""
+        self.nodes()
+        out, _ = self.process.communicate(timeout=seconds)
+        self.check_nothing_is_left()
+        lines = out.splitlines()
+        return self.process.returncode, json.loads(lines[-1]) if lines else None
+
+    def check_nothing_is_left(self) -> None:
+        """No process, no block of shared memory; with the processes go their ports."""
+        deadline = time.monotonic() + 10.0
+        while alive := [child.pid for child in self._seen.values() if _runs(child)]:
+            assert time.monotonic() < deadline, f"processes {alive} are left"
+            time.sleep(0.05)
+        assert set(os.listdir("/dev/shm")) <= self._shared_before
+
+
+def stop_signal(program: RunningProgram, number: int = signal.SIGINT) -> float:
+    """Sends a signal to the launcher and returns the seconds until it has ended."""
+    program.nodes()
+    began = time.monotonic()
+    program.process.send_signal(number)
+    program.process.wait(timeout=30.0)
+    return time.monotonic() - began
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

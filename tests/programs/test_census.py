@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from rlframe.programs.census import Census
+
+
+def stats(rank: int, incarnation: int, steps: int) -> dict[str, float]:
+    return {
+        "rank": rank,
+        "incarnation": incarnation,
+        "env_steps": steps,
+        "episodes": 1,
+        "return_sum": 2.0 * steps,
+        "length_sum": steps,
+    }
+
+
+def test_what_an_actor_says_twice_counts_once_and_what_it_said_before_its_death_stays(tmp_path):
+    census = Census(tmp_path / "progress.json", "first")
+    assert census.total() == {"env_steps": 0, "episodes": 0, "return_sum": 0, "length_sum": 0}
+    census.add(stats(0, 0, 10))
+    census.add(stats(0, 0, 15))
+    census.add(stats(1, 0, 7))
+    census.add(stats(0, 1, 100))  # restarted
+    assert census.total() == {"env_steps": 122, "episodes": 3, "return_sum": 244.0, "length_sum": 122}
+
+
+def test_a_restarted_monitor_goes_on_counting_the_same_actors(tmp_path):
+    census = Census(tmp_path / "progress.json", "first")
+    census.add(stats(0, 0, 10))
+    census.save()
+    again = Census(tmp_path / "progress.json", "first")
+    again.add(stats(0, 0, 12))
+    assert again.total()["env_steps"] == 12
+
+
+def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tmp_path):
+    census = Census(tmp_path / "progress.json", "first")
+    census.add(stats(0, 0, 10))
+    census.add(stats(1, 0, 10))
+    census.save()
+    resumed = Census(tmp_path / "progress.json", "second")
+    assert resumed.total()["env_steps"] == 20
+    resumed.add(stats(0, 0, 5))
+    assert resumed.total() == {"env_steps": 25, "episodes": 3, "return_sum": 50.0, "length_sum": 25}

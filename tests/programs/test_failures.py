@@ -1,0 +1,140 @@
+"""What real machines do to a program: nodes die, hang and raise, and people press Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.programs.running import IMPALA, RunningProgram, stop_signal
+
+pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+
+TOPOLOGIES = ("heavy_env", "light_env", "distributed")
+NODES = {
+    "heavy_env": ("actor 1", "learner", "monitor"),
+    "light_env": ("actor 0", "inferencer", "learner", "monitor"),
+    "distributed": ("actor 1", "inferencer", "learner", "monitor", "replay"),
+}
+LONG = ["--steps", "100000000", "--checkpoint-every", "2000", "--log-every", "500"]
+
+# Those in `make test` are of heavy_env; the whole grid is in `make test-system`.
+GRID = [pytest.param(topology, marks=[] if topology == "heavy_env" else pytest.mark.system) for topology in TOPOLOGIES]
+
+
+def steps_of(program: RunningProgram) -> int:
+    rows = program.rows()
+    return rows[-1]["step"] if rows else 0
+
+
+@pytest.mark.parametrize("topology", GRID)
+def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, topology):
+    steps = 60_000
+    arguments = [*IMPALA, "--topology", topology, "--steps", str(steps), "--log-every", "500"]
+    with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
+        at = 0
+        for name in NODES[topology]:
+            program.wait_for_steps(at + 1_000)
+            program.kill(name)
+            at = steps_of(program)
+            assert at < steps, "it was over before all nodes had been killed"
+        code, result = program.finish()
+    assert code == 0, program.errors()
+    assert result is not None and result["env_steps"] >= steps and result["episodes"] == 2
+    for name in NODES[topology]:
+        assert f"[{name.replace(' ', '/')}] was killed by SIGKILL: restart 1 of 3" in program.errors()
+    versions = [row["params_version"] for row in program.rows() if "params_version" in row]
+    assert versions == sorted(versions)
+
+
+@pytest.mark.parametrize("topology", GRID)
+def test_a_paused_actor_does_not_stall_the_rest(tmp_path, topology):
+    arguments = [*IMPALA, "--topology", topology, "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
+    with RunningProgram(tmp_path / "run", *arguments) as program:
+        program.wait_for_steps(1_000)
+        program.node("actor 0").send_signal(signal.SIGSTOP)
+        code, result = program.finish()
+    assert code == 0, program.errors()
+    assert result is not None and result["env_steps"] >= 20_000
+
+
+@pytest.mark.parametrize("topology", GRID)
+def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_path, topology):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology, "--max-restarts", "0") as program:
+        program.wait_for_steps(500)
+        began = time.monotonic()
+        program.node("actor 1").kill()
+        code, result = program.finish(15.0)
+    assert code == 1 and result is None
+    assert time.monotonic() - began < 15.0
+    assert "rlframe: The node actor/1 was killed by SIGKILL." in program.errors()
+
+
+@pytest.mark.parametrize("topology", GRID)
+def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path, topology):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology) as program:
+        program.wait_for_steps(2_000)
+        assert stop_signal(program) < 10.0
+        code, result = program.finish()
+    assert code == 130, program.errors()
+    assert result is not None and result["return_mean"] is None and result["signal"] == signal.SIGINT
+    assert result["env_steps"] >= 2_000 and result["learner_steps"] > 0
+    more = ["--resume", "--stop-at", str(result["env_steps"] + 2_000), "--eval-episodes", "2"]
+    with RunningProgram(tmp_path / "run", *more) as program:
+        code, resumed = program.finish()
+    assert code == 0, program.errors()
+    assert resumed is not None and resumed["env_steps"] >= result["env_steps"] + 2_000
+    assert resumed["learner_steps"] > result["learner_steps"]
+    assert resumed["params_version"] > result["params_version"]
+
+
+@pytest.mark.parametrize("topology", GRID)
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path, topology):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology) as program:
+        program.wait_for_steps(500)
+        nodes = program.nodes()
+        assert len(nodes) == 1 + len(NODES[topology])  # the second actor
+        program.process.kill()
+        program.process.wait()
+        program.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("topology", GRID)
+def test_a_learner_that_raises_ends_the_program_with_its_traceback(tmp_path, topology):
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        """
+from rlframe.agents import IMPALA
+
+class Unhappy(IMPALA):
+    jit_learner_step = False
+
+    def learner_step(self, params, learner_state, batch):
+        raise ValueError("the agent is unhappy")
+"""
+    )
+    arguments = ["--agent", f"{agent}:Unhappy", "--num-envs", "4", "--topology", topology, "--max-restarts", "1"]
+    with RunningProgram(tmp_path / "run", *arguments, "--quiet") as program:
+        code, result = program.finish()
+    assert code == 1 and result is None
+    assert "The node learner failed with exit code 1 (and 1 times before)" in program.errors()
+    assert "ValueError: the agent is unhappy" in program.errors().split("rlframe: The node learner")[1]
+
+
+def test_a_loss_that_is_not_finite_is_not_tried_again(tmp_path):
+    arguments = [*IMPALA, *LONG, "--topology", "heavy_env", "--learning-rate", "1e30", "--quiet"]
+    with RunningProgram(tmp_path / "run", *arguments) as program:
+        code, result = program.finish()
+    assert code == 1 and result is None
+    assert "NonFiniteLossError" in program.errors() and "restart" not in program.errors()
+
+
+def test_memory_that_is_not_there_is_told_before_a_process_is_started(tmp_path):
+    arguments = ["--agent", "dqn", "--env", "CartPole-v1", "--topology", "heavy_env"]
+    with RunningProgram(tmp_path / "run", *arguments, "--replay-capacity", str(10**12)) as program:
+        code, result = program.finish()
+        assert not program.nodes()
+    assert code == 2 and result is None
+    assert "memory" in program.errors() and "Traceback" not in program.errors()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,103 @@
+"""Topologies in the threads of one process: the same objects, the same wiring, quick to run."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from rlframe.agents.networks import MLPConfig
+from rlframe.errors import ProgramError, UsageError
+from rlframe.metrics import read_jsonl
+from rlframe.programs import evaluate, load_experiment, make_experiment, train
+from rlframe.programs.engines.threads import ThreadsEngine
+from rlframe.programs.experiment import Experiment
+
+SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 2}
+
+
+def experiment(agent: str, topology: str, **fields) -> Experiment:
+    values = {**SMALL, "steps": 1_000, "topology": topology, "engine": "threads", "log_every": 200, **fields}
+    return make_experiment(agent, **values)
+
+
+@pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
+def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, topology):
+    rows = []
+    described = experiment("impala", topology, unroll_length=8, batch_size=4)
+    result = train(described, run_dir=tmp_path / "run", callback=lambda step, values: rows.append((step, values)))
+    assert 1_000 <= result.env_steps < 3_000
+    assert result.learner_steps == result.params_version - 1 > 10
+    assert result.episodes == 2 and result.return_mean is not None and result.return_mean > 0
+    assert json.loads((tmp_path / "run/result.json").read_text()) == result.to_json()
+    assert load_experiment(tmp_path / "run") == described
+    written = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in written] == [step for step, _ in rows]
+    assert written[-1]["return_mean"] == result.return_mean
+    assert "staleness" in rows[-2][1] and rows[-2][1]["learner_steps"] == result.learner_steps
+    assert (tmp_path / "run/learning_curve.png").exists()
+    again = evaluate(tmp_path / "run", episodes=2)  # of the checkpoint
+    assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
+
+
+def test_a_program_learns_from_a_replay_at_the_ratio_that_the_agent_asks_for(tmp_path):
+    values = {"min_replay_size": 100, "update_period": 4, "batch_size": 8, "prioritised": True, "n_step": 3}
+    result = train(experiment("dqn", "heavy_env", **values), run_dir=tmp_path / "run")
+    due = (result.env_steps - 100) / 4
+    assert 0.8 * due <= result.learner_steps <= 1.1 * due
+
+
+def test_evaluations_go_on_beside_the_training(tmp_path):
+    described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4, eval_every=300, steps=3_000)
+    train(described, run_dir=tmp_path / "run")
+    evaluated = [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "return_mean" in row]
+    assert len(evaluated) >= 2
+
+
+def test_a_resumed_program_goes_on_with_its_counts(tmp_path):
+    described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4)
+    first = train(described, run_dir=tmp_path / "run", stop_at=500)
+    assert 500 <= first.env_steps < 1_000
+    again = train(described, run_dir=tmp_path / "run", resume=True)
+    assert again.env_steps >= 1_000
+    assert again.learner_steps > first.learner_steps
+    assert again.params_version > first.params_version
+    steps = [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")]
+    assert steps == sorted(steps)
+
+
+def test_a_replay_that_does_not_suit_the_topology_is_refused():
+    with pytest.raises(UsageError, match="distributed keeps its experience in reverb, got replay='shared_memory'"):
+        experiment("impala", "distributed", replay="shared_memory")
+    with pytest.raises(UsageError, match="single_process keeps its experience in local"):
+        experiment("impala", "single_process", replay="reverb")
+
+
+class Node:
+    """Ends well, raises, or waits until it is stopped."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.stopped = how, threading.Event()
+
+    def run(self) -> None:
+        if self.how == "raises":
+            raise ValueError("unhappy")
+        if self.how == "waits":
+            assert self.stopped.wait(60.0)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+def test_threads_end_with_the_monitor_and_name_the_node_that_raised():
+    engine = ThreadsEngine()
+    actor = engine.add("actor", Node, "waits")
+    engine.add("monitor", Node, "ends")
+    assert engine.run() is None and actor.stopped.is_set()
+    engine = ThreadsEngine()
+    actor = engine.add("actor", Node, "waits")
+    engine.add("learner", Node, "raises")
+    with pytest.raises(ProgramError, match="The node learner failed: ValueError: unhappy"):
+        engine.run()
+    assert actor.stopped.is_set()
