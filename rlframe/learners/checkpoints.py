@@ -66,6 +66,8 @@ class Checkpointer:
         # Orbax checks its own indices, but not the arrays.
         sums = np.array([_checksum(array) for array in (*leaves.values(), pickled)], np.uint32)
         step = max([step, *(taken + 1 for taken in self.steps())])
+        if self._open_manager is None:
+            self._remove_unfinished()  # of a writer that was killed
         with self._explain("write", step):
             args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled, "checksums": sums})
             self._manager().save(step, args=args, force=True)
@@ -127,14 +129,18 @@ class Checkpointer:
                     f"where this agent has {np.shape(want)}. Resume with the run's own config.json."
                 )
 
+    def _remove_unfinished(self) -> None:
+        for unfinished in self._directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
     @contextlib.contextmanager
     def _explain(self, what: str, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             path = self._directory / str(step)
-            for unfinished in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            if what == "write":
+                self._remove_unfinished()
             others = [self._directory / str(other) for other in self.steps() if other != step]
             kept = f" The last good checkpoint is {others[-1]}." if others else ""
             if what == "read":

@@ -15,8 +15,10 @@ from rlframe import compilation, handles
 from rlframe.agents.base import LearnerState
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
+from rlframe.learners.saver import Saver
+from rlframe.learners.snapshot import Snapshot
 from rlframe.packing import Packing
-from rlframe.replay import as_replay_buffer
+from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
 
 
@@ -28,13 +30,19 @@ class LearnerConfig:
     max_learner_steps: int | None = None  # `run()` ends there, and the Launchpad program with it; None: at `stop()`
     checkpoint_dir: str | None = None  # None: nothing is saved
     checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
+    checkpoint_seconds: float = 30.0  # or so long, whichever is shorter: what a learner that is killed loses
     checkpoints_kept: int = 3
+    resume: bool = False  # begin with the latest checkpoint, where there is one
     log_every: int = 100  # learner steps between two rows of `run()`'s logger
 
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "checkpoints_kept", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"LearnerConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        if self.checkpoint_seconds <= 0:
+            raise UsageError(f"LearnerConfig.checkpoint_seconds must be more than 0, got {self.checkpoint_seconds}.")
+        if self.resume and not self.checkpoint_dir:
+            raise UsageError("LearnerConfig.resume needs a checkpoint_dir.")
 
 
 class Learner:
@@ -67,9 +75,9 @@ class Learner:
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
         self._versions = VersionCounter(cfg.checkpoint_dir)
         self._learner_steps = 0
-        self._logs: Logs | None = None  # of the newest update of `run()`
-        self._unchecked: tuple[int, Any, Any] | None = None  # (learner step, loss, keys) of the update before
-        self._publish_lock = threading.Lock()
+        self._logs: Logs = {}  # of the newest update that is known to be done
+        self._unchecked: tuple[int, Logs, Any] | None = None  # (learner step, logs, keys) of the update before
+        self._update_lock, self._publish_lock = threading.RLock(), threading.Lock()
 
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
         self._params = agent.initial_params(init_rng)
@@ -83,6 +91,14 @@ class Learner:
         self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
         self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
         self._numpy: tuple[int, Tree] = (-1, None)
+        is_buffer = isinstance(self._replay_buffer, BaseReplayBuffer)
+        self._replay_stats = Snapshot(self._replay_buffer.stats if is_buffer else dict)
+        self._saver: Saver | None = None
+        if cfg.checkpoint_dir:
+            lock, kept = self._update_lock, cfg.checkpoints_kept
+            self._saver = Saver(self, lock, self._replay_buffer, cfg.checkpoint_dir, kept)
+        if cfg.resume:
+            self._resume()
 
     @property
     def learner_steps(self) -> int:
@@ -106,17 +122,21 @@ class Learner:
         """
         if batch is None:
             return None
+        with self._update_lock:
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> Logs:
         self._check_loss()
         keys, staleness = batch.keys, self.params_version - batch.params_version.sum() / len(batch.keys)
         params, learner_state, logs, published = self._run_update(batch._replace(keys=(), params_version=()))
         self._params, self._learner_state = params, learner_state
         self._learner_steps += 1
         self._published = (self._versions.next(), published)
-        self._unchecked = (self._learner_steps, logs.get("loss"), keys)
-        if "priorities" in logs:
+        priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
+        self._unchecked = (self._learner_steps, logs, keys)
+        if priorities is not None:
             self._check_loss()  # they are fetched here in any case, and a buffer takes no NaN
-            self._replay_buffer.update_priorities(keys, np.asarray(logs.pop("priorities")))
-        logs["staleness"] = float(staleness)
+            self._replay_buffer.update_priorities(keys, np.asarray(priorities))
         return logs
 
     def run(self) -> None:
@@ -129,28 +149,39 @@ class Learner:
             self._finished.set()
             if self._finish.is_set():
                 self._stop.wait()  # `get_params` goes on answering
-        if self._learner_steps == self._cfg.max_learner_steps:
+        if self._is_done:
             handles.stop_program()
 
     def _learn(self) -> None:
         self._dataset = dataset = self._replay_buffer.make_dataset()
-        if self._stop.is_set() or self._finish.is_set():  # before there was a dataset that they could close
+        # Before there was a dataset that they could close; or this learner was resumed from its last checkpoint.
+        if self._stop.is_set() or self._finish.is_set() or self._is_done:
             dataset.close()
         try:
             for batch in dataset:
                 if self._stop.is_set() or self._finish.is_set():
                     break
-                self._logs = logs = self.step(batch)
+                logs = self.step(batch)
                 if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
                     self._logger.write(self._learner_steps, logs or {})
-                if self._checkpointer is not None and self._learner_steps % self._cfg.checkpoint_every == 0:
-                    self.save()
-                if self._learner_steps == self._cfg.max_learner_steps:
+                if self._saver is not None:
+                    self._save_where_due(self._saver)
+                if self._is_done:
                     break
         finally:
             dataset.close()
-        if self._checkpointer is not None:
-            self.save(final=True)
+        if self._saver is not None:
+            self._saver.wait()
+            self._saver.save(final=True)
+
+    @property
+    def _is_done(self) -> bool:
+        return self._cfg.max_learner_steps is not None and self._learner_steps >= self._cfg.max_learner_steps
+
+    def _save_where_due(self, saver: Saver) -> None:
+        saver.wait()
+        if self._learner_steps % self._cfg.checkpoint_every == 0 or saver.seconds >= self._cfg.checkpoint_seconds:
+            saver.save()
 
     def finish(self) -> None:
         """Ends learning and saves, while `get_params` goes on answering until `stop()`. Any thread may call it."""
@@ -159,10 +190,15 @@ class Learner:
             self._dataset.close()
 
     def stats(self) -> dict[str, Any]:
-        """How far `run()` is: learner_steps, params_version, whether it `finished`, and the newest update's logs."""
-        logs = {name: float(np.asarray(value)) for name, value in (self._logs or {}).items()}
+        """How far `run()` is: learner_steps, params_version, whether it `finished`; the newest logs; `replay_` counters.
+
+        Any thread may ask, and waits for no update and for no server: the logs are of the update before the one that
+        is under way, and the replay's counters the newest that came.
+        """
+        logs = {name: float(np.asarray(value)) for name, value in dict(self._logs).items()}
+        replay = {f"replay_{name}": value for name, value in self._replay_stats().items()}
         counters = {"learner_steps": self._learner_steps, "params_version": self.params_version}
-        return {**logs, **counters, "finished": self._finished.is_set()}
+        return {**logs, **replay, **counters, "finished": self._finished.is_set()}
 
     def stop(self) -> None:
         """Ends `run()` after the update under way, or while it waits for a batch. Any thread may call it."""
@@ -187,6 +223,8 @@ class Learner:
     def save(self, extras: Any = None, *, final: bool = False) -> None:
         """Writes a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
 
+        Any thread may call it; it waits for the update under way. The replay is not in it: see `save_soon`.
+
         Args:
             extras: any picklable object to keep beside it; `restore` gives it back.
             final: nothing is published after this, so a resumed run counts versions on from here.
@@ -197,13 +235,23 @@ class Learner:
         """
         if self._checkpointer is None:
             raise UsageError("Learner.save needs LearnerConfig.checkpoint_dir.")
-        self._check_loss()
-        tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
-        self._check_finite(tree[0])
-        counters = {"learner_steps": self._learner_steps, "version": self.params_version}
-        self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "extras": extras})
-        if final:
-            self._versions.release()
+        with self._update_lock:
+            self._check_loss()
+            tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
+            self._check_finite(tree[0])
+            counters = {"learner_steps": self._learner_steps, "version": self.params_version}
+            self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "extras": extras})
+            if final:
+                self._versions.release()
+
+    def save_soon(self) -> None:
+        """Has a checkpoint written as `run()` does, replay included, once the update under way is done.
+
+        For a node that asks from afar: it returns at once, and may be repeated. `run()` raises what comes of it.
+        """
+        if self._saver is None:
+            raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
+        self._saver.save_soon()
 
     def restore(self, step: int | None = None) -> Any:
         """Takes over a checkpoint (the latest by default) and returns the extras saved with it.
@@ -216,10 +264,20 @@ class Learner:
         tree, saved = self._checkpointer.restore((self._params, self._learner_state), step)
         self._params, self._learner_state = _copy(tree)
         self._learner_steps = saved["counters"]["learner_steps"]
-        self._versions.resume(saved["counters"]["version"])
-        self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
         self._unchecked = None
+        self._publish_past(saved["counters"]["version"])
         return saved["extras"]
+
+    def _resume(self) -> None:
+        assert self._checkpointer is not None and self._saver is not None  # the config has seen to it
+        if self._checkpointer.steps():
+            self._saver.restore()
+        else:  # others may know the versions of a learner that died before its first checkpoint
+            self._publish_past(self.params_version)
+
+    def _publish_past(self, version: int) -> None:
+        self._versions.resume(version)
+        self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
 
     def close(self) -> None:
         """Ends the threads that checkpointing opened."""
@@ -247,14 +305,15 @@ class Learner:
         # One update late: reading the newest loss here would make acting wait for learning.
         if self._unchecked is None:
             return
-        step, loss, keys = self._unchecked
-        self._unchecked = None
+        step, logs, keys = self._unchecked
+        self._unchecked, loss = None, logs.get("loss")
         if loss is not None and not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"The loss of learner step {step} is {float(loss)}, on a batch of {len(keys)} items whose first is "
                 f"(rank, incarnation, number) {tuple(int(part) for part in keys[0])}.{self._last_good()} "
                 "Look for NaN in its rewards and observations, or lower the learning rate."
             )
+        self._logs = logs
 
     def _check_finite(self, params: Tree) -> None:
         for path, leaf in jax.tree.leaves_with_path(params):

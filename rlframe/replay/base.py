@@ -27,6 +27,7 @@ class BaseReplayBuffer(abc.ABC):
     """
 
     spec: ReplaySpec
+    is_saved_by_learner = False  # whether `save(path)` and `restore(path)` keep what ends with this program
 
     @abc.abstractmethod
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from rlframe.types import ReplaySpec, StepSpec
 TOKEN = 0  # which buffer this is; written once
 STOPPED = 1  # 1 once its maker closed it
 SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; written under the claims' lock
+ORIGIN = 4  # of the buffer whose file filled this one; 0 where none did. Written under the claims' lock
 WANTED = 8  # by the sampler: items added, over all segments, that wake it; NOBODY while it does not wait
 ADDED_FUTEX = 9  # wakes who waits for items
 SAMPLED, SIZE, EVICTED, EVICTED_UNSAMPLED, DROPPED = range(16, 21)  # by the sampler, for `stats` elsewhere

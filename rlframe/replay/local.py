@@ -36,6 +36,8 @@ class ReplayBuffer(BaseReplayBuffer):
         UsageError: for an unknown option, or where the memory that it would take is not there.
     """
 
+    is_saved_by_learner = True
+
     def __init__(self, agent: Any, *, seed: int = 0, single_frame: bool | None = None, **overrides: Any):
         self.spec = override(agent.replay_spec, overrides)
         self._step_spec: StepSpec = agent.step_spec

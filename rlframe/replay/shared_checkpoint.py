@@ -56,7 +56,8 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
 def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
     """The inverse of `save`; the caller holds the claims.
 
-    Where the buffer is the one that was saved, its items are in memory, and newer: it gets its priorities back.
+    Where the buffer is the one that was saved, or was filled from the file before, its items are in memory, and newer:
+    it gets its priorities back.
 
     Raises:
         CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
@@ -74,7 +75,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
                 f"{path} was saved by a replay buffer with num_writers={num_writers}; this one has num_writers="
                 f"{memory.num_writers}. (None: by an in-process one.)"
             )
-        is_same = token == memory.token
+        is_same = token in (memory.token, memory.control[block.ORIGIN])
         for name in ("numbers", "leaves", "headers"):
             if name in shapes:
                 made[name] = np.empty(shapes[name][1], shapes[name][0])
@@ -92,6 +93,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
 
     header, numbers = checkpoint.read(path, places), made["numbers"]
     if not is_same:
+        memory.control[block.ORIGIN] = header["shared"][1]
         for rank, (slots, chunk, claims, cursors) in header["segments"].items():
             floor = int(made["headers"][int(rank), block.FLOOR])
             there = numbers[(numbers >> RANK_BITS == int(rank))] & NUMBER_MASK

@@ -47,6 +47,8 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         UsageError: for an unknown option, or where the memory that it would take is not there.
     """
 
+    is_saved_by_learner = True
+
     def __init__(
         self,
         agent: Any,

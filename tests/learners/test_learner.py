@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
-from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
-from rlframe.learners import Learner, LearnerConfig
-from tests.fakes import RecordingBuffer, counting_agent, reward_batch
+from rlframe.actors import Actor
+from rlframe.envs import SyncEnv
+from rlframe.errors import CheckpointError, NonFiniteLossError, PeerError, StoppedError, UsageError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Checkpointer, Learner, LearnerConfig, replay_files, saver
+from rlframe.learners.snapshot import Snapshot
+from rlframe.replay import ReplayBuffer
+from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent, reward_batch
 
 
 def make(tmp_path=None, buffer=None, **config) -> Learner:
@@ -166,3 +174,219 @@ def test_run_learns_from_the_buffers_dataset_logs_and_saves(tmp_path):
     assert rows == [(2, 0.25), (4, 0.015625)]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["3", "4"]
     learner.close()
+
+
+# --- a learner that is started again
+
+
+def resumed(tmp_path, buffer=None, **config) -> Learner:
+    return Learner(LearnerConfig(checkpoint_dir=str(tmp_path), resume=True), counting_agent(**config), buffer)
+
+
+def test_a_learner_that_resumes_publishes_its_checkpoint_and_nothing_before(tmp_path):
+    learner = make(tmp_path)
+    for _ in range(3):
+        learner.step(reward_batch([1, 1, 1, 1]))
+    learner.save()
+    learner.step(reward_batch([9, 9, 9, 9]))  # and dies
+    again = resumed(tmp_path)
+    version, params = again.get_params(known_version=learner.params_version)
+    assert again.learner_steps == 3 and params["w"] == 0.875
+    assert version > learner.params_version
+    for each in (learner, again):
+        each.close()
+
+
+def test_a_learner_that_died_before_its_first_checkpoint_starts_anew_with_versions_that_rise(tmp_path):
+    learner = make(tmp_path)
+    for _ in range(1_200):
+        learner.step(reward_batch([1, 1, 1, 1]))
+    again = resumed(tmp_path)  # the other died
+    version, params = again.get_params(known_version=learner.params_version)
+    assert again.learner_steps == 0 and params["w"] == 0.0
+    assert version > learner.params_version
+    again.step(reward_batch([1, 1, 1, 1]))
+    third = resumed(tmp_path)
+    assert third.params_version > again.params_version
+
+
+def test_resuming_without_a_directory_is_refused():
+    with pytest.raises(UsageError, match="resume needs a checkpoint_dir"):
+        LearnerConfig(resume=True)
+
+
+def filled_buffer(prioritised: bool = False) -> ReplayBuffer:
+    agent = counting_agent(prioritised=prioritised)
+    buffer = ReplayBuffer(agent)
+    inferencer = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.0)}))
+    actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, buffer)
+    for _ in range(8):
+        actor.step()
+    actor.close()
+    return buffer
+
+
+def run_to(steps: int, tmp_path, buffer, **config) -> Learner:
+    cfg = LearnerConfig(max_learner_steps=steps, checkpoint_dir=str(tmp_path), resume=True, **config)
+    learner = Learner(cfg, counting_agent(prioritised=buffer.spec.kind == "prioritised"), buffer)
+    learner.run()
+    learner.close()
+    return learner
+
+
+def checkpoints(tmp_path) -> list[int]:
+    return sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+
+
+def replays(tmp_path) -> list[int]:
+    return sorted(int(path.name) for path in (tmp_path / "replay").iterdir())
+
+
+def test_the_replay_goes_with_the_checkpoints_of_run_and_comes_back(tmp_path):
+    buffer = filled_buffer(prioritised=True)
+    run_to(20, tmp_path, buffer, checkpoint_every=4)
+    assert checkpoints(tmp_path) == replays(tmp_path) == [12, 16, 20]
+    empty = ReplayBuffer(counting_agent(prioritised=True))
+    learner = resumed(tmp_path, empty, prioritised=True)
+    assert learner.learner_steps == 20
+    assert empty.stats() == buffer.stats()
+    assert empty.sample() is not None
+    learner.close()
+
+
+def test_of_large_replays_the_last_one_is_kept_and_few_are_written(tmp_path, monkeypatch):
+    buffer, written = filled_buffer(), []
+    monkeypatch.setattr(replay_files, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(saver, "_SHARE", 1e-9)
+    monkeypatch.setattr(buffer, "save", lambda path: (written.append(path.name), ReplayBuffer.save(buffer, path)))
+    run_to(18, tmp_path, buffer, checkpoint_every=4)
+    # The first one is due at once; the next ones not yet, but for the end, where the learner's state comes first.
+    assert written == ["4", "18"]
+    assert checkpoints(tmp_path) == [16, 18, 19]
+    assert replays(tmp_path) == [18]
+
+
+def test_a_replay_that_was_saved_for_a_checkpoint_that_never_was_is_dropped(tmp_path, monkeypatch):
+    buffer = filled_buffer()
+    run_to(4, tmp_path, buffer)
+
+    def fail(*args, **kwargs):
+        raise CheckpointError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "save", fail)
+        with pytest.raises(CheckpointError, match="killed"):
+            run_to(8, tmp_path, buffer)
+    assert (checkpoints(tmp_path), replays(tmp_path)) == ([4], [4, 8])
+    assert run_to(6, tmp_path, ReplayBuffer(counting_agent())).learner_steps == 6
+    assert checkpoints(tmp_path) == replays(tmp_path) == [4, 6]
+
+
+def test_a_learner_that_dies_after_its_last_update_has_nothing_left_to_do(tmp_path):
+    buffer = filled_buffer()
+    run_to(5, tmp_path, buffer)
+    assert run_to(5, tmp_path, buffer).learner_steps == 5
+    assert checkpoints(tmp_path) == [5]
+
+
+def test_a_checkpoint_can_be_asked_for_while_run_waits_for_a_batch(tmp_path):
+    buffer = filled_buffer()
+    cfg = LearnerConfig(checkpoint_dir=str(tmp_path), checkpoint_seconds=1e9)
+    learner = Learner(cfg, counting_agent(), buffer)
+    gate, go_on = buffer.make_dataset(), threading.Event()
+
+    class Dataset:
+        def __iter__(self):
+            for _ in range(3):
+                yield next(gate)
+            go_on.wait(60.0)
+
+        def close(self):
+            go_on.set()
+
+    buffer.make_dataset = Dataset
+    running = threading.Thread(target=learner.run)
+    running.start()
+    wait_until(lambda: learner.learner_steps == 3)
+    for _ in range(5):
+        learner.save_soon()
+    wait_until(lambda: checkpoints(tmp_path) == [3])
+    learner.save_soon()  # again, and nothing has changed
+    learner.stop()
+    running.join(60.0)
+    assert not running.is_alive()
+    assert checkpoints(tmp_path) == replays(tmp_path) == [3]
+    gate.close()
+    learner.close()
+
+
+def test_run_raises_what_a_checkpoint_that_was_asked_for_ran_into(tmp_path, monkeypatch):
+    buffer = filled_buffer()
+    learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), counting_agent(), buffer)
+
+    def fail(*args, **kwargs):
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(Checkpointer, "save", fail)
+    learner.step(buffer.sample())
+    learner.save_soon()
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        learner.run()
+    learner.close()
+
+
+def test_stats_are_numbers_and_wait_for_no_update(tmp_path):
+    buffer, updating, go_on = filled_buffer(), threading.Event(), threading.Event()
+    learner = Learner(LearnerConfig(), counting_agent(), buffer)
+    for _ in range(3):
+        learner.step(buffer.sample())
+    stats = learner.stats()
+    assert (stats["learner_steps"], stats["params_version"], stats["finished"]) == (3, 4, False)
+    assert stats["loss"] == 0.25 and stats["replay_added"] == buffer.stats()["added"] == 12
+    assert all(isinstance(value, (int, float)) for value in stats.values())
+
+    def slow_update(*args):
+        updating.set()
+        assert go_on.wait(60.0)
+        raise StoppedError("that is all")
+
+    def slow_stats():
+        assert go_on.wait(60.0)
+        return {}
+
+    learner._update = slow_update  # compiles, say
+    learner._replay_stats = Snapshot(slow_stats)
+    thread = threading.Thread(target=lambda: pytest.raises(StoppedError, learner.step, buffer.sample()))
+    thread.start()
+    assert updating.wait(60.0)
+    began = time.monotonic()
+    assert learner.stats()["learner_steps"] == 3
+    assert time.monotonic() - began < 5.0  # half a second; not the minute that the others take
+    go_on.set()
+    thread.join(60.0)
+
+
+def test_a_snapshot_gives_the_newest_answer_that_came():
+    answers, go_on = iter([1, 2]), threading.Event()
+
+    def ask():
+        answer = next(answers, None)
+        if answer is None:
+            raise PeerError("gone")
+        if answer == 2:
+            go_on.wait(60.0)
+        return {"answer": answer}
+
+    snapshot = Snapshot(ask, wait=0.01)
+    wait_until(lambda: snapshot() == {"answer": 1})
+    assert snapshot() == {"answer": 1}  # the second one is slow
+    go_on.set()
+    wait_until(lambda: snapshot() == {"answer": 2})
+    assert snapshot() == {"answer": 2}  # and now nobody answers
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,107 @@
+"""The checkpoints of `Learner.run()`, and what goes with them: the replay, where nobody else keeps it."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+import time
+from typing import Any
+
+from rlframe.learners.replay_files import ReplayFiles
+from rlframe.replay import BaseReplayBuffer
+
+_SHARE = 0.05  # of the time may go into writing a large replay
+_AT_END_BYTES = 2**30  # a larger replay is not written at the end: a program that stops has only seconds
+
+
+class Saver:
+    """Writes a learner's checkpoints. Any thread may call it.
+
+    A replay is complete before the checkpoint that names it is written: whatever is cut off, the newest checkpoint is
+    good.
+
+    Args:
+        learner: what is saved.
+        lock: held by it while it updates.
+        replay_buffer: what it samples.
+        directory: of its checkpoints; replays go into `replay` below.
+        keep: how many checkpoints stay.
+    """
+
+    def __init__(self, learner: Any, lock: Any, replay_buffer: Any, directory: str, keep: int) -> None:
+        self._learner, self._lock, self._replay_buffer = learner, lock, replay_buffer
+        self._carries_replay = isinstance(replay_buffer, BaseReplayBuffer) and replay_buffer.is_saved_by_learner
+        self._files = ReplayFiles(pathlib.Path(directory) / "replay", keep)
+        self._large_due = self._saved_at = time.monotonic()
+        self._saved_step = learner.learner_steps
+        self._starting = threading.Lock()
+        self._thread = threading.Thread()  # of `save_soon`; this one never ran
+        self._failure: Exception | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the last checkpoint was written."""
+        return time.monotonic() - self._saved_at
+
+    def save(self, *, final: bool = False) -> None:
+        """Writes a checkpoint, unless there is one of this learner step already.
+
+        Raises:
+            CheckpointError: it could not be written; the ones before are untouched.
+        """
+        with self._lock:
+            steps = self._learner.learner_steps
+            is_new, with_replay = steps != self._saved_step, self._is_replay_due(final)
+            # At the end the learner comes first: the program may be killed while a large replay is written.
+            if is_new and not (with_replay and (self._is_small() or not final)):
+                self._save_learner(final)
+            if with_replay:
+                began = time.monotonic()
+                self._files.save(self._replay_buffer, steps)
+                self._large_due = time.monotonic() + (time.monotonic() - began) / _SHARE
+                self._save_learner(final)
+            self._files.prune()
+
+    def save_soon(self) -> None:
+        """Has a thread `save`, between two updates, and returns at once; `wait` raises what it raises."""
+        with self._starting:
+            if not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._save_in_thread, name="rlframe checkpoint", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the end of what `save_soon` began. (A lock alone could be taken again and again by the updates.)"""
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _save_in_thread(self) -> None:
+        try:
+            self.save()
+        except Exception as error:
+            self._failure = error
+            self._learner.stop()  # it may be waiting for a batch
+
+    def restore(self) -> None:
+        """Takes over the latest checkpoint, and the replay that it names."""
+        extras = self._learner.restore() or {}
+        path = self._files.find(extras.get("replay"))
+        if path is not None and self._carries_replay:
+            self._replay_buffer.restore(path)
+        self._files.drop_after(self._learner.learner_steps)
+        self._saved_step = self._learner.learner_steps
+
+    def _save_learner(self, final: bool) -> None:
+        self._learner.save({"replay": self._files.newest()}, final=final)
+        self._saved_step, self._saved_at = self._learner.learner_steps, time.monotonic()
+
+    def _is_small(self) -> bool:
+        return self._files.is_small(self._replay_buffer)
+
+    def _is_replay_due(self, final: bool) -> bool:
+        if not self._carries_replay or self._files.newest() == self._learner.learner_steps:
+            return False
+        stats = self._replay_buffer.stats()
+        may_be_large = time.monotonic() >= self._large_due or (final and stats["bytes"] <= _AT_END_BYTES)
+        return stats["steps"] > 0 and (may_be_large or self._is_small())
