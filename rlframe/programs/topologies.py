@@ -132,4 +132,5 @@ def learner_config(run: Run) -> LearnerConfig:
         checkpoint_dir=str(RunDir(run.path).checkpoints),
         checkpoint_every=total_learner_steps(spec, every, described.total_envs),
         checkpoints_kept=CHECKPOINTS_KEPT,
+        resume=True,  # after its restart, and in a resumed run
     )

@@ -31,7 +31,6 @@ class RunningProgram:
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         self.run_dir = run_dir
-        self._shared_before = set(os.listdir("/dev/shm"))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlframe", "train", *arguments, "--run-dir", str(run_dir), "--json"],
             cwd=ROOT,
@@ -40,6 +39,7 @@ class RunningProgram:
             text=True,
         )
         self._seen: dict[int, psutil.Process] = {}
+        self._blocks: set[str] = set()  # of shared memory with a name, that they had
 
     def __enter__(self) -> RunningProgram:
         return self
@@ -55,6 +55,7 @@ class RunningProgram:
         found = {}
         for child in _children(self.process.pid):
             self._seen[child.pid] = child
+            self._blocks |= _named_blocks(child)
             title = re.match(r"rlframe: (.*)", " ".join(_cmdline(child)).strip())
             if title:
                 found[title[1]] = child
@@ -107,7 +108,7 @@ class RunningProgram:
         while alive := [child.pid for child in self._seen.values() if _runs(child)]:
             assert time.monotonic() < deadline, f"processes {alive} are left"
             time.sleep(0.05)
-        assert set(os.listdir("/dev/shm")) <= self._shared_before
+        assert not [block for block in self._blocks if os.path.exists(block)]
 
 
 def stop_signal(program: RunningProgram, number: int = signal.SIGINT) -> float:
@@ -131,6 +132,13 @@ def _cmdline(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
+
+
+def _named_blocks(process: psutil.Process) -> set[str]:
+    try:
+        return {it.path for it in process.memory_maps() if it.path.startswith("/dev/shm/")}
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return set()
 
 
 def _runs(process: psutil.Process) -> bool:
