@@ -111,9 +111,15 @@ def add_replay(engine: Engine, run: Run) -> Any:
     described, agent, spec = run.described, run.agent, run.agent.replay_spec
     capacity = replay_capacity(spec, described)
     if described.replay_kind == "shared_memory":
-        options = {"num_writers": described.num_actors, "max_envs": described.num_envs, "seed": described.seed}
-        options["in_threads"] = described.engine == "threads"
-        return engine.own(SharedMemReplayBuffer(agent, **options, capacity=capacity))
+        replay_buffer = SharedMemReplayBuffer(
+            agent,
+            num_writers=described.num_actors,
+            seed=described.seed,
+            max_envs=described.num_envs,
+            in_threads=described.engine == "threads",
+            capacity=capacity,
+        )
+        return engine.own(replay_buffer)
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     # The environments of a pool complete their unrolls with the same step: they are sent as one item.
