@@ -190,7 +190,7 @@ class Learner:
             self._dataset.close()
 
     def stats(self) -> dict[str, Any]:
-        """How far `run()` is: learner_steps, params_version, whether it `finished`; the newest logs; `replay_` counters.
+        """How far `run()` is: learner_steps, params_version, `finished`, the newest logs, the replay's counters.
 
         Any thread may ask, and waits for no update and for no server: the logs are of the update before the one that
         is under way, and the replay's counters the newest that came.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,5 @@ class Snapshot:
         return self._answer
 
     def _run(self) -> None:
-        try:
+        with contextlib.suppress(RlframeError):
             self._answer = self._ask()
-        except RlframeError:
-            pass

@@ -10,16 +10,19 @@ second.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from rlframe.errors import CheckpointError, UsageError
+from rlframe.errors import CheckpointError, StoppedError, UsageError
 from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError, override
 from rlframe.replay.dataset import Dataset
 from rlframe.replay.prioritised import LOWEST, check_priorities
@@ -31,6 +34,7 @@ from rlframe.replay.reverb_tables import HIGHEST, REPLAY, Tables, block_size, de
 from rlframe.replay.rows import ItemRows
 from rlframe.types import AgentSpecs, Batch, Step, split_env_ids
 
+_LOOK_FOR_STOP = 0.2  # seconds
 _LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
 _DRAW_SECONDS = 2.0  # for what the server said it has; another reader may have been quicker
 
@@ -68,6 +72,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._inserter: Inserter | None = None
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
         self._assemblers: dict[int, Assembler] = {}
+        self._told_to_stop: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
         self._steps = self._dropped = 0
         self._looked = 0.0
         self._drawn = Drawn(self._rows, queue=self.spec.kind == "queue")
@@ -127,22 +132,29 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             )
         with self._write_lock:
             incarnation = self._claimed[rank]
+            self._told_to_stop[rank] = threading.Event()
             self._assemblers[rank] = Assembler(self._agent, rank, incarnation, num_envs)
             if self.spec.batch_size is None:
                 self._registry.open(rank, incarnation, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        with self._write_lock:
+        """Adds one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
+
+        Raises:
+            StoppedError: it was told to, by `end_waits`, or the buffer was closed.
+        """
+        assembler = self._find(env_ids)
+        stop = self._told_to_stop[assembler.rank]
+        with self._writing(stop):
             if self._connection.closed.is_set():
                 raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
-            assembler = self._find(env_ids)
             batch = assembler.add(env_ids, step)
             self._steps += len(env_ids)
             if batch is None:
                 return
             before, priority = 0, 1.0
             if self.spec.kind == "prioritised":
-                info = self._connection.info("add")
+                info = self._connection.info("add", stop)
                 before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
             # Numbers follow the order in which a prioritised table got its items, so that they tell which have left.
             batch = assembler.number(batch, at_least=before)
@@ -151,10 +163,25 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             rows = self._rows.pack(batch)
             if rest := -len(rows) % self._block:
                 rows = np.concatenate([rows, self._rows.padding(rest)])
-            self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority)
+            self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority, stop)
             if time.monotonic() - self._looked > _LOOK_EVERY:
                 self._looked = time.monotonic()
-                self._registry.watch(self._connection.info("add"))
+                self._registry.watch(self._connection.info("add", stop))
+
+    def end_waits(self, rank: int) -> None:
+        """See `BaseReplayBuffer`. What `add` had on its way is still sent, until the buffer is closed."""
+        self._told_to_stop[rank].set()
+
+    @contextlib.contextmanager
+    def _writing(self, stop: threading.Event) -> Iterator[None]:
+        """Holds the lock of writers: another one, held back by the server, may have it for long."""
+        while not self._write_lock.acquire(timeout=_LOOK_FOR_STOP):
+            if stop.is_set():
+                raise StoppedError("Told to stop while add waited for another writer of this process.")
+        try:
+            yield
+        finally:
+            self._write_lock.release()
 
     def _find(self, env_ids: np.ndarray) -> Assembler:
         rank = int(split_env_ids(env_ids[:1])[0][0]) if len(env_ids) else -1

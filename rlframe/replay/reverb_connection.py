@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.errors import PeerError, UsageError
+from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.replay.base import ReplayClosedError
 
 _ATTEMPT = 1  # seconds that one look at the server may take
@@ -63,17 +63,20 @@ class Connection:
                 self._made = load()[0].pybind.Client(self.address)
             return self._made
 
-    def info(self, call: str) -> dict[str, Any]:
+    def info(self, call: str, stop: threading.Event | None = None) -> dict[str, Any]:
         """Returns what the server says of each table, a `TableInfo` message.
 
         Raises:
             PeerError: it did not answer within the timeout.
+            StoppedError: `stop` was set while it did not.
         """
         began = time.monotonic()
         while True:
             answer = self.look()
             if answer is not None:
                 return answer
+            if stop is not None and stop.is_set():
+                raise StoppedError(f"Told to stop while {call} waited for the Reverb server at {self.address}.")
             self._again(call, began)
 
     def look(self) -> dict[str, Any] | None:
@@ -112,8 +115,8 @@ class Connection:
 
         try:
             _within(seconds, run)
-        except RuntimeError:
-            if self.look() is not None:
+        except RuntimeError as error:
+            if not self.has_lost(error):
                 raise
         for sampler in samplers:
             sampler.Close()  # ends the waiting of a thread that is left behind
@@ -141,13 +144,14 @@ class Connection:
                 if _within(self.timeout, lambda: result.append(function())):
                     return result[0]
             except RuntimeError as error:
-                if not _unreachable(error):
+                if not self.has_lost(error):
                     raise
             self._again(name, began)
 
-    def within_timeout(self, function: Callable[[], Any]) -> bool:
-        """Runs what waits for the server without a deadline. Returns whether it ended within the timeout."""
-        return _within(self.timeout, function)
+    def has_lost(self, error: RuntimeError) -> bool:
+        """Whether an error of Reverb's came of a server that has gone; it may be back already."""
+        lost = ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset")
+        return any(text in str(error) for text in lost) or self.look() is None
 
     def silent(self, call: str, waited: float) -> PeerError:
         """The error for a server that did not answer `call` for `waited` seconds."""
@@ -181,25 +185,34 @@ class Inserter:
         # A writer that is dropped unclosed waits in its destructor, without end, for a server that is gone.
         self.close = weakref.finalize(self, self._writer.Close)
 
-    def insert(self, arrays: Any, priority: float = 1.0) -> None:
-        """Inserts items. `arrays`: of the shape and dtype of the table's signature.
+    def insert(self, arrays: Any, priority: float = 1.0, stop: threading.Event | None = None) -> None:
+        """Inserts items.
+
+        Args:
+            arrays: of the shape and dtype of the table's signature.
+            priority: of all of them.
+            stop: ends the waiting. What was not confirmed is sent on all the same, until this is closed.
 
         Raises:
+            StoppedError: `stop` was set.
             PeerError: the server did not take them in time.
             ReplayClosedError: the buffer was closed meanwhile.
         """
         for i, array in enumerate(arrays):
             self._writer.CreateItem(self._table, priority, [self._writer.Append([array])], [True])
             if i % _UNCONFIRMED == _UNCONFIRMED - 1:
-                self._flush(_UNCONFIRMED // 2)
-        self._flush(0)
+                self._flush(_UNCONFIRMED // 2, stop)
+        self._flush(0, stop)
 
-    def _flush(self, left: int) -> None:
+    def _flush(self, left: int, stop: threading.Event | None) -> None:
         began = reached = time.monotonic()
         while not self._confirmed(left):
             now = time.monotonic()
             if self._connection.closed.is_set():
                 raise ReplayClosedError(f"The replay buffer was closed while add waited {now - began:.1f} s.")
+            if stop is not None and stop.is_set():
+                address = self._connection.address
+                raise StoppedError(f"Told to stop when add had waited {now - began:.1f} s for the server at {address}.")
             if self._connection.look() is None:
                 if now - reached >= self._connection.timeout:
                     raise self._connection.silent("add", now - reached)
@@ -241,7 +254,3 @@ def _within(seconds: float, function: Callable[[], Any]) -> bool:
     if raised:
         raise raised[0]
     return not thread.is_alive()
-
-
-def _unreachable(error: Exception) -> bool:
-    return any(text in str(error) for text in ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset"))

@@ -26,7 +26,7 @@ class Assembler:
     """
 
     def __init__(self, agent: AgentSpecs, rank: int, incarnation: int, num_envs: int) -> None:
-        self.num_envs = num_envs
+        self.rank, self.num_envs = rank, num_envs
         self._writer = rank, incarnation
         self._next = 0
         self._open = _OpenItems(agent, num_envs)

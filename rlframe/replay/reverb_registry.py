@@ -38,24 +38,32 @@ class Registry:
         self._random = random.Random()  # tokens must differ between processes, whatever their seeds
         self._lock = threading.RLock()
         self._mine: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
+        self._begun: dict[int | None, tuple[tuple[int, int], int]] = {}  # rank asked for -> what was claimed, its token
         self._counters: list[int] = []
         self._envs = (-1, 0)  # (entries that had been written, environments of all writers)
         self._highest = (-1, 1.0)  # (values that had been written, the last one)
 
     def claim(self, rank: int | None) -> tuple[int, int]:
-        """Returns the (rank, incarnation) that nobody but the caller holds."""
+        """Returns the (rank, incarnation) that nobody but the caller holds.
+
+        A claim that failed, since the server had gone, may be repeated: it goes on where it was.
+        """
         began, pause = time.monotonic(), 0.05
         with self._lock:
             while True:
                 claims = self._claims()
-                if rank is None:
-                    held = {r for (r, _), tokens in claims.items() if tokens}
-                    chosen = next(r for r in range(len(held) + 1) if r not in held), 0
-                else:
-                    chosen = rank, 1 + max((i for r, i in claims if r == rank), default=-1)
-                token = self._random.getrandbits(62)
-                self._append([*chosen, token, _CLAIMED, 0])
-                if self._claims()[chosen] == {token}:
+                if rank not in self._begun:
+                    if rank is None:
+                        held = {r for (r, _), tokens in claims.items() if tokens}
+                        chosen = next(r for r in range(len(held) + 1) if r not in held), 0
+                    else:
+                        chosen = rank, 1 + max((i for r, i in claims if r == rank), default=-1)
+                    token = self._random.getrandbits(62)
+                    self._begun[rank] = chosen, token
+                    self._append([*chosen, token, _CLAIMED, 0])
+                    claims = self._claims()
+                chosen, token = self._begun.pop(rank)
+                if claims.get(chosen) == {token}:
                     self._mine[chosen] = [[*chosen, token, _CLAIMED, 0]]
                     return chosen
                 self._append([*chosen, token, _WITHDRAWN, 0])
@@ -71,7 +79,8 @@ class Registry:
         """Notes how many environments a writer has."""
         with self._lock:
             entry = [rank, incarnation, 0, _OPENED, num_envs]
-            self._mine[rank, incarnation].append(entry)
+            if entry not in self._mine[rank, incarnation]:
+                self._mine[rank, incarnation].append(entry)
             self._append(entry)
 
     def watch(self, tables: dict[str, Any]) -> None:
@@ -96,7 +105,7 @@ class Registry:
             for entry in entries:
                 if tuple(entry) not in there:
                     self._append(entry)
-            if self._claims()[rank, incarnation] != {entries[0][2]}:
+            if self._claims().get((rank, incarnation), set()) - {entries[0][2]}:
                 raise PeerError(
                     f"The Reverb server at {self._connection.address} came back without its claims, and another writer "
                     f"has claimed rank {rank} (incarnation {incarnation}) since. Restart this actor, and give the "
@@ -147,23 +156,24 @@ class Registry:
         A table can only be sampled: so entries are drawn until as many different ones came as there are. Since none
         ever leaves, these are all.
         """
-        if not self._connection.info("claim_rank")[CLAIMS].current_size:
-            return []
-        seen: dict[int, list[int]] = {}
-        sampler = self._connection.sampler(CLAIMS, _READ_AHEAD)
+        samplers: list[Any] = []
 
-        def run() -> None:
+        def read() -> list[list[int]]:
+            if not self._connection.info("claim_rank")[CLAIMS].current_size:
+                return []
+            samplers.append(self._connection.sampler(CLAIMS, _READ_AHEAD))
+            seen: dict[int, list[int]] = {}
             size = -1
             while len(seen) != size:
-                key, _, size, _, entry = sampler.GetNextTrajectory()
+                key, _, size, _, entry = samplers[-1].GetNextTrajectory()
                 seen[int(key)] = entry.tolist()
+            return list(seen.values())
 
         try:
-            if not self._connection.within_timeout(run):
-                raise self._connection.silent("claim_rank", self._connection.timeout)
+            return self._connection.call("claim_rank", read)
         finally:
-            sampler.Close()
-        return list(seen.values())
+            for sampler in samplers:
+                sampler.Close()
 
     def _append(self, entry: list[int]) -> None:
         assert len(entry) == CLAIM_FIELDS

@@ -53,12 +53,12 @@ class Stream(Dataset):
             draw = self._sampler.GetNextTrajectory  # raises when the sampler is closed
             for _ in range(missing):
                 drawn.append(draw())
-        except RuntimeError:
+        except RuntimeError as error:
             if self._stop.is_set():
                 return False
             sampler, self._sampler = self._sampler, None
             sampler.Close()
-            if self._connection.look() is not None:
+            if not self._connection.has_lost(error):
                 raise
         finally:
             self._buffer.keep(drawn)

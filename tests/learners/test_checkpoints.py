@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -121,3 +124,30 @@ def test_a_damaged_versions_file_is_named(tmp_path):
     (tmp_path / "versions.json").write_text(json.dumps({"other": 1}))
     with pytest.raises(CheckpointError, match=r"versions\.json"):
         VersionCounter(tmp_path).resume(value=3)
+
+
+SAVES = """
+import itertools, sys
+import numpy as np
+from rlframe.learners import Checkpointer
+checkpointer = Checkpointer(sys.argv[1])
+for step in itertools.count(1):
+    checkpointer.save(step, {"w": np.full(5_000_000, step, np.float32)})
+    print(step, flush=True)
+"""
+
+
+def test_a_writer_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        saved = int(process.stdout.readline())
+        deadline = time.monotonic() + 60.0
+        while not list(tmp_path.glob("*.orbax-checkpoint-tmp*")):
+            assert time.monotonic() < deadline
+        process.kill()
+    again = Checkpointer(tmp_path)
+    assert again.steps()[-1] in (saved, saved + 1)  # the second one may have been completed
+    restored, _ = again.restore({"w": np.zeros(5_000_000)})
+    assert (restored["w"] == again.steps()[-1]).all()
+    again.save(9, {"w": np.zeros(3)})
+    again.close()
+    assert list(tmp_path.glob("*.orbax-checkpoint-tmp*")) == []

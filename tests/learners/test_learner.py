@@ -356,7 +356,7 @@ def test_stats_are_numbers_and_wait_for_no_update(tmp_path):
 
     learner._update = slow_update  # compiles, say
     learner._replay_stats = Snapshot(slow_stats)
-    thread = threading.Thread(target=lambda: pytest.raises(StoppedError, learner.step, buffer.sample()))
+    thread = threading.Thread(target=lambda: update(learner, buffer.sample()))
     thread.start()
     assert updating.wait(60.0)
     began = time.monotonic()
@@ -383,6 +383,11 @@ def test_a_snapshot_gives_the_newest_answer_that_came():
     go_on.set()
     wait_until(lambda: snapshot() == {"answer": 2})
     assert snapshot() == {"answer": 2}  # and now nobody answers
+
+
+def update(learner, batch):
+    with pytest.raises(StoppedError):
+        learner.step(batch)
 
 
 def wait_until(condition) -> None:

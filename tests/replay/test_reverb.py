@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
+import re
 import socket
 import threading
 import time
@@ -16,12 +18,12 @@ import pytest
 
 from rlframe.actors import Actor
 from rlframe.envs import SyncEnv
-from rlframe.errors import CheckpointError, PeerError, UsageError
+from rlframe.errors import CheckpointError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.reverb import ReverbReplayBuffer
-from rlframe.types import Sequence, Transition
+from rlframe.types import AgentSpecs, Sequence, Transition
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 from tests.replay.factories import servers
 from tests.replay.serve import Servers
@@ -90,6 +92,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
+
+
+def is_adding(buffer: ReverbReplayBuffer) -> bool:
+    if buffer._write_lock.acquire(blocking=False):
+        buffer._write_lock.release()
+        return False
+    return True
 
 
 # --- a server that goes and comes back
@@ -251,6 +260,77 @@ def test_a_ratio_of_samples_holds_writers_back(serve: Serve) -> None:
             buffer.add(*stream.step())
         assert buffer.sample() is not None
         wait_until(lambda: buffer.stats()["added"] == 20)
+
+
+def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
+    agent, streams = fake_agent("queue", Transition(1), 4, 8), [Stream(4, rank, end=0.0) for rank in range(2)]
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
+        assert [buffer.claim_rank(4)[0] for _ in range(2)] == [0, 1]
+        for _ in range(2):
+            buffer.add(*streams[0].step())
+        held, result = in_thread(lambda: buffer.add(*streams[0].step()))
+        wait_until(lambda: is_adding(buffer))
+        behind, other = in_thread(lambda: buffer.add(*streams[1].step()))  # it waits for the first
+        for rank, thread in ((1, behind), (0, held)):
+            assert thread.is_alive()
+            buffer.end_waits(rank)
+            thread.join(timeout=5.0)
+        assert "add waited for another writer" in str(other[0])
+        assert re.search(r"Told to stop when add had waited \d", str(result[0]))
+        assert all(type(error) is StoppedError for error in (*result, *other))
+        assert len(set(first_ids(buffer.sample()))) == 4
+        assert buffer.claim_rank(4, rank=0) == (0, 1)  # who comes next may add, and wait, again
+        buffer.add(*Stream(4, 0, end=0.0).step())
+
+
+def test_an_actor_that_a_full_queue_holds_back_stops(serve: Serve) -> None:
+    spec = dataclasses.replace(counting_agent().replay_spec, kind="queue", batch_size=2, capacity=4)
+    agent = AgentSpecs(spec, counting_agent().step_spec)
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
+        inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.0)}))
+        actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, buffer)
+        acting, result = in_thread(actor.run)
+        wait_until(lambda: buffer.size == 4 and is_adding(buffer))
+        actor.stop()
+        acting.join(timeout=5.0)
+        assert result == [None]
+        actor.close()
+
+
+def test_a_writer_that_waits_for_a_server_that_is_gone_can_be_told_to_stop(own_process: Any) -> None:
+    agent, stream, process = fake_agent("prioritised", Transition(1), 8, 1000), Stream(4, end=0.0), own_process()
+    with buffer_of(agent, process.start(ReverbReplayBuffer.tables(agent))) as buffer:
+        buffer.claim_rank(4)
+        buffer.add(*stream.step())
+        process.kill()
+        adding, result = in_thread(lambda: buffer.add(*stream.step()))
+        buffer.end_waits(0)
+        adding.join(timeout=10.0)
+        assert type(result[0]) is StoppedError
+
+
+def test_a_claim_that_was_cut_off_is_the_same_when_it_is_repeated(serve: Serve, monkeypatch: Any) -> None:
+    agent = fake_agent("queue", Sequence(2), None, 1000)
+    with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
+        registry = buffer._registry
+        for rank in (None, None, 0):
+            append = registry._append
+
+            def lose(entry: list[int], append: Any = append) -> None:
+                append(entry)
+                raise PeerError("the answer was lost")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(registry, "_append", lose)
+                with pytest.raises(PeerError, match="answer was lost"):
+                    buffer.claim_rank(rank=rank)
+            before = sorted(registry._read())
+            claimed = buffer.claim_rank(rank=rank)
+            assert sorted(registry._read()) == before  # nothing was claimed beside it
+        assert claimed == (0, 1)
+        for _ in range(3):
+            buffer.open_segment(0, 3)
+        assert buffer.batch_size() == 3
 
 
 # --- blocks

@@ -76,6 +76,13 @@ def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
         assert time.monotonic() < deadline
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritised", Transition(1)), ("uniform", Sequence(5, 2))]
 )
@@ -212,10 +219,7 @@ def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: S
     writer = scene.process(processes.write, buffer, 1, 2000)
     writer.hear()
     header = buffer._here().memory.headers[0]
-    deadline = time.monotonic() + DEADLINE
-    while not header[block.WAITS]:
-        time.sleep(0.01)
-        assert time.monotonic() < deadline
+    wait_until(lambda: header[block.WAITS] == 1)
     assert 90 <= buffer.size == buffer.stats()["added"] < 200
     seen = sample_until(buffer, lambda: writer.popen.poll() is not None)
     assert writer.hear() == "done"
@@ -264,7 +268,8 @@ def test_close_ends_the_waits_of_writers_and_datasets(scene: Scene) -> None:
     assert reader.hear() == "reads"
     writer = scene.process(processes.write_until_stopped, buffer, 1)
     writer.hear()
-    time.sleep(0.1)
+    control = buffer._here().memory.control
+    wait_until(lambda: control[block.SAMPLED] > 0)  # both are at it
     began = time.monotonic()
     buffer.close()
     assert writer.hear() == "stopped"

@@ -123,6 +123,26 @@ def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path:
     assert len(set(priorities)) > 3
 
 
+def test_a_learner_that_dies_twice_may_read_the_file_of_the_run_before_again(tmp_path: Path, make: Any) -> None:
+    saved, stream = make("prioritised", Transition(1), 6, 240, priority_exponent=1.0), Stream(4)
+    saved.claim_rank(4)
+    feed([saved], [stream], 10)
+    keys = saved.sample().keys
+    saved.update_priorities(keys, np.full(6, 50.0))
+    saved.save(tmp_path / "replay")
+    buffer = make("prioritised", Transition(1), 6, 240, priority_exponent=1.0)  # of a run that goes on
+    buffer.claim_rank(4)
+    buffer.restore(tmp_path / "replay")
+    feed([buffer], [stream], 2)
+    while len(np.unique(keys[:, 2])) < buffer.size:
+        keys = np.concatenate([keys, buffer.sample().keys])
+    size = buffer.size
+    buffer.update_priorities(keys, np.ones(len(keys)))
+    buffer.restore(tmp_path / "replay")  # its learner died before it saved
+    assert buffer.size == size > saved.size
+    assert buffer.sample().probabilities.max() > 5 / size
+
+
 def test_a_buffer_in_use_is_not_overwritten(tmp_path: Path, make: Any) -> None:
     saved, stream = make("uniform", Transition(1), 6, 240), Stream(4)
     saved.claim_rank(4)
