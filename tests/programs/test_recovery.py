@@ -122,7 +122,7 @@ def assert_learner_went_on(program: Program, lives: int, steps: int) -> None:
         assert after.version > max(said.version for said in before)
         assert 0 < after.steps < before[-1].steps + 100
     assert program.said[-1][1:3] == ("ends", steps)
-    assert "[actor/0] was killed" not in program.output and "Traceback" not in program.output
+    assert "[actor/0] was killed" not in program.output and "failed with" not in program.output
 
 
 def test_a_killed_learner_goes_on_from_its_checkpoint_and_versions_rise(start: Callable[..., Program]):
@@ -160,12 +160,12 @@ def test_a_program_that_is_started_again_goes_on(start: Callable[..., Program], 
     assert begins[1:4] == ("begins", 100, 101)  # it ended well: not one version is skipped
     assert ends[1:4] == ("ends", 160, 161)
     assert ends.added > first.said[-1].added  # the replay has gone on, too
-    assert "Traceback" not in again.output
+    assert "restart" not in again.output
 
 
 def test_a_killed_reverb_server_goes_on_from_its_checkpoint(start: Callable[..., Program]):
     program = start("distributed", 400)
-    program.wait_for(lambda: program.said and program.said[-1].added > 0)
+    program.wait_for(lambda: program.said and program.said[-1].added >= 200)
     count, added = len(program.said), program.said[-1].added
     for _ in range(2):  # the first may have been begun before
         program.wait_for_new_checkpoint("replay")
@@ -174,4 +174,4 @@ def test_a_killed_reverb_server_goes_on_from_its_checkpoint(start: Callable[...,
     assert "[replay] was killed by SIGKILL: restart 1 of 2" in program.output
     assert program.said[-1][1:3] == ("ends", 400) and program.said[-1].version == 401
     assert min(said.added for said in program.said[count:]) >= added
-    assert program.output.count("was killed") == 1 and "Traceback" not in program.output
+    assert program.output.count("was killed") == 1 and "failed with" not in program.output
