@@ -31,10 +31,10 @@ class LaunchpadEngine:
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `rlframe.programs.topologies.Engine`."""
-        import launchpad as lp
+        from rlframe.programs.launching.reverb_node import CheckpointedReverbNode
 
         with self.program.group(group):
-            return self.program.add_node(lp.ReverbNode(tables))
+            return self.program.add_node(CheckpointedReverbNode(tables, path))
 
     def own(self, resource: Any) -> Any:
         """See `rlframe.programs.topologies.Engine`."""
