@@ -15,7 +15,8 @@ from rlframe.errors import RlframeError
 from rlframe.programs.launching.launcher import ON_CPU, GroupPolicy, launch
 from rlframe.replay.reverb import ReverbReplayBuffer
 
-NUM_ACTORS, NUM_ENVS = 2, 4
+NUM_ACTORS = {"heavy_env": 2, "distributed": 1}  # each process with TensorFlow takes seconds to start
+NUM_ENVS = 4
 
 
 class TellingLearner(Learner):
@@ -54,7 +55,7 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
     )
     program, memory = lp.Program(topology), None
     if topology == "heavy_env":
-        replay = memory = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS)
+        replay = memory = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS[topology])
     else:
         from rlframe.programs.launching.reverb_node import CheckpointedReverbNode
 
@@ -68,7 +69,7 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
         with program.group("inferencer"):
             inferencer = program.add_node(lp.CourierNode(Inferencer, InferencerConfig(), agent, learner))
     with program.group("actor"):
-        for rank in range(NUM_ACTORS):
+        for rank in range(NUM_ACTORS[topology]):
             program.add_node(lp.CourierNode(Actor, env_builder, inferencer, replay, rank))
     return program, memory
 

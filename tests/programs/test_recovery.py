@@ -164,7 +164,7 @@ def test_a_program_that_is_started_again_goes_on(start: Callable[..., Program], 
 
 
 def test_a_killed_reverb_server_goes_on_from_its_checkpoint(start: Callable[..., Program]):
-    program = start("distributed", 400)
+    program = start("distributed", 300)
     program.wait_for(lambda: program.said and program.said[-1].added >= 200)
     count, added = len(program.said), program.said[-1].added
     for _ in range(2):  # the first may have been begun before
@@ -172,6 +172,6 @@ def test_a_killed_reverb_server_goes_on_from_its_checkpoint(start: Callable[...,
     program.node("replay").kill()
     assert program.end() == 0, program.output
     assert "[replay] was killed by SIGKILL: restart 1 of 2" in program.output
-    assert program.said[-1][1:3] == ("ends", 400) and program.said[-1].version == 401
+    assert program.said[-1][1:3] == ("ends", 300) and program.said[-1].version == 301
     assert min(said.added for said in program.said[count:]) >= added
     assert program.output.count("was killed") == 1 and "failed with" not in program.output
