@@ -134,6 +134,12 @@ class ReplaySpec:
     min_size: int = 1  # items that must have been added before `sample` answers; in a queue, that must be there
     samples_per_insert: Union[float, None] = None  # items sampled per item added; None: as fast as they come
     priority_exponent: float = 0.6  # `prioritised` only; Schaul et al. 2016, alpha
+    # Of a queue of sequences that do not overlap: by how many versions what is learned from may be behind the newest
+    # parameters (0: on-policy). Actors wait for these after each unroll. None: any, and nobody waits.
+    max_staleness: Union[int, None] = None
+    # Seconds after which a batch of one item per environment is made without a writer that stands still. An Actor
+    # waits twice as long for the next version.
+    lapse_after: float = 10.0
 
     def __post_init__(self) -> None:
         kinds = ("uniform", "prioritised", "queue")
@@ -144,6 +150,16 @@ class ReplaySpec:
         )
         _check(self.capacity >= 1, f"ReplaySpec.capacity must be at least 1 step, got {self.capacity}.")
         _check(self.min_size >= 1, f"ReplaySpec.min_size must be at least 1 item, got {self.min_size}.")
+        _check(self.lapse_after > 0, f"ReplaySpec.lapse_after must be more than 0 s, got {self.lapse_after}.")
+        if self.max_staleness is None:
+            return
+        _check(self.max_staleness >= 0, f"ReplaySpec.max_staleness must be at least 0, got {self.max_staleness}.")
+        unrolls = isinstance(self.item, Sequence) and self.item.period == self.item.length
+        _check(
+            self.kind == "queue" and unrolls,
+            f"ReplaySpec.max_staleness={self.max_staleness} needs kind='queue' and a Sequence whose period is its "
+            f"length, got a {self.kind} of {self.item}. Leave it None for an off-policy agent.",
+        )
 
 
 class AgentSpecs(NamedTuple):

@@ -11,10 +11,11 @@ import numpy as np
 
 from rlframe import handles
 from rlframe.actors.lanes import make_lane
+from rlframe.actors.pace import Pace
 from rlframe.envs import as_pool
 from rlframe.errors import StoppedError, UsageError
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
-from rlframe.types import Logs, global_env_ids
+from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
 
 
 class Actor:
@@ -66,6 +67,8 @@ class Actor:
         )
         self._lanes: list[Any] = []
         self._begun = False
+        self._max_staleness: int | None = None  # of the replay; known when the first step begins
+        self._paces: dict[Any, Pace] = {}
         try:
             for number in range(num_pools):
                 parts = (seed, self.rank, self.incarnation, number)
@@ -118,20 +121,35 @@ class Actor:
         for lane in self._lanes:
             request = lane.ask()
             output, state = self._inferencer.inference(*request)
-            logs = _merge(logs, lane.act(request, output, state))
+            logs = _merge(logs, self._act(lane, request, output, state))
         return logs
 
     def run(self) -> None:
         """Steps until `stop()`: the Actor as a service.
 
+        For an on-policy replay (`ReplaySpec.max_staleness`) it waits after each unroll for newer parameters. `step`
+        never waits: who calls it and the learner in turn has no need to.
+
         On a node of a Launchpad program the end of the program ends it too, and it closes the environments.
         """
         with handles.stopped_by_program(self.stop):
             try:
+                if not self._begun:
+                    self._begin()
+                if any(lane not in self._paces for lane in self._lanes) and self._max_staleness is not None:
+                    raise UsageError(
+                        "The environments of an AsyncEnv complete their unrolls at different times, so they cannot "
+                        f"wait together for the next version, as max_staleness={self._max_staleness} asks. Use a "
+                        "SyncEnv (two, by num_pools=2, overlap with an inference service), or an agent that learns "
+                        "off-policy, as IMPALA does."
+                    )
                 if isinstance(self._inferencer, handles.Remote):
                     self._run_overlapped()
                 else:
                     while not self._stop.is_set():
+                        for pace in self._paces.values():
+                            if pace.waits:
+                                pace.wait(self._inferencer, self._stop)
                         self.step()
             except StoppedError:
                 pass
@@ -165,17 +183,31 @@ class Actor:
         """Takes over what `get_state` gave; call it before the first `step`."""
         self._only_lane().set_state(state)
 
+    def _act(self, lane: Any, request: Any, output: AgentOutput, state: AgentState) -> Logs | None:
+        if lane in self._paces:
+            self._paces[lane].acted(output.params_version)
+        return lane.act(request, output, state)
+
     def _begin(self) -> None:
         for lane in self._lanes:
             lane.begin(self._inferencer.initial_state(lane.env.num_envs))
+        buffer = self._replay_buffer
+        is_remote = isinstance(buffer, handles.Remote)
+        spec = self._inferencer.specs().replay_spec if is_remote else getattr(buffer, "spec", None)
+        if spec is not None and spec.max_staleness is not None:
+            self._max_staleness = spec.max_staleness
+            self._paces = {lane: Pace(spec) for lane in self._lanes if lane.env.is_sync}
         self._begun = True
 
     def _run_overlapped(self) -> None:
         """Steps environments while the inferencer, in another process, answers for others."""
-        self._begin()
         in_flight: collections.deque[tuple[Any, Any, handles.Call]] = collections.deque()  # oldest first
         while not self._stop.is_set():
-            lane = next((lane for lane in self._lanes if lane.can_ask), None)
+            lane = next((lane for lane in self._lanes if lane.can_ask and not self._waits(lane)), None)
+            if lane is None and not in_flight and self._paces:
+                lane = next(lane for lane in self._lanes if self._waits(lane))
+                self._paces[lane].wait(self._inferencer, self._stop)
+                continue
             if lane is None and not (in_flight and in_flight[0][2].done()):
                 lane = next((lane for lane in self._lanes if lane.can_wait), None)
             if lane is not None:
@@ -183,7 +215,10 @@ class Actor:
                 in_flight.append((lane, request, handles.Call(self._inferencer, "inference", request)))
             else:
                 lane, request, call = in_flight.popleft()
-                lane.act(request, *call.result())
+                self._act(lane, request, *call.result())
+
+    def _waits(self, lane: Any) -> bool:
+        return lane in self._paces and self._paces[lane].waits
 
     def _only_lane(self) -> Any:
         if len(self._lanes) > 1:

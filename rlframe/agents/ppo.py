@@ -53,11 +53,17 @@ class PPOConfig:
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     anneal_clip: bool = False  # the same for clip_epsilon
     total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
+    # Versions that an unroll may be behind. 0: actors wait for each update, as in the paper. Above, they run that many
+    # unrolls ahead; the correction is the clipped ratio to the policy that acted, whose log-probabilities are stored:
+    # equation 7 of the paper asks for no more than that. Hilton et al. 2022 (arXiv:2110.00641) measure what it costs.
+    max_staleness: int = 0
 
     def __post_init__(self) -> None:
         for name in ("unroll_length", "num_epochs", "num_minibatches"):
             if getattr(self, name) < 1:
                 raise UsageError(f"PPOConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        if self.max_staleness < 0:
+            raise UsageError(f"PPOConfig.max_staleness must be at least 0, got {self.max_staleness}.")
         for name in ("discount", "gae_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise UsageError(f"PPOConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
@@ -133,7 +139,8 @@ class PPO(Agent):
     @property
     def replay_spec(self) -> ReplaySpec:
         item = Sequence(self.cfg.unroll_length)
-        return ReplaySpec("queue", item, batch_size=None, capacity=self.cfg.unroll_length * 64)
+        capacity, max_staleness = self.cfg.unroll_length * 64, self.cfg.max_staleness
+        return ReplaySpec("queue", item, batch_size=None, capacity=capacity, max_staleness=max_staleness)
 
     @property
     def jit_learner_step(self) -> bool:
@@ -216,17 +223,22 @@ class PPO(Agent):
         return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), rollout)
 
     def _minibatches(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
-        """[epochs * minibatches, rows] indices; None where a minibatch is the whole batch."""
+        """[epochs * minibatches, rows] indices; None where a minibatch is the whole batch.
+
+        How many environments a batch has depends on which actors are alive. So where the rows do not divide into the
+        minibatches, each epoch leaves a random few of them out.
+        """
         cfg = self.cfg
-        if num_rows % cfg.num_minibatches:
+        size = num_rows // cfg.num_minibatches
+        if not size:
             raise UsageError(
-                f"PPO: {num_rows} steps (environments x unroll_length) do not divide into "
+                f"PPO: {num_rows} steps (environments x unroll_length) cannot fill "
                 f"num_minibatches={cfg.num_minibatches}. Change one of the three."
             )
         if cfg.num_minibatches == 1:
             return None
         order = jnp.argsort(jax.random.bits(rng, (cfg.num_epochs, num_rows)), axis=1)
-        return order.reshape(cfg.num_epochs * cfg.num_minibatches, -1)
+        return order[:, : size * cfg.num_minibatches].reshape(cfg.num_epochs * cfg.num_minibatches, size)
 
     def _minibatch_loss(self, params: Params, rows: Rollout, clip_epsilon: Any) -> tuple[jax.Array, Logs]:
         cfg = self.cfg

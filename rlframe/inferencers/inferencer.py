@@ -20,6 +20,8 @@ from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, Ti
 
 _log = logging.getLogger(__name__)
 
+_POLL = 0.2  # seconds for which the learner keeps a service's question for newer parameters
+
 
 @dataclasses.dataclass(frozen=True)
 class InferencerConfig:
@@ -54,8 +56,9 @@ class Inferencer:
     Args:
         cfg: see `InferencerConfig`.
         agent: the `Agent` that acts.
-        learner: anything with `get_params(known_version) -> (version, tree or None)`, or a handle to a node that has
-            it, which is looked up at the first call.
+        learner: anything with `get_params(known_version) -> (version, tree or None)` and, for on-policy agents,
+            `wait_for_version(known_version, timeout) -> version`; or a handle to a node that has them, which is looked
+            up at the first call.
     """
 
     def __init__(self, cfg: InferencerConfig, agent: Any, learner: Any) -> None:
@@ -72,6 +75,7 @@ class Inferencer:
         self._batcher: Batcher | None = None  # while it is a service, and after
         self._failure: BaseException | None = None
         self._has_params, self._stop = threading.Event(), threading.Event()
+        self._new_version = threading.Condition()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._cfg, self._agent, self._learner_or_handle)
@@ -146,11 +150,28 @@ class Inferencer:
         if params is not None:
             self._take(version, params)
 
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """The version that acts, as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
+
+        Raises:
+            PeerError: the learner is in another process, and did not answer for `learner_deadline`.
+        """
+        if self._batcher is not None:
+            with self._new_version:
+                self._new_version.wait_for(
+                    lambda: self.params_version > known_version or self._stop.is_set(), min(timeout, 1.0)
+                )
+        elif self.params_version <= known_version:
+            self._learner.wait_for_version(known_version, timeout)
+            with self._lock:
+                self.refresh()
+        return self.params_version
+
     def run(self) -> None:
         """Is a service until `stop()`, or the end of the Launchpad program whose node this is.
 
-        Parameters are asked for every `refresh_interval` seconds. While the learner is out of reach, the newest that
-        came act.
+        Parameters are asked for every `refresh_interval` seconds; those of an on-policy agent, whose actors wait for
+        them, as soon as they are there. While the learner is out of reach, the newest that came act.
 
         Raises:
             PeerError: no learner answered within `learner_deadline`, and there are no parameters to act by.
@@ -160,9 +181,11 @@ class Inferencer:
         self._batcher = Batcher(self._agent, self._step_of_service, self._cfg.max_batch, self._cfg.max_wait)
         try:
             with handles.stopped_by_program(self.stop):
+                is_on_policy = self._agent.replay_spec.max_staleness is not None
                 while not self._stop.is_set():
-                    self._refresh_of_service()
-                    self._stop.wait(self._cfg.refresh_interval)
+                    self._refresh_of_service(waits=is_on_policy and self.params_version >= 0)
+                    if not is_on_policy:
+                        self._stop.wait(self._cfg.refresh_interval)
         finally:
             self._batcher.stop("The inference service has stopped.")
             self._has_params.set()  # for those who wait for them: the Batcher tells them
@@ -172,6 +195,8 @@ class Inferencer:
     def stop(self) -> None:
         """Ends `run()`: calls that wait are refused at once, with UnavailableError. Any thread may call it."""
         self._stop.set()
+        with self._new_version:
+            self._new_version.notify_all()
 
     def stats(self) -> dict[str, int]:
         """Counters: compilations, params_version and, of a service, requests, calls, rows, padding_rows."""
@@ -195,10 +220,15 @@ class Inferencer:
     def _take(self, version: int, params: Tree) -> None:
         if self._params_packing is None:
             self._params_packing = Packing(params)
-        self._acting = version, self._upload(self._params_packing.pack_numpy(params))
+        acting = version, self._upload(self._params_packing.pack_numpy(params))
+        with self._new_version:
+            self._acting = acting
+            self._new_version.notify_all()
 
-    def _refresh_of_service(self) -> None:
+    def _refresh_of_service(self, waits: bool) -> None:
         try:
+            if waits:
+                self._learner.wait_for_version(self.params_version, _POLL)
             self.refresh()
         except StoppedError:
             self.stop()

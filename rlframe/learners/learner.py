@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import threading
 from typing import Any
@@ -20,6 +21,8 @@ from rlframe.learners.snapshot import Snapshot
 from rlframe.packing import Packing
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Learner:
         self._logs: Logs = {}  # of the newest update that is known to be done
         self._unchecked: tuple[int, Logs, Any] | None = None  # (learner step, logs, keys) of the update before
         self._update_lock, self._publish_lock = threading.RLock(), threading.Lock()
+        self._new_version = threading.Condition()
+        buffer = self._replay_buffer
+        self._max_staleness = buffer.spec.max_staleness if isinstance(buffer, BaseReplayBuffer) else None
+        self._resumed_from: int | None = None  # the version whose parameters those of the first version after it are
 
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
         self._params = agent.initial_params(init_rng)
@@ -115,12 +122,13 @@ class Learner:
 
         Returns:
             The agent's logs (device scalars, fetched when they are read), and `staleness`: how many
-            versions old the batch's items are, on average.
+            versions old the batch's items are, on average. None, too, for a batch that is older than the replay's
+            `max_staleness` allows: it is dropped.
 
         Raises:
             NonFiniteLossError: the loss of the update before this one was NaN or infinite.
         """
-        if batch is None:
+        if batch is None or (self._max_staleness is not None and self._is_too_old(batch.params_version)):
             return None
         with self._update_lock:
             return self._step(batch)
@@ -131,7 +139,14 @@ class Learner:
         params, learner_state, logs, published = self._run_update(batch._replace(keys=(), params_version=()))
         self._params, self._learner_state = params, learner_state
         self._learner_steps += 1
-        self._published = (self._versions.next(), published)
+        version = self._versions.next()
+        if self._max_staleness is not None:
+            jax.block_until_ready(published)  # actors wait for it, and a call of theirs must not
+            self._replay_buffer.forget_before(version - self._max_staleness)
+            self._resumed_from = None
+        with self._new_version:
+            self._published = (version, published)
+            self._new_version.notify_all()
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         self._unchecked = (self._learner_steps, logs, keys)
         if priorities is not None:
@@ -153,6 +168,8 @@ class Learner:
             handles.stop_program()
 
     def _learn(self) -> None:
+        if self._max_staleness is not None:
+            self._replay_buffer.forget_before(self.params_version - self._max_staleness)
         self._dataset = dataset = self._replay_buffer.make_dataset()
         # Before there was a dataset that they could close; or this learner was resumed from its last checkpoint.
         if self._stop.is_set() or self._finish.is_set() or self._is_done:
@@ -162,8 +179,10 @@ class Learner:
                 if self._stop.is_set() or self._finish.is_set():
                     break
                 logs = self.step(batch)
+                if logs is None:
+                    continue
                 if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
-                    self._logger.write(self._learner_steps, logs or {})
+                    self._logger.write(self._learner_steps, logs)
                 if self._saver is not None:
                     self._save_where_due(self._saver)
                 if self._is_done:
@@ -220,6 +239,12 @@ class Learner:
                 self._numpy = (version, self._packing.unpack_numpy(published))
             return self._numpy
 
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most)."""
+        with self._new_version:
+            self._new_version.wait_for(lambda: self.params_version > known_version, min(timeout, 1.0))
+        return self.params_version
+
     def save(self, extras: Any = None, *, final: bool = False) -> None:
         """Writes a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
 
@@ -264,8 +289,9 @@ class Learner:
         tree, saved = self._checkpointer.restore((self._params, self._learner_state), step)
         self._params, self._learner_state = _copy(tree)
         self._learner_steps = saved["counters"]["learner_steps"]
+        self._resumed_from = saved["counters"]["version"]
         self._unchecked = None
-        self._publish_past(saved["counters"]["version"])
+        self._publish_past(self._resumed_from)
         return saved["extras"]
 
     def _resume(self) -> None:
@@ -286,6 +312,23 @@ class Learner:
             self._replay_buffer.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
+
+    def _is_too_old(self, versions: np.ndarray) -> bool:
+        """Whether a batch that `versions` [B] acted in was drawn before the buffer knew of newer ones."""
+        assert self._max_staleness is not None
+        old = versions < self.params_version - self._max_staleness
+        if self._resumed_from is not None:
+            old &= (versions < self._resumed_from - self._max_staleness) | (versions > self._resumed_from)
+        if not old.any():
+            return False
+        _log.warning(
+            "A batch of versions %d to %d is dropped: version %d learns from those that are at most %d older.",
+            versions.min(),
+            versions.max(),
+            self.params_version,
+            self._max_staleness,
+        )
+        return True
 
     def _run_update(self, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
         if self._agent.jit_learner_step:

@@ -51,6 +51,12 @@ class BaseReplayBuffer(abc.ABC):
     def end_waits(self, rank: int) -> None:  # noqa: B027  where nothing waits there is nothing to do
         """Ends an `add` of the writer `rank` that waits for room, now or later, with StoppedError: its Actor stops."""
 
+    def forget_before(self, version: int) -> None:  # noqa: B027  only queues of on-policy agents have something to forget
+        """Drops the items of a queue that a version below `version` acted in, those that are to come too.
+
+        They are counted as `evicted_unsampled`. The Learner calls this with each update that makes items too old.
+        """
+
     @abc.abstractmethod
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None while there is too little."""

@@ -37,7 +37,6 @@ class _Items:
         self._trees = {name: TreeStore(layout, timeline, allocate) for name, layout in layouts.items()}
         self._action = self._trees["action"].single  # the usual case, without the way through a tree
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
-        # Versions only rise, so the first step's is the oldest of an item.
         self.params_version = self._columns["params_version"]
 
     @classmethod
@@ -208,13 +207,13 @@ class Transitions(_Items):
         writer.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
         self._table.append(np.concatenate(completed))
 
-    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> TransitionBatch:
-        """Gathers the items that start in `slots` [B]."""
+    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> tuple[TransitionBatch, np.ndarray]:
+        """Gathers the items that start in `slots` [B], and [B] the oldest version that acted in each."""
         span = self._stride if self._stride > 0 else self._span.take(slots, mode="wrap")
         ends = self._timeline.follow(slots, span)
         outcome = self._outcome.take(slots, axis=0, mode="wrap")
         observation, next_observation = observations.read_both(slots, ends, outputs)
-        return TransitionBatch(
+        batch = TransitionBatch(
             observation=observation,
             action=self._trees["action"].read(slots, outputs),
             reward=outcome[:, 0].copy(),
@@ -222,6 +221,7 @@ class Transitions(_Items):
             next_observation=next_observation,
             extras=self._trees["extras"].read(slots, outputs),
         )
+        return batch, self.params_version.take(slots, mode="wrap")  # versions rise, and the action is the first step's
 
 
 class Sequences(_Items):
@@ -273,15 +273,15 @@ class Sequences(_Items):
         self._write(index, step)
         self._trees["agent_state"].write(index, step.agent_state)
 
-    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> SequenceBatch:
-        """Gathers the items that start in `slots` [B]."""
+    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> tuple[SequenceBatch, np.ndarray]:
+        """Gathers the items that start in `slots` [B], and [B] the oldest version that acted in each."""
         path = np.empty((self._length + 1, len(slots)), np.int64)
         path[0] = slots
         for t in range(self._length):
             path[t + 1] = self._timeline.follow(path[t], self._span.take(path[t], mode="wrap"))
         slots = np.ascontiguousarray(path.T)
         before, after = np.ascontiguousarray(slots[:, :-1]), np.ascontiguousarray(slots[:, 1:])
-        return SequenceBatch(
+        batch = SequenceBatch(
             observation=observations.read(slots, outputs),
             step_type=self._columns["step_type"].take(slots, mode="wrap"),
             action=self._trees["action"].read(before, outputs),
@@ -290,6 +290,8 @@ class Sequences(_Items):
             extras=self._trees["extras"].read(before, outputs),
             agent_state=self._trees["agent_state"].read(path[0], outputs),
         )
+        # Not the first step's: one inferencer that answers for another may be behind it.
+        return batch, self.params_version.take(before, mode="wrap").min(axis=1)
 
 
 def _both(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 from typing import Any
@@ -16,6 +17,8 @@ from rlframe.replay.dataset import Dataset
 from rlframe.replay.memory import check_memory
 from rlframe.replay.outputs import Outputs
 from rlframe.replay.recorder import Recorder, find_writer
+from rlframe.replay.shares import Shares, WriterState
+from rlframe.replay.tables import QueueTable
 from rlframe.replay.timeline import Writer
 from rlframe.types import Batch, Step, StepSpec
 
@@ -55,6 +58,8 @@ class ReplayBuffer(BaseReplayBuffer):
         self._datasets: list[Dataset] = []
         self._contents: Contents | None = None
         self._sampled = self._steps = 0
+        self._oldest = -1  # version: older items are dropped
+        self._shares = Shares(self.spec.lapse_after)
         self._closed = False
         needed = bytes_needed(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
         check_memory(needed, self.spec.capacity, "observations and what the agent stores of each step")
@@ -110,16 +115,18 @@ class ReplayBuffer(BaseReplayBuffer):
         Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
         """
         with self._lock:
-            count = self._batch_size()
-            if not self._ready(count):
+            count = self._due()
+            if count and self._forget():
+                count = self._due()
+            if not count:
                 return None
             starts, probabilities = self._table.draw(count, self._rng)
             self._sampled += count
             slots = self._timeline.relative(starts)
             keys = self._keys(slots, count)
             keys[:, 2] = starts
-            data = self._items.assemble(slots, self._observations, self._outputs)
-            return Batch(data, keys, probabilities, self._items.params_version.take(slots, mode="wrap"))
+            data, versions = self._items.assemble(slots, self._observations, self._outputs)
+            return Batch(data, keys, probabilities, versions)
 
     def _keys(self, slots: np.ndarray, count: int) -> np.ndarray:
         """[count, 3] int64, the rank and incarnation that wrote `slots` in the first two columns."""
@@ -134,6 +141,35 @@ class ReplayBuffer(BaseReplayBuffer):
         if self.spec.batch_size is not None:
             return self.spec.batch_size
         return sum(writer.num_envs for writer in self._writers.values())
+
+    def forget_before(self, version: int) -> None:
+        with self._lock:
+            self._oldest = max(self._oldest, version)
+            if self._contents is not None:
+                self._forget()
+
+    def _forget(self) -> int:
+        """Drops the items that are too old, and returns how many."""
+        if self._oldest < 0 or not isinstance(self._table, QueueTable):
+            return 0
+        return self._table.forget_before(self._oldest, self._items.params_version)
+
+    def _due(self) -> int:
+        """How many items to draw now; 0 while there is too little."""
+        count = self._batch_size()
+        if self._ready(count):
+            return count
+        spec = self.spec
+        if spec.kind != "queue" or spec.batch_size is not None or not self.size or len(self._writers) == 1:
+            return 0
+        # A writer that stands still does not hold up the others.
+        ranks = np.asarray(self._origins)[self._origin[self._timeline.slot(self._table.numbers())], 0].tolist()
+        writers = {
+            rank: WriterState(writer.num_envs, (writer.position, writer.positions.tobytes()), lambda: True)
+            for rank, writer in self._writers.items()
+        }
+        count = self._shares.due(writers, collections.Counter(ranks))
+        return count if count and self._ready(count) else 0
 
     def _ready(self, count: int) -> bool:
         if self._contents is None or self._closed:
@@ -163,7 +199,7 @@ class ReplayBuffer(BaseReplayBuffer):
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
         with self._added:
-            if not self._ready(self._batch_size()):
+            if not self._due():
                 self._waiting += 1
                 try:
                     self._added.wait(timeout)

@@ -211,8 +211,8 @@ class Mirror:
             keys[:, 0] = numbers >> RANK_BITS
         if max(self._memory.incarnations) > 1:
             keys[:, 1] = self.origin.take(slots)
-        data = self._items.assemble(slots, self._observations, self._outputs)
-        return Batch(data, keys, probabilities, self._items.params_version.take(slots))
+        data, versions = self._items.assemble(slots, self._observations, self._outputs)
+        return Batch(data, keys, probabilities, versions)
 
     def take_over(self) -> None:
         """Begins a queue where the process that sampled it before stopped: what it took is gone."""
@@ -243,6 +243,16 @@ class Mirror:
             self._raise_floor(rank, mark + self._kept_from(rank, header))
         self.table.append(numbers[~self.timeline.gone(numbers)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
+
+    def forget_before(self, version: int) -> int:
+        """Drops a queue's items that a version below `version` acted in, and returns how many."""
+        assert isinstance(self.table, QueueTable)
+        return self.table.forget_before(version, self._items.params_version) if self.table.size else 0
+
+    def items_of(self) -> dict[int, int]:
+        """How many items of each rank a queue holds."""
+        counts = np.bincount(self.table.numbers() >> RANK_BITS, minlength=len(self.cursors))
+        return dict(enumerate(counts.tolist()))
 
     def publish_needs(self) -> None:
         """Tells the writers of a queue what they must not overwrite yet."""

@@ -32,6 +32,7 @@ from rlframe.replay.reverb_registry import Registry
 from rlframe.replay.reverb_stream import Stream
 from rlframe.replay.reverb_tables import HIGHEST, REPLAY, Tables, block_size, default_run_ahead, inserted, may_sample
 from rlframe.replay.rows import ItemRows
+from rlframe.replay.shares import Shares, WriterState
 from rlframe.types import AgentSpecs, Batch, Step, split_env_ids
 
 _LOOK_FOR_STOP = 0.2  # seconds
@@ -75,7 +76,10 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._told_to_stop: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
         self._steps = self._dropped = 0
         self._looked = 0.0
-        self._drawn = Drawn(self._rows, queue=self.spec.kind == "queue")
+        is_queue = self.spec.kind == "queue"
+        self._drawn = Drawn(self._rows, queue=is_queue, by_rank=is_queue and self.spec.batch_size is None)
+        self._shares = Shares(self.spec.lapse_after)
+        self._envs: dict[int, int] = {}  # of each rank, as last asked
         self._remembered = Remembered()
         self._datasets: list[Dataset] = []
 
@@ -210,7 +214,8 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._draw_queue(count, table.current_size)
             elif self.missing(count) > 0 and may_sample(table, count):
                 self.keep(self._connection.draw(REPLAY, self.missing(count), _DRAW_SECONDS))
-            return self.take(count) if count and self.missing(count) <= 0 else None
+            due = self.due(count)
+            return self.take(due) if due else None
 
     def _draw_queue(self, count: int, left: int) -> None:
         # What is missing is taken even if too little is there: a writer that has yet to add the rest must not be held
@@ -222,7 +227,30 @@ class ReverbReplayBuffer(BaseReplayBuffer):
 
     def batch_size(self) -> int:
         """Items of a batch; 0 where it is one of each environment, and there are none yet."""
-        return self.spec.batch_size if self.spec.batch_size is not None else self._registry.num_envs()
+        if self.spec.batch_size is not None:
+            return self.spec.batch_size
+        self._envs = self._registry.envs()
+        return sum(self._envs.values())
+
+    def due(self, count: int) -> int:
+        """How many items, of `count` that all writers would give, make a batch now; 0 while there is too little.
+
+        A server does not know which of its writers live. So where a batch is one item of each environment, the share of
+        those lapses from whom nothing came for `lapse_after` seconds while others' items wait.
+        """
+        with self._read_lock:
+            if not count or self.missing(count) <= 0:
+                return count
+            if self.spec.kind != "queue" or self.spec.batch_size is not None or self._drawn.size < self.spec.min_size:
+                return 0
+            came = self._drawn.came
+            writers = {rank: WriterState(envs, came[rank], lambda: True) for rank, envs in self._envs.items()}
+            return self._shares.due(writers, self._drawn.items_of())
+
+    def forget_before(self, version: int) -> None:
+        if self.spec.kind == "queue":
+            with self._read_lock:
+                self._drawn.forget_before(version)
 
     def missing(self, count: int) -> int:
         """How many of the server's items (blocks, in a queue of these) must be drawn for a batch of `count`."""
@@ -293,6 +321,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         """
         block = self._connect()
         table, waiting = self._connection.info("stats")[REPLAY], self._drawn.size
+        forgotten = self._drawn.forgotten
         added, size = inserted(table), table.current_size
         sampled = table.rate_limiter_info.sample_stats.completed
         evicted = added - size - (sampled if self.spec.kind == "queue" else 0)
@@ -300,9 +329,9 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             "items": size * block + waiting,
             "steps": self._steps,
             "added": added * block,
-            "sampled": sampled * block - waiting,
-            "evicted": evicted * block,
-            "evicted_unsampled": evicted * block if self.spec.kind == "queue" else 0,
+            "sampled": sampled * block - waiting - forgotten,
+            "evicted": evicted * block + forgotten,
+            "evicted_unsampled": evicted * block + forgotten if self.spec.kind == "queue" else 0,
             "dropped_priorities": self._dropped,
             "bytes": size * block * self._rows.nbytes,
         }

@@ -89,13 +89,17 @@ class Drawn:
 
     Attributes:
         size: how many.
+        came: how many of each rank ever came, where a batch is one item of each environment.
+        forgotten: how many were dropped for their age.
     """
 
-    def __init__(self, rows: ItemRows, queue: bool) -> None:
-        self._rows, self._queue = rows, queue
+    def __init__(self, rows: ItemRows, queue: bool, by_rank: bool) -> None:
+        self._rows, self._queue, self._by_rank = rows, queue, by_rank
         # As samplers give them: [key, probability, size of the table, priority, rows [block, nbytes]].
         self._samples: collections.deque[list[np.ndarray]] = collections.deque()
-        self.size = 0
+        self._oldest = -1
+        self.came: collections.Counter[int] = collections.Counter()
+        self.size = self.forgotten = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
         """Notes what a sampler gave."""
@@ -103,8 +107,34 @@ class Drawn:
             for sample in samples:
                 if not self._rows.numbers(sample[_ROWS])[-1] >= 0:  # padding comes last
                     sample[_ROWS] = sample[_ROWS][self._rows.numbers(sample[_ROWS]) >= 0]
+        if self._by_rank:
+            for sample in samples:
+                self.came.update(self._rows.ranks(sample[_ROWS]).tolist())
         self._samples.extend(samples)
         self.size += sum(map(len, [sample[_ROWS] for sample in samples]))
+        if self._oldest >= 0:
+            self.forget_before(self._oldest)
+
+    def forget_before(self, version: int) -> None:
+        """Drops items that a version below `version` acted in, now and when they come."""
+        self._oldest = max(self._oldest, version)
+        kept = []
+        for sample in self._samples:
+            fresh = self._rows.versions(sample[_ROWS]) >= self._oldest
+            if not fresh.all():
+                sample = [*sample[:_ROWS], sample[_ROWS][fresh]]
+            if len(sample[_ROWS]):
+                kept.append(sample)
+        before, self.size = self.size, sum(len(sample[_ROWS]) for sample in kept)
+        self.forgotten += before - self.size
+        self._samples = collections.deque(kept)
+
+    def items_of(self) -> dict[int, int]:
+        """How many of each rank there are."""
+        counts: collections.Counter[int] = collections.Counter()
+        for sample in self._samples:
+            counts.update(self._rows.ranks(sample[_ROWS]).tolist())
+        return counts
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Returns (rows [count, nbytes] uint8, probabilities [count] float32, the server's key of each)."""

@@ -40,7 +40,7 @@ class Registry:
         self._mine: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
         self._begun: dict[int | None, tuple[tuple[int, int], int]] = {}  # rank asked for -> what was claimed, its token
         self._counters: list[int] = []
-        self._envs = (-1, 0)  # (entries that had been written, environments of all writers)
+        self._envs: tuple[int, dict[int, int]] = (-1, {})  # (entries that had been written, rank -> environments)
         self._highest = (-1, 1.0)  # (values that had been written, the last one)
 
     def claim(self, rank: int | None) -> tuple[int, int]:
@@ -112,8 +112,8 @@ class Registry:
                     "server a checkpointer."
                 )
 
-    def num_envs(self) -> int:
-        """Environments of all writers, of each rank's latest incarnation; as last known where nobody answers."""
+    def envs(self) -> dict[int, int]:
+        """How many environments the latest incarnation of each rank has; as last known where nobody answers."""
         tables = self._connection.look()
         with self._lock:
             written = inserted(tables[CLAIMS]) if tables else self._envs[0]
@@ -122,7 +122,7 @@ class Registry:
                 for rank, incarnation, _, what, count in self._read():
                     if what == _OPENED:
                         latest[rank] = max(latest.get(rank, (-1, 0)), (incarnation, count))
-                self._envs = written, sum(count for _, count in latest.values())
+                self._envs = written, {rank: count for rank, (_, count) in latest.items()}
             return self._envs[1]
 
     def highest(self, written: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -24,13 +25,20 @@ class Stream(Dataset):
         self._sampler: Any = None
         self._looked = time.monotonic()
         self._gone_since: float | None = None
+        # Where a batch need not wait for everybody, items are drawn by a thread of their own, which nobody waits for.
+        self._reader: threading.Thread | None = None
+        self._count, self._counted = 0, 0.0
+        self._came, self._taken = threading.Event(), threading.Event()
+        self._failure: BaseException | None = None
         super().__init__(buffer, prefetch, timeout)
 
     def _draw(self) -> Batch | None:
         # A sampler waits, without a deadline, for a server that is not there: so ask first.
         if self._sampler is None and self._connection.look() is None:
             return None
-        count = self._buffer.batch_size()
+        if not self._count or time.monotonic() > self._counted + WAKE:
+            self._count, self._counted = self._buffer.batch_size(), time.monotonic()
+        count = self._count
         if not count:
             self._stop.wait(WAKE)
             return None
@@ -39,10 +47,42 @@ class Stream(Dataset):
             blocks = self._buffer.missing(count) + 1
             ahead = blocks if self._buffer.spec.kind == "queue" else max(blocks, _LEAST_AHEAD)
             self._sampler = self._connection.sampler(REPLAY, ahead)
+        if self._buffer.spec.batch_size is None:
+            return self._draw_shares(count)
         while (missing := self._buffer.missing(count)) > 0:
             if not self._collect(missing):
                 return None
         return self._buffer.take(count)
+
+    def _draw_shares(self, count: int) -> Batch | None:
+        """One item of each environment, as soon as all are there whom it is worth waiting for."""
+        if self._failure is not None:
+            raise self._failure
+        if self._reader is None or not self._reader.is_alive():
+            self._reader = threading.Thread(target=self._read, name="rlframe reverb reader", daemon=True)
+            self._reader.start()
+        due = self._buffer.due(count)
+        if not due:
+            self._came.wait(WAKE)
+            self._came.clear()
+            return None
+        batch = self._buffer.take(due)
+        self._taken.set()
+        return batch
+
+    def _read(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._buffer.missing(self._count) <= 0:
+                    self._taken.wait(WAKE)
+                    self._taken.clear()
+                elif self._collect(1):
+                    self._came.set()
+                else:
+                    return
+        except BaseException as error:  # whatever it is, the reader of the dataset must hear of it
+            self._failure = error
+            self._came.set()
 
     def _collect(self, missing: int) -> bool:
         """Waits for `missing` more draws, and returns whether all came."""

@@ -65,6 +65,14 @@ class ItemRows:
         """[B] int64: the last part of each row's key. Below 0 the row is padding."""
         return rows.reshape(-1).view(self.dtype)["key"][:, 2]
 
+    def ranks(self, rows: np.ndarray) -> np.ndarray:
+        """[B] int64: who wrote each row."""
+        return rows.reshape(-1).view(self.dtype)["key"][:, 0]
+
+    def versions(self, rows: np.ndarray) -> np.ndarray:
+        """[B] int64: the oldest version that acted in each row."""
+        return rows.reshape(-1).view(self.dtype)["params_version"]
+
     def padding(self, count: int) -> np.ndarray:
         """Returns rows that hold no item, [count, nbytes] uint8."""
         records = np.zeros(count, self.dtype)

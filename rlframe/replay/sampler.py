@@ -20,10 +20,10 @@ from rlframe.replay.futex import fence
 from rlframe.replay.mirror import Mirror
 from rlframe.replay.prioritised import PrioritisedTable
 from rlframe.replay.processes import this_process
+from rlframe.replay.shares import Shares, WriterState
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
-_LIVES_FOR = 1.0  # seconds that a look at which writers are alive is good for
 _FRESH = 0.001  # seconds that items may be there before they are drawn: to look at the logs each time takes a quarter
 
 
@@ -42,7 +42,8 @@ class Sampler:
         self.rng = np.random.Generator(np.random.PCG64(seed))
         self.mirror = Mirror(memory, spec, step_spec, spec.kind)
         self._is_bound = False
-        self._alive, self._alive_until = 0, 0.0
+        self._oldest = -1  # version: older items of a queue are dropped
+        self._shares = Shares(spec.lapse_after)
         self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
 
     def bind(self) -> None:
@@ -117,10 +118,25 @@ class Sampler:
         if not count:
             self.mirror.sync()
             count = self._ready()
+        forgot = self._forget() if count else 0
+        if forgot:
+            count = self._ready()
         batch = self._draw(count) if count else None
         if self.is_sampler:
-            self.publish(batch is not None)
+            self.publish(batch is not None or forgot > 0)
         return batch
+
+    def forget_before(self, version: int) -> None:
+        """Drops the items of a queue that a version below `version` acted in, those that are to come too."""
+        if self._spec.kind != "queue":
+            return
+        self.bind_alone()
+        self._oldest = max(self._oldest, version)
+        self.mirror.sync()
+        self.publish(self._forget() > 0)
+
+    def _forget(self) -> int:
+        return self.mirror.forget_before(self._oldest) if self._oldest >= 0 else 0
 
     def _draw(self, count: int) -> Batch | None:
         mirror = self.mirror
@@ -148,11 +164,10 @@ class Sampler:
         if not count or self._control[block.STOPPED]:
             return 0
         if spec.kind == "queue":
-            if table.size < max(spec.min_size, count):
-                # The share of writers that are gone lapses.
-                count = self._batch_size_alive() if spec.batch_size is None else count
-                if not count or table.size < max(spec.min_size, count):
-                    return 0
+            if spec.batch_size is None and (table.size < count or not self._all_came()):
+                count = self._shares.due(self._writers(), self.mirror.items_of()) if table.size else 0
+            if not count or table.size < max(spec.min_size, count):
+                return 0
         elif self.mirror.added < spec.min_size or not table.size:
             return 0
         if not self.is_sampler or spec.samples_per_insert is None:
@@ -165,13 +180,19 @@ class Sampler:
             return self._spec.batch_size
         return sum([header[block.NUM_ENVS] for header in self._memory.headers])
 
-    def _batch_size_alive(self) -> int:
-        now = time.monotonic()
-        if now > self._alive_until:
-            alive = [rank for rank in range(self._memory.num_writers) if self._memory.writer(rank).is_alive]
-            self._alive = sum(self._memory.headers[rank][block.NUM_ENVS] for rank in alive)
-            self._alive_until = now + _LIVES_FOR
-        return self._alive
+    def _all_came(self) -> bool:
+        return all([header[block.NUM_ENVS] for header in self._memory.headers])
+
+    def _writers(self) -> dict[int, WriterState]:
+        return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
+
+    def _writer(self, rank: int, header: memoryview) -> WriterState:
+        # Who has not come may come: only one that ended is known to be dead.
+        return WriterState(
+            header[block.NUM_ENVS],
+            block.cursors(header).steps,
+            lambda: not header[block.CLAIMS] or self._memory.writer(rank).is_alive,
+        )
 
     def publish(self, has_drawn: bool) -> None:
         """Tells writers and other processes what was sampled, and wakes the writers that wait for it."""
@@ -192,7 +213,8 @@ class Sampler:
         """How many items must have been added in all before a batch is due."""
         spec, mirror = self._spec, self.mirror
         if spec.kind == "queue":
-            return mirror.added + max(1, max(spec.min_size, self._batch_size()) - mirror.table.size)
+            count = spec.batch_size or self._shares.expected(self._writers())
+            return mirror.added + max(1, max(spec.min_size, count) - mirror.table.size)
         wanted = max(spec.min_size, 1 if mirror.table.size else mirror.added + 1)
         if self.is_sampler and spec.samples_per_insert:
             wanted = max(wanted, spec.min_size + int(np.ceil(self.sampled / spec.samples_per_insert)))

@@ -125,6 +125,12 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
 
     # --- reading
 
+    def forget_before(self, version: int) -> None:
+        """See `BaseReplayBuffer`. In the sampler's process."""
+        share = self._here()
+        with share.lock:
+            share.sampler.forget_before(version)
+
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds too few).
 

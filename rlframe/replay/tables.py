@@ -251,6 +251,21 @@ class QueueTable(Ring):
         self.size -= count
         return starts, probabilities
 
+    def forget_before(self, version: int, versions: np.ndarray) -> int:
+        """Drops the items that a version below `version` acted in (`versions`: of each slot). Returns how many."""
+        starts = self.numbers()
+        slots = self._timeline.slot(starts)
+        old = versions.take(slots, mode="wrap") < version
+        gone = int(np.count_nonzero(old))
+        if gone:
+            self._present[slots[old]] = False
+            self.tail, self.end = 0, len(starts) - gone
+            self._starts[: self.end] = starts[~old]
+            self.size -= gone
+            self.evicted += gone
+            self.evicted_unsampled += gone
+        return gone
+
     def _first_living(self, count: int) -> np.ndarray:
         """The positions of the `count` oldest living entries, of which there must be enough."""
         width = count

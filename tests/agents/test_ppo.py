@@ -89,9 +89,24 @@ def test_one_epoch_visits_every_row_once():
     assert not np.array_equal(indices[0], indices[1])
 
 
-def test_minibatches_that_do_not_divide_the_rows_are_refused():
-    with pytest.raises(UsageError, match=r"32 steps .* do not divide into num_minibatches=5"):
-        learned(make(num_minibatches=5))
+def test_rows_that_do_not_divide_into_minibatches_leave_a_few_others_out_of_each_epoch():
+    agent = make(num_epochs=3, num_minibatches=5)
+    indices = np.asarray(agent._minibatches(jax.random.PRNGKey(0), 32)).reshape(3, 30)
+    assert all(len(set(epoch)) == 30 for epoch in indices.tolist())
+    assert len({frozenset(epoch) for epoch in indices.tolist()}) == 3
+    learned(agent)
+
+
+def test_fewer_rows_than_minibatches_are_refused():
+    with pytest.raises(UsageError, match=r"32 steps .* cannot fill num_minibatches=33"):
+        learned(make(num_minibatches=33))
+
+
+def test_a_replay_of_ppo_holds_what_the_newest_version_acted_unless_told_otherwise():
+    assert make().replay_spec.max_staleness == 0
+    assert make(max_staleness=2).replay_spec.max_staleness == 2
+    with pytest.raises(UsageError, match="max_staleness must be at least 0"):
+        make(max_staleness=-1)
 
 
 def test_the_loop_for_images_gives_what_the_scan_gives(monkeypatch):

@@ -258,6 +258,38 @@ def test_a_batch_of_none_is_one_item_per_environment(make: Any) -> None:
     assert buffer.sample() is None
 
 
+def test_what_older_versions_acted_in_is_forgotten_now_and_when_it_comes(make: Any) -> None:
+    item = Sequence(3)
+    buffer, twin, stream = make("queue", item, None, 1000, max_staleness=0), Twin(item), Stream(4, end=0.3)
+    buffer.claim_rank(4)
+    twin.claim_rank(4, 0)
+    for t in range(12):  # an item of each environment every third step; a version of its own acts in each step
+        ids, step = stream.step()
+        buffer.add(ids, step)
+        twin.add(ids, step)
+        if t == 2:
+            assert buffer.size == 4
+            buffer.forget_before(8)  # the versions of the first item are 1 to 3, of the others 4 to 6, 7 to 9, 10 to 12
+            assert buffer.sample() is None
+        elif t != 11:
+            assert buffer.sample() is None
+    batch = buffer.sample()
+    assert_batch_matches(batch, twin)
+    np.testing.assert_array_equal(batch.params_version, [10, 10, 10, 10])
+    assert buffer.sample() is None
+    stats = buffer.stats()
+    assert (stats["added"], stats["evicted"], stats["evicted_unsampled"], stats["items"]) == (16, 12, 12, 0)
+
+
+def test_an_item_is_as_old_as_the_oldest_version_that_acted_in_it(make: Any) -> None:
+    buffer, stream = make("queue", Sequence(4), 2, 1000), Stream(2, end=0.0)
+    buffer.claim_rank(2)
+    for version in (5, 6, 4, 7):  # one inferencer answered for another
+        ids, step = stream.step()
+        buffer.add(ids, step._replace(params_version=version))
+    np.testing.assert_array_equal(buffer.sample().params_version, [4, 4])
+
+
 def test_min_size_and_samples_per_insert_hold_sampling_back(make: Any) -> None:
     buffer = make("uniform", Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0)
     buffer.claim_rank(2)

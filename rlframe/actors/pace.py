@@ -1,0 +1,67 @@
+"""The pace of on-policy acting: an unroll for each version of the parameters, then the next version."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from typing import Any
+
+from rlframe.types import ReplaySpec, Sequence
+
+_log = logging.getLogger(__name__)
+
+_POLL = 0.2  # seconds that an inferencer is asked to wait at once: a stop waits for no longer than this
+_ANEW = 1.0  # seconds after which versions that are older than what acted before are taken for a learner's new start
+
+
+class Pace:
+    """Has a lane wait, before each unroll, for the version that keeps it from being too old when it is learned from.
+
+    A learner that takes one unroll for each version learns from this one at the version after that of the unroll
+    before. What is waited for may never come (a replay server that lost the unroll, a learner that began anew). So
+    nobody waits for longer than twice the spec's `lapse_after`, and then acts on by the parameters that there are.
+
+    Args:
+        spec: of the replay; its `max_staleness` is not None.
+    """
+
+    def __init__(self, spec: ReplaySpec) -> None:
+        assert isinstance(spec.item, Sequence) and spec.max_staleness is not None
+        self._length, self._max_staleness = spec.item.length, spec.max_staleness
+        self._patience = 2 * spec.lapse_after
+        self._steps = 0  # of the unroll
+        self._version = self._learned_at = -1  # that acted in the unroll's first step, and that will learn from it
+        self._free = True  # to take the next step
+
+    def acted(self, version: int) -> None:
+        """Notes a step, and the version that acted in it."""
+        if self._steps == 0:
+            # Of its first step: where the learner went on meanwhile, without this actor, the unroll counts as old.
+            self._version, self._learned_at = version, max(version, self._learned_at + 1)
+        self._steps = (self._steps + 1) % self._length
+        self._free = self._steps > 0 or self._version > self._too_old
+
+    @property
+    def waits(self) -> bool:
+        """Whether `wait` comes before the next step."""
+        return not self._free
+
+    @property
+    def _too_old(self) -> int:
+        """The newest version by which the next unroll would be too old."""
+        return self._learned_at - self._max_staleness
+
+    def wait(self, inferencer: Any, stop: threading.Event) -> None:
+        """Returns when the next unroll may begin, or `stop` is set."""
+        began, self._free = time.monotonic(), True
+        while not stop.is_set():
+            version = inferencer.wait_for_version(self._too_old, _POLL)
+            if version > self._too_old:
+                return
+            waited = time.monotonic() - began
+            if waited > self._patience or (version < self._version and waited > _ANEW):
+                _log.warning("No version after %d came within %.1f s: acting on by it.", version, waited)
+                self._learned_at = version - 1
+                return

@@ -1,0 +1,139 @@
+"""On-policy agents between processes: each batch of one version, whatever becomes of the actors."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rlframe import Actor, AsyncEnv, Inferencer, InferencerConfig, LearnerConfig, ReplayBuffer, SharedMemReplayBuffer
+from rlframe.errors import UsageError
+from tests.on_policy import NUM_ENVS, TellingLearner, env_builder, make_actor, make_agent
+from tests.serving import CHILD_DEADLINE, Child, free_address, running, serving
+
+T = 16  # unroll_length
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = CHILD_DEADLINE) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def actors(*args: Any) -> Iterator[Callable[[], Child]]:
+    """Starts actors in processes of their own."""
+    children: list[Child] = []
+
+    def start() -> Child:
+        children.append(Child(free_address(), make_actor, *args))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.close()
+
+
+def assert_on_policy(learner: TellingLearner) -> None:
+    for learned in learner.learned:
+        assert learned.versions == [learned.version]
+        assert learned.behind == [0]  # the parameters themselves, in every step
+
+
+def test_every_batch_is_of_the_newest_version_while_actors_pause_die_and_come_back():
+    agent = make_agent()
+    buffer = SharedMemReplayBuffer(agent, num_writers=2, lapse_after=2.0)
+    learner, address = TellingLearner(LearnerConfig(), agent, buffer), free_address()
+    learned, both = learner.learned, [0] * NUM_ENVS + [1] * NUM_ENVS
+
+    def after(ranks: list[int], count: int = 3) -> None:
+        begin = len(learned)
+        wait_until(lambda: [batch.ranks for batch in learned[begin:]].count(ranks) >= count)
+
+    with serving(learner, address), running(learner), actors(agent, [address], buffer, False) as start:
+        first = start()
+        wait_until(lambda: buffer.stats()["steps"] > 0)  # it has rank 0
+        second = start()
+        after(both, 30)
+        assert learned[0].ranks == both  # the first one waited for the other
+        second.kill(signal.SIGSTOP)
+        after(both[:NUM_ENVS])
+        second.kill(signal.SIGCONT)
+        after(both, 30)
+        first.kill(signal.SIGKILL)
+        after(both[NUM_ENVS:])
+        start()
+        after(both)
+    assert_on_policy(learner)
+    buffer.close()
+
+
+def lone_actor(learner: Any, agent: Any, buffer: Any) -> Actor:
+    return Actor(env_builder, Inferencer(InferencerConfig(), agent, learner), buffer)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_actor_runs_ahead_by_max_staleness_and_its_stop_ends_the_wait(max_staleness):
+    agent = make_agent(max_staleness=max_staleness)
+    buffer = ReplayBuffer(agent)
+    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    actor = lone_actor(learner, agent, buffer)
+    ahead = max_staleness + 1
+    with running(actor):
+        for updates in range(4):
+            wait_until(lambda: buffer.stats()["steps"] == (updates + ahead) * T * NUM_ENVS)  # noqa: B023
+            assert learner.step(buffer.sample()) is not None
+        wait_until(lambda: buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS)
+        threading.Event().wait(0.1)  # it would have gone on by now
+        assert buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS
+        began = time.monotonic()
+    assert time.monotonic() - began < 5.0  # it was about to wait for 20 s
+    actor.close()
+    assert [batch.behind for batch in learner.learned] == [[min(i, max_staleness)] for i in range(4)]
+
+
+def test_an_actor_whose_unroll_was_lost_acts_another_one_after_a_while(caplog):
+    agent = make_agent()
+    buffer = ReplayBuffer(agent, lapse_after=0.2)
+    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    actor = lone_actor(learner, agent, buffer)
+    with running(actor):
+        wait_until(lambda: buffer.size == NUM_ENVS)
+        buffer.sample()
+        wait_until(lambda: buffer.size == NUM_ENVS)
+        assert learner.step(buffer.sample()) is not None
+    actor.close()
+    assert "No version after 1 came" in caplog.text
+    assert_on_policy(learner)
+
+
+def test_a_learner_drops_a_batch_that_was_drawn_before_its_update(caplog):
+    agent = make_agent()
+    buffer = ReplayBuffer(agent)
+    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    actor = lone_actor(learner, agent, buffer)
+    for _ in range(T):
+        actor.step()
+    batch = buffer.sample()
+    assert learner.step(batch) is not None
+    assert learner.step(batch) is None
+    assert learner.params_version == 2
+    assert "versions 1 to 1 is dropped" in caplog.text
+    actor.close()
+
+
+def test_environments_that_cannot_wait_together_are_refused():
+    agent = make_agent()
+    buffer = ReplayBuffer(agent)
+    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    builder = lambda seed: AsyncEnv("gymnasium:CartPole-v1", 4, 2, "thread", seed=seed)  # noqa: E731
+    actor = Actor(builder, Inferencer(InferencerConfig(), agent, learner), buffer)
+    with pytest.raises(UsageError, match="Use a SyncEnv"):
+        actor.run()
+    actor.close()

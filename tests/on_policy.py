@@ -1,0 +1,71 @@
+"""PPO whose every step says which update acted, between a learner here and actors in processes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe import Actor, Inferencer, InferencerConfig, Learner, SyncEnv
+from rlframe.agents import PPO, PPOConfig
+from rlframe.handles import Remote
+
+NUM_ENVS = 4
+
+
+class TellingPPO(PPO):
+    """Stores with each step how many updates its parameters had seen."""
+
+    def actor_params(self, params: Any, learner_state: Any) -> Any:
+        return {"params": params, "updates": learner_state.steps}
+
+    def actor_step(self, rng: Any, params: Any, timestep: Any, state: Any) -> Any:
+        output, state = super().actor_step(rng, params["params"], timestep, state)
+        updates = jnp.full(timestep.reward.shape, params["updates"])
+        return output._replace(extras={**output.extras, "updates": updates}), state
+
+
+class Learned(NamedTuple):
+    """One batch that was learned from."""
+
+    version: int  # of the learner then
+    versions: list[int]  # of the items
+    behind: list[int]  # updates by which the steps' parameters were behind, each number that occurs
+    ranks: list[int]
+
+
+class TellingLearner(Learner):
+    """Keeps what each update learned from."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.learned: list[Learned] = []
+
+    def step(self, batch: Any) -> Any:
+        version, behind = self.params_version, self.learner_steps - np.unique(batch.data.extras["updates"])
+        logs = super().step(batch)
+        if logs is not None:
+            versions, ranks = np.unique(batch.params_version), batch.keys[:, 0]
+            self.learned.append(Learned(version, versions.tolist(), behind.tolist(), sorted(ranks.tolist())))
+        return logs
+
+
+def env_builder(seed: int = 0) -> SyncEnv:
+    return SyncEnv("gymnasium:CartPole-v1", NUM_ENVS, "loop", seed=seed)
+
+
+def make_agent(**config: Any) -> TellingPPO:
+    cfg = PPOConfig(unroll_length=16, num_epochs=2, num_minibatches=6)  # 64 rows, or 128, do not divide into 6
+    env = env_builder()
+    agent = TellingPPO(dataclasses.replace(cfg, **config), env.observation_spec, env.action_spec)
+    env.close()
+    return agent
+
+
+def make_actor(agent: Any, addresses: list[str], replay_buffer: Any, is_service: bool) -> Actor:
+    """An actor with an inferencer of its own that asks the learner at `addresses`, or that uses services there."""
+    remote: Any = Remote(addresses, "inferencer" if is_service else "learner")
+    inferencer = remote if is_service else Inferencer(InferencerConfig(), agent, remote)
+    return Actor(env_builder, inferencer, replay_buffer)
