@@ -18,6 +18,10 @@ NUM_ENVS = 4
 class TellingPPO(PPO):
     """Stores with each step how many updates its parameters had seen."""
 
+    @property
+    def replay_spec(self) -> Any:
+        return dataclasses.replace(super().replay_spec, lapse_after=2.0)
+
     def actor_params(self, params: Any, learner_state: Any) -> Any:
         return {"params": params, "updates": learner_state.steps}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 import time
@@ -13,10 +14,14 @@ import pytest
 
 from rlframe import Actor, AsyncEnv, Inferencer, InferencerConfig, LearnerConfig, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.errors import UsageError
+from rlframe.handles import Remote
+from rlframe.replay.reverb import ReverbReplayBuffer
 from tests.on_policy import NUM_ENVS, TellingLearner, env_builder, make_actor, make_agent
+from tests.replay.factories import servers
 from tests.serving import CHILD_DEADLINE, Child, free_address, running, serving
 
 T = 16  # unroll_length
+BOTH = [0] * NUM_ENVS + [1] * NUM_ENVS  # the ranks of a batch of two actors
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = CHILD_DEADLINE) -> None:
@@ -40,6 +45,12 @@ def actors(*args: Any) -> Iterator[Callable[[], Child]]:
         child.close()
 
 
+def wait_for_batches(learner: TellingLearner, ranks: list[int], count: int = 3) -> None:
+    """Waits until the learner has learned from so many more batches of items of these ranks."""
+    begin = len(learner.learned)
+    wait_until(lambda: [batch.ranks for batch in learner.learned[begin:]].count(ranks) >= count)
+
+
 def assert_on_policy(learner: TellingLearner) -> None:
     for learned in learner.learned:
         assert learned.versions == [learned.version]
@@ -48,30 +59,48 @@ def assert_on_policy(learner: TellingLearner) -> None:
 
 def test_every_batch_is_of_the_newest_version_while_actors_pause_die_and_come_back():
     agent = make_agent()
-    buffer = SharedMemReplayBuffer(agent, num_writers=2, lapse_after=2.0)
+    buffer = SharedMemReplayBuffer(agent, num_writers=2)
     learner, address = TellingLearner(LearnerConfig(), agent, buffer), free_address()
-    learned, both = learner.learned, [0] * NUM_ENVS + [1] * NUM_ENVS
-
-    def after(ranks: list[int], count: int = 3) -> None:
-        begin = len(learned)
-        wait_until(lambda: [batch.ranks for batch in learned[begin:]].count(ranks) >= count)
-
+    after = functools.partial(wait_for_batches, learner)
     with serving(learner, address), running(learner), actors(agent, [address], buffer, False) as start:
         first = start()
         wait_until(lambda: buffer.stats()["steps"] > 0)  # it has rank 0
         second = start()
-        after(both, 30)
-        assert learned[0].ranks == both  # the first one waited for the other
+        after(BOTH, 30)
+        assert learner.learned[0].ranks == BOTH  # the first one waited for the other
         second.kill(signal.SIGSTOP)
-        after(both[:NUM_ENVS])
+        after(BOTH[:NUM_ENVS])
         second.kill(signal.SIGCONT)
-        after(both, 30)
+        after(BOTH, 30)
         first.kill(signal.SIGKILL)
-        after(both[NUM_ENVS:])
+        after(BOTH[NUM_ENVS:])
         start()
-        after(both)
+        after(BOTH)
     assert_on_policy(learner)
     buffer.close()
+
+
+def test_the_same_goes_for_a_reverb_server_and_an_inference_service():
+    agent, inference, address = make_agent(), free_address(), free_address()
+    server = servers().start(ReverbReplayBuffer.tables(agent, block=NUM_ENVS))
+    buffer, theirs = (ReverbReplayBuffer(agent, server) for _ in range(2))
+    learner = TellingLearner(LearnerConfig(), agent, buffer)
+    service = Inferencer(InferencerConfig(), agent, Remote([address], "learner"))
+    after = functools.partial(wait_for_batches, learner)
+    with serving(learner, address), serving(service, inference), running(service), running(learner):
+        with actors(agent, [inference], theirs, True) as start:
+            first = start()
+            start()
+            after(BOTH, 30)
+            first.kill(signal.SIGSTOP)
+            begin = len(learner.learned)
+            wait_until(lambda: any(len(batch.ranks) == NUM_ENVS for batch in learner.learned[begin:]))
+            first.kill(signal.SIGCONT)
+            after(BOTH, 10)
+    assert_on_policy(learner)
+    for one in (buffer, theirs):
+        one.close()
+    servers().stop(server)
 
 
 def lone_actor(learner: Any, agent: Any, buffer: Any) -> Actor:
