@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import threading
 import time

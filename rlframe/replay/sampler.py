@@ -181,7 +181,7 @@ class Sampler:
         return sum([header[block.NUM_ENVS] for header in self._memory.headers])
 
     def _all_came(self) -> bool:
-        return all([header[block.NUM_ENVS] for header in self._memory.headers])
+        return all(header[block.NUM_ENVS] for header in self._memory.headers)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}

@@ -87,16 +87,19 @@ def test_the_same_goes_for_a_reverb_server_and_an_inference_service():
     learner = TellingLearner(LearnerConfig(), agent, buffer)
     service = Inferencer(InferencerConfig(), agent, Remote([address], "learner"))
     after = functools.partial(wait_for_batches, learner)
-    with serving(learner, address), serving(service, inference), running(service), running(learner):
-        with actors(agent, [inference], theirs, True) as start:
-            first = start()
-            start()
-            after(BOTH, 30)
-            first.kill(signal.SIGSTOP)
-            begin = len(learner.learned)
-            wait_until(lambda: any(len(batch.ranks) == NUM_ENVS for batch in learner.learned[begin:]))
-            first.kill(signal.SIGCONT)
-            after(BOTH, 10)
+    nodes = (serving(learner, address), serving(service, inference), running(service), running(learner))
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            stack.enter_context(node)
+        start = stack.enter_context(actors(agent, [inference], theirs, True))
+        first = start()
+        start()
+        after(BOTH, 30)
+        first.kill(signal.SIGSTOP)
+        begin = len(learner.learned)
+        wait_until(lambda: any(len(batch.ranks) == NUM_ENVS for batch in learner.learned[begin:]))
+        first.kill(signal.SIGCONT)
+        after(BOTH, 10)
     assert_on_policy(learner)
     for one in (buffer, theirs):
         one.close()
