@@ -138,7 +138,7 @@ class ReplaySpec:
     # parameters (0: on-policy). Actors wait for these after each unroll. None: any, and nobody waits.
     max_staleness: Union[int, None] = None
     # Seconds after which a batch of one item per environment is made without a writer that stands still. An Actor
-    # waits twice as long for the next version.
+    # waits three times as long for the next version.
     lapse_after: float = 10.0
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ class Pace:
 
     A learner that takes one unroll for each version learns from this one at the version after that of the unroll
     before. What is waited for may never come (a replay server that lost the unroll, a learner that began anew). So
-    nobody waits for longer than twice the spec's `lapse_after`, and then acts on by the parameters that there are.
+    nobody waits for longer than three times the spec's `lapse_after`, and then acts on by the parameters that there are.
 
     Args:
         spec: of the replay; its `max_staleness` is not None.
@@ -29,7 +29,7 @@ class Pace:
     def __init__(self, spec: ReplaySpec) -> None:
         assert isinstance(spec.item, Sequence) and spec.max_staleness is not None
         self._length, self._max_staleness = spec.item.length, spec.max_staleness
-        self._patience = 2 * spec.lapse_after
+        self._patience = 3 * spec.lapse_after  # longer than a learner waits for other actors
         self._steps = 0  # of the unroll
         self._version = self._learned_at = -1  # that acted in the unroll's first step, and that will learn from it
         self._free = True  # to take the next step

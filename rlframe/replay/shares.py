@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 _log = logging.getLogger(__name__)
 
-_START = 6  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
+_START = 2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
 
 
 class WriterState(NamedTuple):

@@ -67,7 +67,6 @@ def test_every_batch_is_of_the_newest_version_while_actors_pause_die_and_come_ba
         wait_until(lambda: buffer.stats()["steps"] > 0)  # it has rank 0
         second = start()
         after(BOTH, 30)
-        assert learner.learned[0].ranks == BOTH  # the first one waited for the other
         second.kill(signal.SIGSTOP)
         after(BOTH[:NUM_ENVS])
         second.kill(signal.SIGCONT)
@@ -125,7 +124,7 @@ def test_an_actor_runs_ahead_by_max_staleness_and_its_stop_ends_the_wait(max_sta
         threading.Event().wait(0.1)  # it would have gone on by now
         assert buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS
         began = time.monotonic()
-    assert time.monotonic() - began < 5.0  # it was about to wait for 20 s
+    assert time.monotonic() - began < 4.0  # it was about to wait for 6 s
     actor.close()
     assert [batch.behind for batch in learner.learned] == [[min(i, max_staleness)] for i in range(4)]
 

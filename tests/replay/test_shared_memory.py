@@ -228,6 +228,35 @@ def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: S
     assert len(in_order) - len(seen) < 10
 
 
+def test_the_first_batch_of_an_item_per_environment_waits_for_all_writers(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Sequence(3), None, 100, num_writers=2)
+    buffer.claim_rank(4)
+    for arguments in steps_of(0, 4, 3):
+        buffer.add(*arguments)
+    assert buffer.size == 4
+    assert buffer.sample() is None
+    buffer.claim_rank(2)
+    assert buffer.sample() is None
+    for arguments in steps_of(1, 2, 3):
+        buffer.add(*arguments)
+    assert_whole(batch := buffer.sample(), Sequence(3))
+    assert sorted(batch.keys[:, 0].tolist()) == [0, 0, 0, 0, 1, 1]
+
+
+def test_what_a_queue_forgets_makes_room_for_its_writer(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Sequence(2), 100, 200, max_staleness=0, timeout=DEADLINE)
+    assert buffer.sample() is None  # this process is the sampler
+    writer = scene.process(processes.write, buffer, 4, 1000)
+    writer.hear()
+    buffer.forget_before(10**9)  # newer than all that will come
+    deadline = time.monotonic() + DEADLINE
+    while writer.popen.poll() is None:
+        assert buffer.wait_for_batch(0.1) is None
+        assert time.monotonic() < deadline
+    stats = buffer.stats()
+    assert stats["added"] == 2000 == stats["evicted_unsampled"] + stats["items"]
+
+
 def test_a_writer_that_waits_can_be_told_to_stop(scene: Scene) -> None:
     buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None

@@ -54,7 +54,7 @@ def test_a_dead_writer_is_not_waited_for_and_one_that_has_yet_to_begin_for_longe
     three = Shares(10.0)
     there = writers(16, 8, 0, dead=(1,))
     assert three.due(there, {0: 4}) == 0
-    clock.now += 59.0
+    clock.now += 19.0
     assert three.due(there, {0: 4}) == 0
     clock.now += 2.0
     assert three.due(there, {0: 4}) == 4
