@@ -20,7 +20,7 @@ class Pace:
 
     A learner that takes one unroll for each version learns from this one at the version after that of the unroll
     before. What is waited for may never come (a replay server that lost the unroll, a learner that began anew). So
-    nobody waits for longer than three times the spec's `lapse_after`, and then acts on by the parameters that there are.
+    nobody waits for longer than three times the `lapse_after` of the spec, and then acts on by the newest parameters.
 
     Args:
         spec: of the replay; its `max_staleness` is not None.
