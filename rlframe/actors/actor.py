@@ -205,8 +205,11 @@ class Actor:
         while not self._stop.is_set():
             lane = next((lane for lane in self._lanes if lane.can_ask and not self._waits(lane)), None)
             if lane is None and not in_flight and self._paces:
-                lane = next(lane for lane in self._lanes if self._waits(lane))
-                self._paces[lane].wait(self._inferencer, self._stop)
+                # All that it frees go on together: one that went on alone would have the learner wait for the others.
+                first = min((pace for pace in self._paces.values() if pace.waits), key=lambda pace: pace.too_old)
+                version = first.wait(self._inferencer, self._stop)
+                for pace in self._paces.values():
+                    pace.release(version)
                 continue
             if lane is None and not (in_flight and in_flight[0][2].done()):
                 lane = next((lane for lane in self._lanes if lane.can_wait), None)

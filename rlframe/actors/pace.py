@@ -40,7 +40,7 @@ class Pace:
             # Of its first step: where the learner went on meanwhile, without this actor, the unroll counts as old.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
-        self._free = self._steps > 0 or self._version > self._too_old
+        self._free = self._steps > 0 or self._version > self.too_old
 
     @property
     def waits(self) -> bool:
@@ -48,19 +48,24 @@ class Pace:
         return not self._free
 
     @property
-    def _too_old(self) -> int:
+    def too_old(self) -> int:
         """The newest version by which the next unroll would be too old."""
         return self._learned_at - self._max_staleness
 
-    def wait(self, inferencer: Any, stop: threading.Event) -> None:
-        """Returns when the next unroll may begin, or `stop` is set."""
-        began, self._free = time.monotonic(), True
+    def release(self, version: int) -> None:
+        """Lets the next unroll begin by `version`, where that is not too old for it."""
+        self._free = self._free or version > self.too_old
+
+    def wait(self, inferencer: Any, stop: threading.Event) -> int:
+        """Returns when the next unroll may begin, or `stop` is set; and the newest version that is known then."""
+        began, version, self._free = time.monotonic(), -1, True
         while not stop.is_set():
-            version = inferencer.wait_for_version(self._too_old, _POLL)
-            if version > self._too_old:
-                return
+            version = inferencer.wait_for_version(self.too_old, _POLL)
+            if version > self.too_old:
+                break
             waited = time.monotonic() - began
             if waited > self._patience or (version < self._version and waited > _ANEW):
                 _log.warning("No version after %d came within %.1f s: acting on by it.", version, waited)
                 self._learned_at = version - 1
-                return
+                break
+        return version
