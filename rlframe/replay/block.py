@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Iterator
@@ -23,16 +22,17 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
+from rlframe.interprocess import memory
+from rlframe.interprocess.futex import FENCED, Futex, fence
+from rlframe.interprocess.memory import Name
+from rlframe.interprocess.processes import ProcessId
 from rlframe.replay.contents import Rows
-from rlframe.replay.futex import FENCED, KNOWN, Futex, fence
-from rlframe.replay.processes import ProcessId, this_process
 from rlframe.replay.tables import UniformTable
 from rlframe.replay.timeline import Timeline
 from rlframe.types import ReplaySpec, StepSpec
 
 # Words of the control block, each an int64. Futexes use the lower half of theirs.
-TOKEN = 0  # which buffer this is; written once
-STOPPED = 1  # 1 once its maker closed it
+STOPPED = memory.CLOSED
 SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; written under the claims' lock
 ORIGIN = 4  # of the buffer whose file filled this one; 0 where none did. Written under the claims' lock
 WANTED = 8  # by the sampler: items added, over all segments, that wake it; NOBODY while it does not wait
@@ -64,34 +64,15 @@ class BufferGoneError(RlframeError):
     """The process that made a shared replay buffer has ended, and its memory with it."""
 
 
-class Name(NamedTuple):
-    """Where the memory is found."""
-
-    maker: ProcessId
-    descriptor: int
-    token: int
-
-
 def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> Name:
     """Makes the memory of a buffer and returns its name; it stays until its descriptor is closed and nobody maps it."""
-    if not hasattr(os, "memfd_create") or not KNOWN:
+    if not memory.SUPPORTED:
         raise UsageError(
             "SharedMemReplayBuffer needs Linux on x86-64 or 64-bit ARM. Use ReplayBuffer in one process instead."
         )
-    descriptor = os.memfd_create(_FILE, os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, _layout(num_writers, rows, spec, step_spec)[1])
-    token = secrets.randbits(62)
-    os.pwrite(descriptor, np.int64(token).tobytes(), 8 * TOKEN)
-    os.pwrite(descriptor, np.int64(NOBODY).tobytes(), 8 * WANTED)
-    return Name(this_process(), descriptor, token)
-
-
-def destroy(name: Name) -> None:
-    """Tells all who share the buffer that it is closed, and lets go of its memory."""
-    if this_process() != name.maker:
-        return  # a fork of the process that made it
-    os.pwrite(name.descriptor, np.int64(1).tobytes(), 8 * STOPPED)
-    os.close(name.descriptor)
+    name = memory.create(_FILE, _layout(num_writers, rows, spec, step_spec)[1])
+    os.pwrite(name.descriptor, np.int64(NOBODY).tobytes(), 8 * WANTED)
+    return name
 
 
 class Block:
@@ -111,12 +92,9 @@ class Block:
 
     def __init__(self, name: Name, num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec):
         self.num_writers, self.rows, self._name, self.token = num_writers, rows, name, name.token
-        path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
+        fields, size = _layout(num_writers, rows, spec, step_spec)
         try:
-            if not os.readlink(path).startswith(f"/memfd:{_FILE}"):
-                raise self._gone()  # closed, and its number taken by another file
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._descriptor)
+            self._descriptor, self._memory = memory.attach(name, _FILE, size)
         except PermissionError as error:
             raise UsageError(
                 f"The shared replay buffer of process {name.maker.pid} cannot be opened: {error}. "
@@ -124,10 +102,7 @@ class Block:
             ) from None
         except OSError:
             raise self._gone() from None
-        fields, size = _layout(num_writers, rows, spec, step_spec)
-        if not name.maker.is_alive or os.fstat(self._descriptor).st_size != size:
-            raise self._gone()
-        self._memory = mmap.mmap(self._descriptor, size)
+        weakref.finalize(self, os.close, self._descriptor)
         arrays: dict[str, np.ndarray] = {
             field: np.ndarray(shape, dtype, self._memory, at) for field, (shape, dtype, at) in fields.items()
         }
@@ -135,8 +110,6 @@ class Block:
         words = arrays.pop("control")
         self.control, *self.headers = (memoryview(row) for row in words)
         self.header_words = words[1:]
-        if self.control[TOKEN] != name.token:
-            raise self._gone()
         self.logs = arrays.pop("logs")
         self.arrays = arrays
         self.added, self.room = (Futex(self._memory, 8 * word) for word in (ADDED_FUTEX, ROOM_FUTEX))

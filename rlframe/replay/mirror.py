@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.interprocess.futex import fence
+from rlframe.interprocess.processes import this_process
 from rlframe.replay import block
 from rlframe.replay.block import Block
 from rlframe.replay.contents import Rows, make_table
-from rlframe.replay.futex import fence
 from rlframe.replay.outputs import Outputs
-from rlframe.replay.processes import this_process
 from rlframe.replay.segments import COUNT_BITS, COUNT_MASK
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Numbers, Timeline

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.futex import fence
+from rlframe.interprocess.processes import this_process
 from rlframe.replay import block
 from rlframe.replay.base import STATS
 from rlframe.replay.block import Block
-from rlframe.replay.futex import fence
 from rlframe.replay.mirror import Mirror
 from rlframe.replay.prioritised import PrioritisedTable
-from rlframe.replay.processes import this_process
 from rlframe.replay.shares import Shares, WriterState
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec

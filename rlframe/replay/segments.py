@@ -12,10 +12,10 @@ import dataclasses
 import numpy as np
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.futex import FENCED, fence
 from rlframe.replay import block, contents
 from rlframe.replay.block import Block, Cursors
 from rlframe.replay.contents import Rows
-from rlframe.replay.futex import FENCED, fence
 from rlframe.replay.recorder import Recorder
 from rlframe.replay.tables import ItemTable
 from rlframe.replay.timeline import Index, Timeline, Writer

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import RlframeError, StoppedError, UsageError
+from rlframe.interprocess.memory import Name
+from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments
-from rlframe.replay.block import Block, Name
+from rlframe.replay.block import Block
 from rlframe.replay.contents import bytes_needed
 from rlframe.replay.memory import check_memory
-from rlframe.replay.processes import this_process
 from rlframe.replay.recorder import find_writer
 from rlframe.replay.sampler import Sampler
 from rlframe.replay.segments import SegmentWriter

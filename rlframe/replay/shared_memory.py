@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.memory import destroy
+from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments, shared_checkpoint
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.contents import bytes_needed
 from rlframe.replay.dataset import Dataset
 from rlframe.replay.memory import check_memory
-from rlframe.replay.processes import this_process
 from rlframe.replay.share import Plan, Share, share_of
 from rlframe.types import Batch, Step
 
@@ -69,7 +70,7 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         rows = segments.segment_rows(spec, num_writers, max_envs)
         name = block.create(num_writers, rows, spec, agent.step_spec)
         self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, timeout, in_threads))
-        self._finalizer = weakref.finalize(self, block.destroy, name)
+        self._finalizer = weakref.finalize(self, destroy, name)
 
     def _attach(self, plan: Plan) -> None:
         self.spec, self._plan = plan.spec, plan
