@@ -31,8 +31,26 @@ _NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _log = logging.getLogger(__name__)
 
 
+def connect(address: str) -> Any:
+    """A Courier client for the node at "host:port": its methods and, in `futures`, the same ones that do not wait."""
+    import courier
+
+    return courier.Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False)
+
+
+def lacks_method(error: Exception) -> bool:
+    """Whether a Courier client raised this because the node has no such method."""
+    return getattr(getattr(error, "code", None), "name", None) == "NOT_FOUND"
+
+
 def resolve(
-    target: Any, name: str, *, deadline: float = DEADLINE, stop: threading.Event | None = None, first: int = 0
+    target: Any,
+    name: str,
+    *,
+    deadline: float = DEADLINE,
+    stop: threading.Event | None = None,
+    first: int = 0,
+    connect: Callable[[str], Any] = connect,
 ) -> Any:
     """Something to call, for an argument that may be an object or a handle to one.
 
@@ -43,6 +61,7 @@ def resolve(
         deadline: seconds after which a call that nobody answers is an error.
         stop: an event that ends the waiting as well.
         first: which of several to call as long as it answers (modulo how many there are).
+        connect: as the function `connect`: knows a better way than Courier for some methods of this kind of node.
 
     Returns:
         The object, or a `Remote`. Whatever else a Launchpad handle leads to (a `reverb.Client`) is returned as it is.
@@ -59,7 +78,7 @@ def resolve(
         raise UsageError(f"A list given as the {name} must hold handles to nodes, or objects, not both: {kinds}.")
     addresses = [address for one in targets for address in _addresses(one)]
     first %= len(addresses)
-    return Remote(addresses[first:] + addresses[:first], name, deadline, stop)
+    return Remote(addresses[first:] + addresses[:first], name, deadline, stop, connect)
 
 
 class Remote:
@@ -73,6 +92,7 @@ class Remote:
         name: what messages call it.
         deadline: seconds for one call, repetitions included.
         stop: an event that ends the waiting as well.
+        connect: gives what calls the methods at an address.
 
     Raises (every method):
         PeerError: nobody answered within the deadline.
@@ -81,9 +101,14 @@ class Remote:
     """
 
     def __init__(
-        self, addresses: list[str], name: str, deadline: float = DEADLINE, stop: threading.Event | None = None
+        self,
+        addresses: list[str],
+        name: str,
+        deadline: float = DEADLINE,
+        stop: threading.Event | None = None,
+        connect: Callable[[str], Any] = connect,
     ) -> None:
-        self._addresses, self._name, self._deadline = list(addresses), name, deadline
+        self._addresses, self._name, self._deadline, self._connect = list(addresses), name, deadline, connect
         self._stops = [event for event in (stop, program_stop()) if event is not None]
         self._clients: dict[str, Any] = {}
         self._current = 0
@@ -95,7 +120,7 @@ class Remote:
         return functools.partial(self._call, method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Remote, (self._addresses, self._name, self._deadline)
+        return Remote, (self._addresses, self._name, self._deadline, None, self._connect)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         # Not by way of a future, which costs four times as much for a small call.
@@ -154,9 +179,7 @@ class Remote:
                 self._current = 0
         address = self._addresses[self._current]
         if address not in self._clients:
-            import courier
-
-            self._clients[address] = courier.Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False)
+            self._clients[address] = self._connect(address)
         return address, self._clients[address]
 
     def _leave(self, address: str) -> None:

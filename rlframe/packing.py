@@ -23,6 +23,9 @@ class Packing:
 
     Args:
         tree: arrays, or anything with `shape` and `dtype`, in the structure that is to be packed.
+
+    Attributes:
+        packed_shapes: (shape, dtype) of each array that `pack` gives.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -37,6 +40,9 @@ class Packing:
                 continue
             self._slots.append((self._size, self._size + size, shape, dtype))
             self._size += size
+        others = [leaf for leaf, slot in zip(leaves, self._slots, strict=True) if slot is None]
+        self.packed_shapes = [((self._size,), np.dtype(np.int32))]
+        self.packed_shapes += [(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in others]
         self._all_small = None not in self._slots and self._size > 0
 
     def pack(self, tree: Tree) -> list[jax.Array]:

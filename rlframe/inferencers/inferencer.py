@@ -15,6 +15,7 @@ import numpy as np
 from rlframe import compilation, handles
 from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.inferencers.batching import TIMEOUT, Batcher
+from rlframe.learners.shared_params import LearnerClient
 from rlframe.packing import Packing
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
@@ -85,7 +86,9 @@ class Inferencer:
     @functools.cached_property
     def _learner(self) -> Any:
         deadline = self._cfg.learner_deadline
-        return handles.resolve(self._learner_or_handle, "learner", deadline=deadline, stop=self._stop)
+        return handles.resolve(
+            self._learner_or_handle, "learner", deadline=deadline, stop=self._stop, connect=LearnerClient
+        )
 
     @functools.cached_property
     def _rng(self) -> jax.Array:

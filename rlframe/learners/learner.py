@@ -15,8 +15,10 @@ import numpy as np
 from rlframe import compilation, handles
 from rlframe.agents.base import LearnerState
 from rlframe.errors import NonFiniteLossError, UsageError
+from rlframe.interprocess.memory import SUPPORTED, Name
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.learners.saver import Saver
+from rlframe.learners.shared_params import ParamsPublisher
 from rlframe.learners.snapshot import Snapshot
 from rlframe.packing import Packing
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
@@ -98,6 +100,7 @@ class Learner:
         self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
         self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
         self._numpy: tuple[int, Tree] = (-1, None)
+        self._publisher: ParamsPublisher | None = None  # once another process of this machine has asked for it
         is_buffer = isinstance(self._replay_buffer, BaseReplayBuffer)
         self._replay_stats = Snapshot(self._replay_buffer.stats if is_buffer else dict)
         self._saver: Saver | None = None
@@ -144,9 +147,7 @@ class Learner:
             jax.block_until_ready(published)  # actors wait for it, and a call of theirs must not
             self._replay_buffer.forget_before(version - self._max_staleness)
             self._resumed_from = None
-        with self._new_version:
-            self._published = (version, published)
-            self._new_version.notify_all()
+        self._publish(version, published)
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         self._unchecked = (self._learner_steps, logs, keys)
         if priorities is not None:
@@ -243,7 +244,18 @@ class Learner:
         """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most)."""
         with self._new_version:
             self._new_version.wait_for(lambda: self.params_version > known_version, min(timeout, 1.0))
-        return self.params_version
+            return self.params_version
+
+    def shared_params(self) -> Name | None:
+        """Where processes of this machine read what `get_params` gives; see `rlframe.learners.shared_params`.
+
+        None where there is no such memory, or the Learner was closed.
+        """
+        with self._publish_lock:
+            if self._publisher is None and SUPPORTED:
+                self._publisher = ParamsPublisher(self._packing, lambda: self._published)
+                self._publisher.announce()
+        return self._publisher.name if self._publisher is not None else None
 
     def save(self, extras: Any = None, *, final: bool = False) -> None:
         """Writes a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
@@ -303,15 +315,24 @@ class Learner:
 
     def _publish_past(self, version: int) -> None:
         self._versions.resume(version)
-        self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
+        self._publish(self._versions.value, self._copy_for_actors(self._params, self._learner_state))
 
     def close(self) -> None:
-        """Ends the threads that checkpointing opened."""
+        """Ends the threads that checkpointing and publishing opened."""
         self.stop()
         if self._owns_buffer:
             self._replay_buffer.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _publish(self, version: int, published: list[jax.Array]) -> None:
+        with self._new_version:
+            self._published = (version, published)
+            if self._publisher is not None:
+                self._publisher.announce()
+            self._new_version.notify_all()
 
     def _is_too_old(self, versions: np.ndarray) -> bool:
         """Whether a batch that `versions` [B] acted in was drawn before the buffer knew of newer ones."""

@@ -1,0 +1,212 @@
+"""Parameters in shared memory: a learner's newest, for the inferencers on its machine.
+
+Two slots, of which the lower bit of WRITTEN says which is whole. The learner only notes the number of each new version;
+the arrays are written when a reader wants them, by a thread. So a version that nobody reads costs next to nothing, and
+who reads always gets the newest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlframe import handles
+from rlframe.interprocess import memory
+from rlframe.interprocess.futex import Futex, fence
+from rlframe.packing import Packing
+from rlframe.types import Tree
+
+# Words of the first page, each an int64, on lines of the cache by who writes to them. Futexes use the lower half.
+NEWEST = 2  # the version that the learner has
+WRITTEN = 3  # how often a slot was written
+VERSIONS = 4  # of the two slots
+WRITTEN_FUTEX = 6  # wakes who waits for a slot
+WANTED_FUTEX = 16  # wakes the thread that writes; by readers
+_WORDS = 24
+
+_LABEL = "rlframe-params"
+_PATIENCE = 1.0  # seconds to wait for a learner that does not write; then Courier finds out what is the matter
+_AGAIN = 0.02  # seconds after which it is woken again: two readers that do so at once may undo each other's
+_LOOK = 0.1  # seconds between two looks whether the learner is alive
+
+_Packed = list[Any]  # arrays, as `Packing` has them
+
+
+class ParamsPublisher:
+    """The learner's side.
+
+    Args:
+        packing: of the parameters.
+        newest: gives (version, packed arrays). Versions rise.
+
+    Attributes:
+        name: where `LearnerClient` finds the memory.
+    """
+
+    def __init__(self, packing: Packing, newest: Callable[[], tuple[int, _Packed]]) -> None:
+        self._newest = newest
+        self.name: memory.Name | None = memory.create(_LABEL, _layout(packing)[1])
+        self._slots = _Slots(packing, self.name)
+        self._words, self._lock = self._slots.words, threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="rlframe parameters", daemon=True)
+        self._thread.start()
+
+    def announce(self) -> None:
+        """Tells readers that there is a newer version."""
+        with self._lock:  # two threads at once might note the older one last
+            self._words[NEWEST] = self._newest()[0]
+
+    def close(self) -> None:
+        """Ends the thread, and sends readers to Courier. May be called again."""
+        if self.name is not None:
+            name, self.name = self.name, None
+            memory.destroy(name)
+            self._slots.wanted.wake()
+            self._thread.join()
+
+    def _run(self) -> None:
+        answered = 0
+        while not self._words[memory.CLOSED]:
+            wanted = self._slots.wanted.value
+            if wanted == answered:
+                self._slots.wanted.wait(wanted, 60.0)
+                continue
+            answered = wanted
+            version, packed = self._newest()
+            if version != self._slots.version:
+                self._slots.write(version, [np.asarray(array) for array in packed])
+            self._slots.written.wake()
+
+
+class LearnerClient:
+    """A connection to a learner, for `handles.resolve`: Courier, but for parameters that lie in shared memory.
+
+    Whether they do is asked at the first call, and again when a learner that shared them has gone.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._client = handles.connect(address)
+        self._asks = True
+        self._packing: Packing | None = None
+        self._shared: _SharedParams | None = None
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._client, method)
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """As `Learner.get_params`."""
+        if self._shared is not None:
+            answer = self._shared.get_params(known_version)
+            if answer is not None:
+                return answer
+            self._shared, self._asks = None, True
+        if not self._asks:
+            return self._client.get_params(known_version)
+        version, params = self._client.get_params(-1)
+        self._shared = self._find(params)
+        self._asks = False
+        return version, None if version == known_version else params
+
+    def _find(self, params: Tree) -> _SharedParams | None:
+        try:
+            name = self._client.shared_params()
+        except Exception as error:
+            if handles.lacks_method(error):
+                return None  # not a Learner, but something that has `get_params` too
+            raise
+        try:
+            return _SharedParams(Packing(params), name) if name is not None else None
+        except OSError:  # on another machine, or of another user
+            return None
+
+
+class _SharedParams:
+    """The parameters of a learner on this machine, as readers see them."""
+
+    def __init__(self, packing: Packing, name: memory.Name) -> None:
+        self._packing, self._learner = packing, name.maker
+        self._slots = _Slots(packing, name)
+        self._looked = time.monotonic()
+
+    def get_params(self, known_version: int) -> tuple[int, Tree | None] | None:
+        """As `Learner.get_params`; None where the learner has gone, or does not write."""
+        slots, now = self._slots, time.monotonic()
+        if now > self._looked + _LOOK:
+            self._looked = now
+            if not self._learner.is_alive:
+                return None
+        if slots.words[memory.CLOSED]:
+            return None
+        newest = slots.words[NEWEST]
+        if newest == known_version:
+            return newest, None
+        while time.monotonic() < now + _PATIENCE:
+            seen = slots.written.value
+            if slots.version < newest:
+                slots.wanted.wake()
+                slots.written.wait(seen, _AGAIN)
+                continue
+            version, packed = slots.read()
+            if version >= newest:
+                return version, self._packing.unpack_numpy(packed)
+        return None
+
+
+class _Slots:
+    """The memory, mapped into this process.
+
+    Raises:
+        OSError: it is not on this machine, or not to be had, or not of these parameters.
+    """
+
+    def __init__(self, packing: Packing, name: memory.Name) -> None:
+        offsets, size = _layout(packing)
+        descriptor, mapped = memory.attach(name, _LABEL, size)
+        os.close(descriptor)  # the map has one of its own
+        self.words = memoryview(mapped)[: 8 * _WORDS].cast("q")
+        self.wanted, self.written = (Futex(mapped, 8 * word) for word in (WANTED_FUTEX, WRITTEN_FUTEX))
+        self._slots: list[list[np.ndarray]] = [
+            [np.ndarray(shape, dtype, mapped, at) for (shape, dtype), at in zip(packing.packed_shapes, slot)]
+            for slot in offsets
+        ]
+
+    @property
+    def version(self) -> int:
+        """The one that was written last."""
+        return self.words[VERSIONS + (self.words[WRITTEN] & 1)]
+
+    def write(self, version: int, packed: list[np.ndarray]) -> None:
+        """Overwrites the slot that is not whole, and makes it the one that is."""
+        number = self.words[WRITTEN] + 1
+        fence()
+        self.words[VERSIONS + (number & 1)] = version
+        for here, array in zip(self._slots[number & 1], packed):
+            here[...] = array
+        fence()
+        self.words[WRITTEN] = number
+
+    def read(self) -> tuple[int, _Packed]:
+        """(version, copies) of the slot that is whole; version -1 where it was overwritten meanwhile."""
+        number = self.words[WRITTEN]
+        fence()
+        version, packed = self.words[VERSIONS + (number & 1)], [array.copy() for array in self._slots[number & 1]]
+        fence()
+        return version if self.words[WRITTEN] == number else -1, packed
+
+
+def _layout(packing: Packing) -> tuple[list[list[int]], int]:
+    """(of each slot the offsets of its arrays, total bytes): a page of words, then arrays that share no cache line."""
+    position, slots = mmap.PAGESIZE, []
+    for _ in range(2):
+        offsets = []
+        for shape, dtype in packing.packed_shapes:
+            offsets.append(position)
+            position += -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // 64) * 64
+        slots.append(offsets)
+    return slots, position

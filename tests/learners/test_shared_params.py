@@ -1,0 +1,241 @@
+"""Parameters in shared memory: learners and readers as processes, restarted, killed, and at full speed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.agents import PPO, PPOConfig
+from rlframe.errors import PeerError
+from rlframe.handles import resolve
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.interprocess import memory
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.learners.shared_params import LearnerClient, ParamsPublisher, _SharedParams, _Slots
+from rlframe.packing import Packing
+from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
+from tests.serving import CHILD_DEADLINE, Child, client, free_address, serving
+
+DEADLINE = 60.0
+
+
+class CountedLearner(Learner):
+    """Learns when it is told to, and counts the parameters that it gave by Courier."""
+
+    def __init__(self, agent=None, checkpoint_dir=None, resumes=False):
+        super().__init__(LearnerConfig(checkpoint_dir=checkpoint_dir), agent or counting_agent(), RecordingBuffer())
+        self._given = 0
+        if resumes:
+            self.restore()
+
+    def get_params(self, known_version=-1):
+        self._given += 1
+        return super().get_params(known_version)
+
+    def given(self):
+        return self._given
+
+    def learn(self, reward):
+        self.step(reward_batch([reward] * 4))
+        return self.params_version
+
+    def run(self):
+        threading.Event().wait()
+
+
+class ElsewhereLearner(CountedLearner):
+    """One whose memory is not found here, as on another machine: another process has its number."""
+
+    def shared_params(self):
+        name = super().shared_params()
+        return name._replace(token=name.token + 1)
+
+
+def connect(address, deadline=CHILD_DEADLINE):
+    return resolve(client(address), "learner", deadline=deadline, connect=LearnerClient)
+
+
+@contextlib.contextmanager
+def child(address, *args):
+    process = Child(address, *args)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def test_a_learner_in_another_process_gives_its_parameters_by_courier_once_and_then_in_memory():
+    address = free_address()
+    with child(address, CountedLearner):
+        learner = connect(address)
+        version, params = learner.get_params()
+        assert (version, params["w"]) == (1, 0.0) and learner.get_params(1) == (1, None)
+        for number in range(20):
+            assert learner.learn(float(number)) == number + 2
+            version, params = learner.get_params(version)
+            by_courier = client(address).get_params()
+            assert version == by_courier[0] == number + 2
+            assert params["w"].dtype == np.float32 and params["w"].tobytes() == by_courier[1]["w"].tobytes()
+            assert learner.get_params(version) == (version, None)
+        assert learner.given() == 1 + 20
+
+
+def test_every_leaf_is_bit_for_bit_that_of_get_params():
+    address = free_address()
+    agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
+    learner = CountedLearner(agent)
+    with serving(learner, address):
+        remote = connect(address)
+        remote.get_params()
+        version, params = remote.get_params(-1)
+        expected = learner.get_params()
+        assert learner.given() == 2 and version == expected[0]
+        assert jax.tree.structure(params) == jax.tree.structure(expected[1])
+        jax.tree.map(np.testing.assert_array_equal, params, expected[1])
+    learner.close()
+
+
+def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
+    address = free_address()
+    with child(address, CountedLearner):
+        remote = connect(address)
+        inferencer = Inferencer(InferencerConfig(learner_deadline=CHILD_DEADLINE), counting_agent(), client(address))
+        for number in range(5):
+            version = remote.learn(1.0)
+            inferencer.refresh()
+            assert inferencer.params_version == version == number + 2
+        assert remote.given() == 1
+
+
+def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_versions(tmp_path):
+    address = free_address()
+    with child(address, CountedLearner, None, str(tmp_path)) as process:
+        learner = connect(address)
+        learner.get_params()
+        learner.learn(1.0)
+        learner.save()
+        newest = learner.learn(1.0)
+        assert learner.get_params()[0] == newest
+        process.kill()
+        learner._deadline = 1.0
+        with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_params\(\) within 1 s"):
+            while learner.get_params(newest) == (newest, None):  # for a tenth of a second: then it is looked for
+                threading.Event().wait(0.01)
+    with child(address, CountedLearner, None, str(tmp_path), True):
+        learner._deadline = CHILD_DEADLINE
+        version, params = learner.get_params(newest)
+        assert version > newest and params["w"] == 0.5
+        newest = learner.learn(1.0)
+        assert learner.get_params(version)[0] == newest
+        assert learner.given() == 1
+
+
+def test_a_learner_whose_memory_is_not_here_is_asked_by_courier():
+    address = free_address()
+    learner = ElsewhereLearner()
+    with serving(learner, address):
+        remote = connect(address)
+        for number in range(3):
+            assert remote.get_params()[0] == number + 1
+            learner.learn(1.0)
+        assert remote.get_params(4) == (4, None)
+        assert learner.given() == 4
+    learner.close()
+
+
+def test_a_learner_that_is_closed_sends_its_readers_back_to_courier():
+    address = free_address()
+    learner = CountedLearner()
+    with serving(learner, address):
+        remote = connect(address)
+        remote.get_params()
+        learner.close()
+        assert learner.shared_params() is None
+        learner.learn(1.0)
+        version, params = remote.get_params(1)
+        assert (version, params["w"], learner.given()) == (2, 0.5, 2)
+
+
+LEAVES = {"large": (50_000,), "small": (7,)}
+
+
+def packing():
+    return Packing({name: np.empty(shape, np.float32) for name, shape in LEAVES.items()})
+
+
+def packed(version):
+    return packing().pack_numpy({name: np.full(shape, version, np.float32) for name, shape in LEAVES.items()})
+
+
+def write_at_full_speed(connection):
+    """Writes all slots over and over, whether or not somebody wants them; each array says its version."""
+    version = 1
+    publisher = ParamsPublisher(packing(), lambda: (version, []))
+    publisher._slots.write(version, packed(version))
+    publisher.announce()
+    connection.send(publisher.name)
+    while not connection.poll():
+        version += 1
+        publisher._slots.write(version, packed(version))
+        publisher.announce()
+
+
+def test_no_read_is_torn_under_a_writer_at_full_speed():
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=write_at_full_speed, args=(there,))
+    process.start()
+    try:
+        assert here.poll(CHILD_DEADLINE)
+        name = here.recv()
+        reader, slots = _SharedParams(packing(), name), _Slots(packing(), name)
+        known, whole, torn = -1, 0, 0
+        while whole < 300 or torn < 3:
+            torn += slots.read()[0] < 0  # noticed: the writer does get in between
+            answer = reader.get_params(known)
+            assert answer is not None and answer[0] >= known
+            if answer[1] is not None:
+                known, whole = answer[0], whole + 1
+                for leaf in answer[1].values():
+                    np.testing.assert_array_equal(leaf, known)
+    finally:
+        here.send("stop")
+        process.join(DEADLINE)
+    assert process.exitcode == 0
+    with pytest.raises(OSError):
+        memory.attach(name, "rlframe-params", 0)
+
+
+def read_for_ever(address, connection):
+    learner, version = connect(address), -1
+    while True:
+        version = learner.get_params(version)[0]
+        connection.send(version)
+
+
+def test_a_reader_that_is_killed_stalls_nobody():
+    address = free_address()
+    learner = CountedLearner()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    with serving(learner, address):
+        remote = connect(address)
+        process = context.Process(target=read_for_ever, args=(address, there))
+        process.start()
+        assert here.poll(CHILD_DEADLINE)
+        for _ in range(100):
+            learner.learn(1.0)
+            remote.get_params()
+        process.kill()
+        process.join(DEADLINE)
+        for _ in range(100):
+            version = learner.learn(1.0)
+            assert remote.get_params()[0] == version
+        assert learner.given() <= 2
+    learner.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rlframe parameters"]
