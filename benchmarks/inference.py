@@ -1,7 +1,8 @@
-"""The inference service: rows/s over Courier for 8 clients with 8 environments each, in two processes.
+"""The inference service: rows/s for 8 clients with 8 environments each, in two processes; and how parameters get there.
 
 Against its jitted call alone on all 64 rows (Nature CNN, bound by the device), and against a service that answers one
-request by one call (an MLP, bound by the calls). The clients do nothing but ask.
+request by one call (an MLP, bound by the calls). The clients do nothing but ask: by Courier, or by Courier with the
+arrays in shared memory, as Actors on the service's machine do.
 """
 
 from __future__ import annotations
@@ -10,30 +11,55 @@ from benchmarks.context import Context, in_turns
 from benchmarks.report import Row, Table, middle
 
 WAYS = {
-    "service": "rlframe's service",
+    "courier": "over Courier",
+    "shared": "observations in shared memory",
     "alone": "the jitted call alone, 64 rows",
-    "unbatched": "one call for each request",
-    "wait": "waiting 1 ms for more requests",
+    "unbatched": "one call for each request, over Courier",
+    "wait": "waiting 1 ms for more requests, over Courier",
 }
-# The least that the service is to reach, as a multiple of another way.
-WANTED = {"cnn": {"alone": 0.55}, "mlp": {"unbatched": 1.0}}
+# The least that the service is to reach by one way to it, as a multiple of another figure.
+WANTED = {
+    ("cnn", "courier"): {"alone": 0.55},
+    ("cnn", "shared"): {"alone": 0.75},
+    ("mlp", "courier"): {"unbatched": 1.0},
+}
+OTHERS = {"courier": ("alone", "unbatched", "wait"), "shared": ("alone", "courier")}
 TITLES = {"cnn": "Nature CNN, 4 x 84 x 84", "mlp": "MLP, 4 numbers"}
 
 
 def run(context: Context, say=print) -> list[Table]:
     """Measures; see `benchmarks.runner`."""
-    return [_measure(context, workload, say) for workload in TITLES]
+    tables = [table for workload in TITLES for table in _measure(context, workload, say)]
+    return [*tables, _measure_params(context, say)]
 
 
-def _measure(context: Context, workload: str, say) -> Table:
+def _measure(context: Context, workload: str, say) -> list[Table]:
     seconds = context.steps(5, 1)
     contenders = {way: lambda way=way: context.ours("serve", workload, way, "--seconds", seconds) for way in WAYS}
     results, failures = in_turns(contenders, context.repeats, say)
-    rows = []
-    for way, title in WAYS.items():
+
+    def row(way: str, wanted: float | None = None) -> Row:
         per_call = middle(result.get("rows_per_call") for result in results[way])
         note = failures.get(way, f"{per_call:.0f} rows a call" if per_call else "")
-        rate = middle(result.get("rows_per_second") for result in results[way])
-        rows.append(Row(title, rate, WANTED[workload].get(way), note))
-    title = f"Inference over Courier, 8 clients of 8 environments: {TITLES[workload]}"
-    return Table(title, "rows/s", rows[0], tuple(rows[1:]))
+        return Row(WAYS[way], middle(result.get("rows_per_second") for result in results[way]), wanted, note)
+
+    tables = []
+    for way, others in OTHERS.items():
+        wanted = WANTED.get((workload, way), {})
+        title = f"Inference {WAYS[way]}, 8 clients of 8 environments: {TITLES[workload]}"
+        rows = tuple(row(other, wanted.get(other)) for other in others)
+        tables.append(Table(title, "rows/s", row(way), rows))
+    return tables
+
+
+def _measure_params(context: Context, say) -> Table:
+    reads = context.steps(200, 20)
+    ways = {"shared": "shared memory", "courier": "Courier"}
+    contenders = {way: lambda way=way: context.ours("params", way, "--reads", reads) for way in ways}
+    results, failures = in_turns(contenders, context.repeats, say)
+    ours, other = (
+        Row(title, middle(result.get("microseconds") for result in results[way]), note=failures.get(way, ""))
+        for way, title in ways.items()
+    )
+    title = "A new version of 4 MiB of parameters, from a learner's process to another"
+    return Table(title, "us", ours, (other,), higher_is_better=False)

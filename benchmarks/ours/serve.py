@@ -1,6 +1,6 @@
 """Serves inference by Courier to clients in other processes, and counts the rows. Prints one JSON object.
 
-python -m benchmarks.ours.serve cnn service --seconds 5
+python -m benchmarks.ours.serve cnn shared --seconds 5
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     """Measures one way to answer."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=SHAPES)
-    parser.add_argument("way", choices=("service", "wait", "unbatched", "alone"))
+    parser.add_argument("way", choices=("courier", "shared", "wait", "unbatched", "alone"))
     parser.add_argument("--seconds", type=float, default=5.0)
     args = parser.parse_args()
     measure = _alone if args.way == "alone" else _served
@@ -69,7 +69,7 @@ def _served(workload: str, way: str, seconds: float) -> dict[str, float]:
     from launchpad.nodes.courier import courier_utils
 
     # Unbatched: no call takes in more than one request.
-    config = {"service": {}, "wait": {"max_wait": 0.001}, "unbatched": {"max_batch": ROWS}}[way]
+    config = {"courier": {}, "shared": {}, "wait": {"max_wait": 0.001}, "unbatched": {"max_batch": ROWS}}[way]
     inferencer, port = _inferencer(workload, **config), portpicker.pick_unused_port()
     for rows in BUCKETS:
         inferencer.inference(*request(workload, rows))
@@ -79,7 +79,7 @@ def _served(workload: str, way: str, seconds: float) -> dict[str, float]:
     runner.start()
     context = multiprocessing.get_context("spawn")
     answered, ready, stop = context.Value("q", 0), context.Semaphore(0), context.Event()
-    arguments = (f"localhost:{port}", workload, answered, ready, stop)
+    arguments = (f"localhost:{port}", workload, way == "shared", answered, ready, stop)
     clients = [context.Process(target=_clients, args=arguments, daemon=True) for _ in range(PROCESSES)]
     for client in clients:
         client.start()
@@ -101,14 +101,16 @@ def _served(workload: str, way: str, seconds: float) -> dict[str, float]:
     return {"rows_per_second": rows / took, "rows_per_call": rows / max(calls, 1)}
 
 
-def _clients(address: str, workload: str, answered: Any, ready: Any, stop: Any) -> None:
+def _clients(address: str, workload: str, shared: bool, answered: Any, ready: Any, stop: Any) -> None:
     """So many clients as threads, each with one call under way."""
     import courier
 
-    from rlframe.handles import resolve
+    from rlframe.handles import connect, resolve
+    from rlframe.inferencers.shared_calls import InferencerClient
 
     def work() -> None:
-        remote, arguments = resolve(courier.Client(address), "inferencer"), request(workload, ROWS)
+        remote = resolve(courier.Client(address), "inferencer", connect=InferencerClient if shared else connect)
+        arguments = request(workload, ROWS)
         remote.inference(*arguments)
         ready.release()
         while not stop.is_set():

@@ -14,6 +14,7 @@ from rlframe.actors.lanes import make_lane
 from rlframe.actors.pace import Pace
 from rlframe.envs import as_pool
 from rlframe.errors import StoppedError, UsageError
+from rlframe.inferencers.shared_calls import InferencerClient
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
 
@@ -63,7 +64,7 @@ class Actor:
         self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
         # It is not called before the first step, but for specs: a node's constructor does not wait for another node's.
         self._inferencer = handles.resolve(
-            inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank
+            inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, connect=InferencerClient
         )
         self._lanes: list[Any] = []
         self._begun = False

@@ -15,6 +15,8 @@ import numpy as np
 from rlframe import compilation, handles
 from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.inferencers.batching import TIMEOUT, Batcher
+from rlframe.inferencers.shared_calls import CallReader
+from rlframe.interprocess.memory import Name
 from rlframe.learners.shared_params import LearnerClient
 from rlframe.packing import Packing
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
@@ -75,6 +77,7 @@ class Inferencer:
         self._lock = threading.Lock()  # of calls that are not a service's
         self._batcher: Batcher | None = None  # while it is a service, and after
         self._failure: BaseException | None = None
+        self._shared_calls = CallReader()
         self._has_params, self._stop = threading.Event(), threading.Event()
         self._new_version = threading.Condition()
 
@@ -146,6 +149,22 @@ class Inferencer:
             if self._calls % self._cfg.sync_interval == 0:
                 self.refresh()
             return self._step(env_ids, timestep, state)
+
+    def share_calls(self, name: Name, capacity: int, request: Tree, answer: Tree) -> bool:
+        """Whether `shared_inference` finds a client's memory from now on; see `CallMemory` in `shared_calls.py`."""
+        return self._shared_calls.share(name, capacity, request, answer)
+
+    def shared_inference(self, token: int, slot: int, rows: int) -> int:
+        """As `inference`, with its arguments and its answer in a slot of a client's memory.
+
+        Returns:
+            The version that acted.
+
+        Raises:
+            UnavailableError: it was not shown that memory, as after a restart.
+        """
+        call = self._shared_calls.slot(token, slot, rows)
+        return call.write(self.inference(*call.request()))
 
     def refresh(self) -> None:
         """Fetches the learner's parameters if there is a newer version."""

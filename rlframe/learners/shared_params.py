@@ -93,7 +93,6 @@ class LearnerClient:
     def __init__(self, address: str) -> None:
         self._client = handles.connect(address)
         self._asks = True
-        self._packing: Packing | None = None
         self._shared: _SharedParams | None = None
 
     def __getattr__(self, method: str) -> Any:

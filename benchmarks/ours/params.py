@@ -1,0 +1,87 @@
+"""Times how new parameters get from a learner's process to this one. Prints one JSON object.
+
+python -m benchmarks.ours.params shared --reads 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+HIDDEN = (1024, 1016)  # of an MLP with 4 inputs: 4 MiB
+
+
+def main() -> None:
+    """Measures one way."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=("shared", "courier"))
+    parser.add_argument("--reads", type=int, default=200)
+    args = parser.parse_args()
+    print(json.dumps({"microseconds": 1e6 * _measure(args.way, args.reads)}))
+
+
+def _measure(way: str, reads: int) -> float:
+    """Seconds, the median, from the question for a version that is not known to its tree."""
+    import courier
+    import portpicker
+
+    from rlframe.handles import connect, resolve
+    from rlframe.learners.shared_params import LearnerClient
+
+    port = portpicker.pick_unused_port()
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_learn, args=(port, there), daemon=True)
+    process.start()
+    client = courier.Client(f"localhost:{port}")
+    learner = resolve(client, "learner", connect=LearnerClient if way == "shared" else connect)
+    if not here.poll(120.0):
+        raise TimeoutError("The learner did not start within 120 s.")
+    here.recv()
+    version, took = learner.get_params()[0], []
+    for _ in range(reads):
+        here.send("learn")
+        here.recv()
+        began = time.perf_counter()
+        newer, params = learner.get_params(version)
+        took.append(time.perf_counter() - began)
+        assert newer > version and params is not None
+        version = newer
+    here.send("end")
+    process.join(timeout=30.0)
+    return statistics.median(took)
+
+
+def _learn(port: int, connection: Any) -> None:
+    from launchpad.nodes.courier import courier_utils
+
+    from rlframe.agents import DQN, DQNConfig
+    from rlframe.agents.networks import MLPConfig
+    from rlframe.learners import Learner, LearnerConfig
+    from rlframe.types import Batch, TransitionBatch, specs
+
+    observation_spec = specs.Array((4,), np.float32, "observation")
+    agent = DQN(DQNConfig(), observation_spec, specs.DiscreteArray(2, np.int32, "action"), MLPConfig(HIDDEN))
+    learner = Learner(LearnerConfig(), agent, None)
+    one, observation = np.ones(1, np.float32), np.ones((1, 4), np.float32)
+    data = TransitionBatch(observation, np.zeros(1, np.int32), one, one, observation, {})
+    batch = Batch(data, np.zeros((1, 3), np.int64), one, np.ones(1, np.int64))
+    server = courier_utils.make_courier_server(learner, port=port)
+    server.Start()
+    learner.step(batch)
+    connection.send("ready")
+    while connection.recv() == "learn":
+        float(learner.step(batch)["loss"])  # waits for the update
+        connection.send("learned")
+    server.Stop()
+    server.Join()
+    learner.close()
+
+
+if __name__ == "__main__":
+    main()

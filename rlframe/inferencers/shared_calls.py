@@ -1,0 +1,266 @@
+"""Calls in shared memory: what a service on the same machine is asked, and what it answers, need not travel.
+
+A client has memory of its own, with a slot for each call under way: the rows to act on, and room for the answer. The
+call itself still goes by Courier, with its deadlines and repetitions, but says only which slot is meant.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import os
+import threading
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlframe import handles
+from rlframe.errors import UnavailableError
+from rlframe.interprocess import memory
+from rlframe.types import AgentOutput, AgentState, Tree
+
+Answer = tuple[AgentOutput, AgentState]
+
+_LABEL = "rlframe-calls"
+_SLOTS = 64  # calls under way; one that finds no slot sends its arrays. A slot that nobody used takes no memory
+
+
+class InferencerClient:
+    """A connection to an inferencer, for `handles.resolve`: Courier, with the arrays in shared memory where it can.
+
+    The first call goes by Courier and shows what answers look like. Whether the inferencer finds this process's memory
+    is asked at the second; and anew, for other memory, after a call that failed: its answer may yet come.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._client = handles.connect(address)
+        self._can_share = memory.SUPPORTED
+        self._answer: Tree = None  # of no rows
+        self._memory: CallMemory | None = None
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._client, method)
+
+    @property
+    def futures(self) -> _Futures:
+        """The methods that do not wait."""
+        return _Futures(self)
+
+    def inference(self, *request: Any) -> Answer:
+        """As `Inferencer.inference`."""
+        slot = self._write(request)
+        if slot is None:
+            return self._note(self._client.inference(*request))
+        try:
+            return slot.read(self._client.shared_inference(*slot.name))
+        except Exception:
+            self._forget(slot)
+            raise
+
+    def _write(self, request: Any) -> _Slot | None:
+        """The slot that the request was written to; None where it must be sent."""
+        if not self._can_share or self._answer is None:
+            return None
+        leaves, treedef = jax.tree.flatten(request)
+        rows = len(leaves[0])
+        here = self._memory
+        if here is None or not here.fits(leaves, treedef, rows):
+            if not all(isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows for leaf in leaves):
+                return None  # a mistake, which the inferencer has words for
+            here = CallMemory.create(treedef.unflatten([leaf[:0] for leaf in leaves]), self._answer, rows)
+            self._can_share = self._show(here)
+            if not self._can_share:
+                return None
+            self._memory = here
+        return here.write(leaves, rows)
+
+    def _show(self, here: CallMemory) -> bool:
+        try:
+            return self._client.share_calls(here.name, here.capacity, here.request, here.answer)
+        except Exception as error:
+            if handles.lacks_method(error):
+                return False  # not an Inferencer, but something that has `inference` too
+            raise
+
+    def _note(self, answer: Answer) -> Answer:
+        if self._answer is None:
+            output, state = answer
+            self._answer = jax.tree.map(lambda leaf: leaf[:0], (output._replace(params_version=None), state))
+        return answer
+
+    def _forget(self, slot: _Slot) -> None:
+        if self._memory is slot.memory:
+            self._memory = None
+
+
+class _Futures:
+    """What `futures` of a Courier client is."""
+
+    def __init__(self, client: InferencerClient) -> None:
+        self._client, self._courier = client, client._client.futures
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._courier, method)
+
+    def inference(self, *request: Any) -> _Future:
+        try:
+            slot = self._client._write(request)
+        except Exception:  # nobody answers: nor will this call be answered, and who waits for it hears that
+            slot = None
+        if slot is None:
+            return _Future(self._client, self._courier.inference(*request), None)
+        return _Future(self._client, self._courier.shared_inference(*slot.name), slot)
+
+
+class _Future:
+    """The answer of an inferencer, once it is there."""
+
+    def __init__(self, client: InferencerClient, future: Any, slot: _Slot | None) -> None:
+        self._client, self._future, self._slot = client, future, slot
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float) -> Answer:
+        if self._slot is None:
+            return self._client._note(self._future.result(timeout))
+        try:
+            return self._slot.read(self._future.result(timeout))
+        except Exception:
+            self._client._forget(self._slot)
+            raise
+
+
+class CallReader:
+    """The service's side: the memory of all its clients."""
+
+    def __init__(self) -> None:
+        self._memories: dict[int, CallMemory] = {}
+        self._lock = threading.Lock()
+
+    def share(self, name: memory.Name, capacity: int, request: Tree, answer: Tree) -> bool:
+        """Whether this memory can be read from now on. Lets go of that of clients that have."""
+        with self._lock:
+            for token in [token for token, known in self._memories.items() if known.has_gone]:
+                del self._memories[token]
+            try:
+                self._memories[name.token] = CallMemory(name, capacity, request, answer)
+            except OSError:  # on another machine, or of another user
+                return False
+        return True
+
+    def slot(self, token: int, number: int, rows: int) -> _Slot:
+        """Where a call is."""
+        known = self._memories.get(token)
+        if known is None:
+            raise UnavailableError("The inferencer was not shown the memory of this call: it was restarted.")
+        return _Slot(known, number, rows)
+
+
+class CallMemory:
+    """The memory of a client, mapped into this process.
+
+    Args:
+        name: where it is found.
+        capacity: rows of a slot.
+        request, answer: trees of arrays of no rows, [0, ...].
+
+    Raises:
+        OSError: it is not on this machine, or not to be had.
+    """
+
+    def __init__(self, name: memory.Name, capacity: int, request: Tree, answer: Tree) -> None:
+        self.name, self.capacity, self.request, self.answer = name, capacity, request, answer
+        self.request_treedef, self.answer_treedef = jax.tree.structure(request), jax.tree.structure(answer)
+        self.fields, self._slot_size, size = _layout(request, answer, capacity)
+        descriptor, self._memory = memory.attach(name, _LABEL, size)
+        os.close(descriptor)  # the map has one of its own
+        self._words = memoryview(self._memory)[:16].cast("q")
+        self.free = collections.deque(range(_SLOTS))  # slots; the client's alone
+
+    @classmethod
+    def create(cls, request: Tree, answer: Tree, capacity: int) -> CallMemory:
+        """Makes it."""
+        name = memory.create(_LABEL, _layout(request, answer, capacity)[2])
+        made = cls(name, capacity, request, answer)
+        weakref.finalize(made, memory.destroy, name)
+        return made
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether the client has closed it, or died."""
+        return self._words[memory.CLOSED] == 1 or not self.name.maker.is_alive
+
+    def fits(self, leaves: list[Any], treedef: Any, rows: int) -> bool:
+        """Whether a request can be written here."""
+        return (
+            rows <= self.capacity
+            and treedef == self.request_treedef
+            and all(
+                type(leaf) is np.ndarray and leaf.dtype == dtype and leaf.shape == (rows, *shape)
+                for leaf, (shape, dtype, _) in zip(leaves, self.fields)
+            )
+        )
+
+    def write(self, leaves: list[np.ndarray], rows: int) -> _Slot | None:
+        """The slot that a request was written to; None where all are taken."""
+        try:
+            slot = _Slot(self, self.free.pop(), rows)
+        except IndexError:
+            return None
+        for here, leaf in zip(slot.arrays, leaves):
+            here[...] = leaf
+        return slot
+
+    def arrays(self, number: int, rows: int) -> list[np.ndarray]:
+        """The leaves of a slot: the request's, then the answer's."""
+        start = mmap.PAGESIZE + number * self._slot_size
+        return [np.ndarray((rows, *shape), dtype, self._memory, start + at) for shape, dtype, at in self.fields]
+
+
+class _Slot:
+    """One call.
+
+    Attributes:
+        name: (token of the memory, number of the slot, rows).
+        arrays: the leaves of the request, then those of the answer.
+    """
+
+    def __init__(self, memory: CallMemory, number: int, rows: int) -> None:
+        self.memory, self.name, self.arrays = memory, (memory.name.token, number, rows), memory.arrays(number, rows)
+
+    def request(self) -> Any:
+        """The arguments of `inference`: views, which stay as they are until it is answered."""
+        treedef = self.memory.request_treedef
+        return treedef.unflatten(self.arrays[: treedef.num_leaves])
+
+    def write(self, answer: Answer) -> int:
+        """Leaves the answer to the client, but for what it returns: the version that acted."""
+        output, state = answer
+        leaves = jax.tree.leaves((output._replace(params_version=None), state))
+        for here, leaf in zip(self._answer, leaves, strict=True):
+            here[...] = leaf
+        return output.params_version
+
+    def read(self, version: int) -> Answer:
+        """The answer, copied. The slot is free from then on."""
+        output, state = self.memory.answer_treedef.unflatten([leaf.copy() for leaf in self._answer])
+        self.memory.free.append(self.name[1])
+        return output._replace(params_version=version), state
+
+    @property
+    def _answer(self) -> list[np.ndarray]:
+        return self.arrays[self.memory.request_treedef.num_leaves :]
+
+
+def _layout(request: Tree, answer: Tree, capacity: int) -> tuple[list[tuple[tuple[int, ...], np.dtype, int]], int, int]:
+    """((shape of a row, dtype, offset in a slot) of each leaf, bytes of a slot, bytes in all)."""
+    fields, position = [], 0
+    for leaf in jax.tree.leaves((request, answer)):
+        fields.append((leaf.shape[1:], leaf.dtype, position))
+        row = int(np.prod(leaf.shape[1:], dtype=np.int64)) * leaf.dtype.itemsize
+        position += -(-capacity * row // 64) * 64  # no two leaves on one line of the cache
+    slot = -(-position // mmap.PAGESIZE) * mmap.PAGESIZE
+    return fields, slot, mmap.PAGESIZE + _SLOTS * slot

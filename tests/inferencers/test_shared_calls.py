@@ -1,0 +1,241 @@
+"""Calls in shared memory: the answers that Courier brings, whatever happens to the service or to a client."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.agents import PPO, PPOConfig
+from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.handles import Call, resolve
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.inferencers.shared_calls import InferencerClient
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.types import FIRST, TimeStep
+from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, FixedParams, RecordingBuffer, counting_agent
+from tests.serving import CHILD_DEADLINE, Child, client, fixed_inferencer, free_address, running, serving
+
+DEADLINE = 60.0
+
+
+def connect(*addresses, deadline=CHILD_DEADLINE):
+    return resolve([client(one) for one in addresses], "inferencer", deadline=deadline, connect=InferencerClient)
+
+
+def request(rows, seed=0, state=None):
+    ones = np.ones(rows, np.float32)
+    observation = np.random.default_rng(seed).normal(size=(rows, 2)).astype(np.float32)
+    seen = np.full(rows, seed, np.float32)
+    return np.arange(rows), TimeStep(np.full(rows, FIRST), ones, ones, observation), {"seen": seen}
+
+
+class CountedInferencer(Inferencer):
+    """Says how many calls came in either way."""
+
+    def __init__(self, agent=None, learner=None, finds=True):
+        super().__init__(
+            InferencerConfig(greedy=agent is not None),
+            agent or counting_agent(),
+            learner or FixedParams({"w": np.float32(0.5)}),
+        )
+        self.shared = self.all = 0
+        self._finds = finds
+
+    def share_calls(self, name, capacity, request, answer):
+        # On another machine the number of the process leads elsewhere.
+        return super().share_calls(name if self._finds else name._replace(token=0), capacity, request, answer)
+
+    def inference(self, env_ids, timestep, state):
+        self.all += 1
+        return super().inference(env_ids, timestep, state)
+
+    def shared_inference(self, token, slot, rows):
+        self.shared += 1
+        return super().shared_inference(token, slot, rows)
+
+
+def test_answers_are_those_of_courier_bit_for_bit_and_only_the_first_comes_by_it():
+    agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
+    address, service = free_address(), CountedInferencer(agent, Learner(LearnerConfig(), agent, RecordingBuffer()))
+    with serving(service, address), running(service):
+        remote, plain = connect(address), resolve(client(address), "inferencer")
+        for number, rows in enumerate([8, 8, 8, 5, 8, 3]):
+            env_ids, timestep, _ = request(rows, number)
+            output, state = remote.inference(env_ids, timestep, ())
+            assert service.shared == number
+            expected, _ = plain.inference(env_ids, timestep, ())
+            assert state == () and output.params_version == expected.params_version == 1
+            jax.tree.map(np.testing.assert_array_equal, output, expected)
+            assert output.action.dtype == expected.action.dtype and output.action.flags.writeable
+
+
+def test_state_travels_both_ways_and_a_larger_request_gets_larger_memory():
+    address, service = free_address(), CountedInferencer()
+    with serving(service, address), running(service):
+        remote = connect(address)
+        for number, rows in enumerate([2, 2, 30, 4]):
+            _, state = remote.inference(*request(rows, number))
+            np.testing.assert_array_equal(state["seen"], np.full(rows, number + 1.0))
+        assert service.shared == 3
+
+
+def test_calls_at_once_have_slots_of_their_own():
+    address, service = free_address(), CountedInferencer()
+    with serving(service, address), running(service):
+        remote = connect(address)
+        remote.inference(*request(2))
+        for start in (0, 100):
+            calls = [(seed, Call(remote, "inference", request(2, seed))) for seed in range(start, start + 80)]
+            for seed, call in calls:
+                assert call.result()[1]["seen"].tolist() == [seed + 1.0] * 2
+                assert call.done()
+        assert 64 <= service.shared < service.all == 161  # there are 64 slots: others went by Courier
+
+
+def test_many_clients_at_once_each_get_their_own_answers():
+    address, service = free_address(), CountedInferencer()
+    wrong = []
+
+    def ask(first):
+        remote = connect(address)
+        for seed in range(first, first + 50):
+            _, state = remote.inference(*request(4, seed))
+            if state["seen"].tolist() != [seed + 1.0] * 4:
+                wrong.append((seed, state))
+
+    with serving(service, address), running(service):
+        threads = [threading.Thread(target=ask, args=(1000 * who,)) for who in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+    assert not wrong and service.shared == 8 * 49
+
+
+def test_a_service_that_does_not_find_the_memory_is_sent_the_arrays():
+    address, service = free_address(), CountedInferencer(finds=False)
+    with serving(service, address), running(service):
+        remote = connect(address)
+        for number in range(3):
+            assert remote.inference(*request(2, number))[1]["seen"].tolist() == [number + 1.0] * 2
+        assert (service.shared, service.all) == (0, 3)
+
+
+class Answers:
+    """Not an Inferencer, but something that has `inference` too."""
+
+    def inference(self, env_ids, timestep, state):
+        from rlframe.types import AgentOutput
+
+        return AgentOutput(np.zeros(len(env_ids), np.int32), {}, 7), state
+
+
+def test_something_else_with_an_inference_method_is_sent_the_arrays():
+    address = free_address()
+    with serving(Answers(), address):
+        remote = connect(address)
+        assert [remote.inference(*request(2))[0].params_version for _ in range(3)] == [7, 7, 7]
+
+
+def test_a_mistake_is_named_and_the_next_call_is_shared_again():
+    address, service = free_address(), CountedInferencer()
+    with serving(service, address), running(service):
+        remote = connect(address)
+        remote.inference(*request(2))
+        env_ids, timestep, state = request(2)
+        for wrong in (np.zeros((2, 5), np.float32), np.zeros((3, 2), np.float32)):
+            with pytest.raises(UsageError, match=r"observation|rows"):
+                remote.inference(env_ids, timestep._replace(observation=wrong), state)
+        before = service.shared
+        assert remote.inference(*request(2, 5))[1]["seen"].tolist() == [6.0, 6.0]
+        assert service.shared == before + 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.system)])
+def test_a_service_that_is_killed_is_replaced_by_another_and_found_again_when_it_is_back(asynchronous):
+    addresses = [free_address() for _ in range(2)]
+
+    def ask(remote):
+        call = Call(remote, "inference", request(2)) if asynchronous else None
+        output, state = call.result() if call is not None else remote.inference(*request(2))
+        assert state["seen"].tolist() == [1.0, 1.0]
+        return float(output.extras["w"][0])
+
+    children = [Child(address, fixed_inferencer, w) for address, w in zip(addresses, (0.25, 0.75), strict=True)]
+    try:
+        for address in addresses:  # both are there
+            connect(address).stats()
+        remote, only = connect(*addresses), connect(addresses[0])
+        assert [ask(remote) for _ in range(3)] == [ask(only) for _ in range(3)] == [0.25] * 3
+        children[0].kill()
+        assert [ask(remote) for _ in range(3)] == [0.75] * 3
+        children[0].close()
+        only._deadline = 0.5
+        with pytest.raises(PeerError, match=rf"The inferencer at {addresses[0]} did not answer inference\(\) within"):
+            ask(only)
+        only._deadline = CHILD_DEADLINE
+        children[0] = Child(addresses[0], fixed_inferencer, 0.5)
+        assert [ask(only) for _ in range(3)] == [0.5] * 3
+    finally:
+        for one in children:
+            one.close()
+
+
+def test_a_late_answer_touches_no_later_call():
+    """A service that is too slow for one call gives its answer to memory that is no longer used."""
+    address, service = free_address(), CountedInferencer()
+    with serving(service, address), running(service):
+        remote = connect(address)
+        remote.inference(*request(2))
+        remote.inference(*request(2))
+        connection = remote._clients[address]
+        late = connection._write(request(2, 40))
+        connection._forget(late)  # as a call does that was not answered in time
+        assert remote.inference(*request(2, 50))[1]["seen"].tolist() == [51.0, 51.0]
+        call = connection._write(request(2, 60))
+        service.shared_inference(*late.name)
+        assert call.memory is not late.memory
+        assert call.read(service.shared_inference(*call.name))[1]["seen"].tolist() == [61.0, 61.0]
+
+
+def ask_for_ever(address, connection):
+    remote = connect(address)
+    while True:
+        remote.inference(*request(8))
+        connection.send(os.getpid())
+
+
+def test_a_client_that_is_killed_stalls_nobody_and_its_memory_is_let_go_of():
+    address, service = free_address(), CountedInferencer()
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=ask_for_ever, args=(address, there))
+    with serving(service, address), running(service):
+        process.start()
+        try:
+            for _ in range(3):
+                assert here.poll(CHILD_DEADLINE)
+                here.recv()
+        finally:
+            process.kill()
+            process.join(DEADLINE)
+        remote = connect(address)
+        for number in range(3):
+            assert remote.inference(*request(2, number))[1]["seen"].tolist() == [number + 1.0] * 2
+        (known,) = service._shared_calls._memories.values()
+        assert known.name.maker.pid == os.getpid()
+
+
+def test_a_stopped_service_refuses_what_it_was_shown():
+    address, service = free_address(), CountedInferencer()
+    with serving(service, address):
+        remote = connect(address, deadline=1.0)
+        with running(service):
+            for _ in range(2):
+                remote.inference(*request(2))
+        with pytest.raises((PeerError, UnavailableError), match="has stopped"):
+            remote.inference(*request(2))
