@@ -124,7 +124,8 @@ def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_
         process.kill()
         learner._deadline = 1.0
         with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_params\(\) within 1 s"):
-            while learner.get_params(newest) == (newest, None):  # for a tenth of a second: then it is looked for
+            for _ in range(int(DEADLINE / 0.01)):  # it is looked for ten times a second
+                assert learner.get_params(newest) == (newest, None)
                 threading.Event().wait(0.01)
     with child(address, CountedLearner, None, str(tmp_path), True):
         learner._deadline = CHILD_DEADLINE
