@@ -143,7 +143,7 @@ def test_of_several_the_preferred_one_is_called_and_the_others_while_it_is_dead(
             assert remote.name() == "2"
         assert remote.name() == "0"
         assert remote.name() == "0"
-    with pytest.raises(UsageError, match="holds Client, int"):
+    with pytest.raises(UsageError, match="not both: Client, int"):
         resolve([clients[0], 3], "inferencer")
 
 

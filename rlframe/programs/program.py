@@ -18,6 +18,7 @@ from rlframe.agents import Agent
 from rlframe.errors import UsageError
 from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
 from rlframe.programs.assemble import make_agent, make_pool
+from rlframe.programs.census import Census
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
 from rlframe.programs.run_dir import Result, RunDir, default_path
 from rlframe.programs.topologies import TOPOLOGIES, Run
@@ -67,7 +68,7 @@ def train(
     loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
     with _Rows(directory.metrics, MultiLogger(loggers)):
         number = engine.run()
-    result = dataclasses.replace(Result.read(directory.result), signal=number, run_dir=str(directory.path))
+    result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
     directory.write_result(result.to_json())
     plot_learning_curve(directory.path, directory.learning_curve)
     return result
@@ -80,6 +81,14 @@ def agent_of(described: Experiment) -> Agent:
         return make_agent(described, pool.observation_spec, pool.action_spec)
     finally:
         pool.close()
+
+
+def _read_result(directory: RunDir, run: Run) -> Result:
+    if directory.result.exists():
+        return Result.read(directory.result)
+    # The program was told to stop before its monitor had begun.
+    env_steps = int(Census(directory.progress, run.session).total()["env_steps"])
+    return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
 
 
 def make_engine(described: Experiment) -> Any:

@@ -116,6 +116,12 @@ class Stream(Dataset):
         if now - self._gone_since >= self._connection.timeout:
             raise self._connection.silent("sample", now - self._gone_since)
 
+    def close(self) -> None:
+        super().close()
+        # A process that ends while a thread is inside of a sampler is aborted by it.
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(timeout=10.0)
+
     def _interrupt(self) -> None:
         if self._sampler is not None:
             self._sampler.Close()

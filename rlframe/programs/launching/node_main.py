@@ -6,6 +6,7 @@ no program linger on the disk: the pickled functions come through a descriptor.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import os
@@ -45,6 +46,12 @@ def main() -> None:
     except (UsageError, NonFiniteLossError):  # another try would end in the same way
         traceback.print_exc()
         sys.exit(FOR_GOOD)
+    # Threads of Courier, Reverb and JAX may be in the middle of something, which does not survive the end of the
+    # interpreter: so what was registered for the exit is done, and that end is left out.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def die_with_parent(parent: int) -> None:
