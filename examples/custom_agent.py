@@ -39,7 +39,7 @@ class Reinforce(Agent):
     def replay_spec(self):
         """Each unroll once, one of every environment."""
         length = self.cfg.unroll_length
-        return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=64 * length)
+        return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=64 * length, max_staleness=0)
 
     def initial_params(self, rng):
         return self.network.init(rng, jnp.zeros((1, *self.observation_spec.shape)))

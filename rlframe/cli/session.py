@@ -40,6 +40,7 @@ def run_session(described: Experiment, session: SessionOptions, preset: Preset |
             progress=progress,
             profile=profile,
             notes={"preset": preset.name if preset is not None else None},
+            listen=session.listen,
         )
     finally:
         if progress is not None:

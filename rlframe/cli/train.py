@@ -30,6 +30,7 @@ class SessionOptions:
     config: Union[str, None] = None  # repeat the run of this config.json; other options change it
     run_dir: Union[str, None] = None  # where everything is written; None: a new directory under runs/
     resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
+    listen: Union[int, None] = None  # distributed: the first of 3 ports at which `rlframe join` reaches this run
     stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
     json: bool = False  # print the result as one JSON object, the last line of stdout
     quiet: bool = False  # show no progress

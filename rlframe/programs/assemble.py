@@ -42,9 +42,9 @@ class Parts:
         self.replay_buffer.close()
 
 
-def make_pool(described: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int) -> Any:
-    """A pool of `num_envs` of an experiment's environments."""
-    what = naming.env_name_or_builder(described.env)
+def make_pool(described: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int, env: Any = None) -> Any:
+    """A pool of `num_envs` of an experiment's environments; `env` is what `described.env` means, where it is known."""
+    what = naming.env_name_or_builder(described.env) if env is None else env
     kind: str = described.env_type
     if kind == "auto":
         kind = default_type(what, num_envs)

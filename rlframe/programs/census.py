@@ -19,15 +19,20 @@ class Census:
     Args:
         path: the file, which may not be there yet.
         session: names the program. Actors of an earlier one have said all that they will.
+
+    Attributes:
+        goes_on: whether the file is of this session already.
     """
 
     def __init__(self, path: pathlib.Path, session: str) -> None:
         self._path, self._session = path, session
         self._counts: dict[str, list[float]] = {}  # "rank.incarnation" -> its counters
+        self.goes_on = False
         if path.exists():
             saved = json.loads(path.read_text())
             self._counts = saved["counts"]
-            if saved["session"] != session:
+            self.goes_on = saved["session"] == session
+            if not self.goes_on:
                 self._counts = {"before": list(self.total().values())}
 
     def add(self, stats: dict[str, Any]) -> None:

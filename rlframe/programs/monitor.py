@@ -13,6 +13,7 @@ from rlframe.errors import PeerError, StoppedError
 from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
 from rlframe.programs.assemble import Evaluations
 from rlframe.programs.census import Census
+from rlframe.programs.door import Door
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.types import Logs
 
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.1  # seconds between two looks at actors and learner
 _FINISH_WITHIN = 120.0  # seconds that the learner has for its last update and checkpoint
+_GUESTS_WITHIN = 3.0  # seconds that programs on other machines have to hear of the end
 
 
 class Monitor:
@@ -46,6 +48,8 @@ class Monitor:
         self._evaluations = Evaluations(self._described, run.agent, self._learner)
         self._evaluation: _Evaluation | None = None  # under way
         self._census = Census(self._directory.progress, run.session)
+        self._door = Door(run, settles=self._census.goes_on)
+        self.admit, self.attend, self.leave = self._door.admit, self._door.attend, self._door.leave
         self._learner_stats: dict[str, Any] = {"learner_steps": 0, "params_version": 0}
         self._began = run.began
         self._row_began, self._row_total = time.monotonic(), self._census.total()
@@ -60,6 +64,7 @@ class Monitor:
     def run(self) -> None:
         """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
         path, at = self._directory.path, self.env_steps
+        self._census.save()
         self._logger = MultiLogger(
             [
                 JSONLLogger(self._directory.metrics, resume_at=at),
@@ -70,12 +75,16 @@ class Monitor:
         evaluation = None
         try:
             with handles.stopped_by_program(self.stop):
-                if self._watch():
+                took_all = self._watch()
+                self._door.end()
+                if took_all:
                     evaluation = self._finish()
         except StoppedError:
             pass
         finally:
             self._evaluations.stop()
+            self._door.end()
+            self._door.wait_for_guests(_GUESTS_WITHIN)
             self._census.save()
             self._logger.close()
         self._directory.write_result(self._result(evaluation).to_json())
@@ -111,6 +120,8 @@ class Monitor:
         return False
 
     def _look(self) -> None:
+        for stats in self._door.heard():
+            self._census.add(stats)
         for ask in self._ask_actors:
             stats = ask()
             if stats is not None:

@@ -38,6 +38,7 @@ def train(
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
     progress: Logger | None = None,
     notes: dict[str, Any] | None = None,
+    listen: int | None = None,
 ) -> Result:
     """See `rlframe.programs.train`; ProgramError says that a node failed more often than it may."""
     described = complete(described)
@@ -58,8 +59,9 @@ def train(
             directory.path.absolute(),
             until=min(described.steps, stop_at or described.steps),
             began=time.time(),
+            listen=listen,
         )
-        engine = make_engine(described)
+        engine = make_engine(described, listen)
         TOPOLOGIES[described.topology](engine, run)
         directory.write_config(described, notes or {})
         more = list(open_loggers(directory.path)) if open_loggers is not None else []
@@ -91,7 +93,7 @@ def _read_result(directory: RunDir, run: Run) -> Result:
     return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
 
 
-def make_engine(described: Experiment) -> Any:
+def make_engine(described: Experiment, listen: int | None = None) -> Any:
     """The engine that the experiment asks for."""
     if described.engine == "threads":
         from rlframe.programs.engines.threads import ThreadsEngine
@@ -99,7 +101,7 @@ def make_engine(described: Experiment) -> Any:
         return ThreadsEngine()
     from rlframe.programs.engines.launchpad import LaunchpadEngine
 
-    return LaunchpadEngine(described.max_restarts)
+    return LaunchpadEngine(described.max_restarts, listen=listen)
 
 
 class _Rows:

@@ -26,6 +26,7 @@ def train(
     progress: Logger | None = None,
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
+    listen: int | None = None,
 ) -> Result:
     """Trains an experiment's agent to its last step, and evaluates the final policy.
 
@@ -42,6 +43,7 @@ def train(
         progress: a logger that is also written to, without values, a few times a second.
         profile: measures where the time of a single process goes.
         notes: kept in `config.json` for a reader.
+        listen: of the topology distributed, the port at which programs on other machines may `join` the run.
 
     Returns:
         See `Result`.
@@ -59,8 +61,13 @@ def train(
         "progress": progress,
         "notes": notes,
     }
+    if listen is not None and (described.topology, described.engine) != ("distributed", "launchpad"):
+        raise UsageError(
+            "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "
+            f"got {described.topology} and {described.engine}."
+        )
     if described.topology == "single_process":
         return single_process.train(described, **session, profile=profile)
     if profile is not None:
         raise UsageError(f"A profile is of a single process; the topology is {described.topology}.")
-    return program.train(described, **session)
+    return program.train(described, **session, listen=listen)

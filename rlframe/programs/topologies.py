@@ -32,6 +32,7 @@ class Run:
     path: pathlib.Path  # of the run directory
     until: int  # environment steps at which this session ends
     began: float  # seconds since the epoch
+    listen: int | None = None  # the port at which other machines may join it
 
     @property
     def session(self) -> str:

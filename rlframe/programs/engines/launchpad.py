@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rlframe.programs.door import OPEN_GROUPS
 from rlframe.programs.launching.launcher import ON_CPU, GroupPolicy, launch
+from rlframe.programs.launching.ports import KnownAddress, check_free
 
 
 class LaunchpadEngine:
@@ -13,13 +15,21 @@ class LaunchpadEngine:
 
     Args:
         max_restarts: how often each node may die and be started again.
+        decides: the group that ends the program when its nodes have ended.
+        listen: the port of the first of the nodes that other machines may call, whose ports follow each other; None:
+            ports are picked.
+
+    Raises:
+        UsageError: one of these ports is in use.
     """
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, *, decides: str = "monitor", listen: int | None = None) -> None:
         import launchpad as lp
 
         self.program = lp.Program("rlframe")
-        self._max_restarts = max_restarts
+        self._max_restarts, self._decides = max_restarts, decides
+        self._ports = {} if listen is None else {label: listen + i for i, label in enumerate(OPEN_GROUPS)}
+        check_free(self._ports)
         self._resources: list[Any] = []
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +46,15 @@ class LaunchpadEngine:
         with self.program.group(group):
             return self.program.add_node(CheckpointedReverbNode(tables, path))
 
+    def reverb_at(self, address: str) -> Any:
+        """What stands for the Reverb server at "host:port", which is no node of this program."""
+        import launchpad as lp
+        from launchpad.nodes.reverb.node import ReverbHandle
+
+        there = lp.Address()
+        there.bind(KnownAddress(address))
+        return ReverbHandle(there)
+
     def own(self, resource: Any) -> Any:
         """See `rlframe.programs.topologies.Engine`."""
         self._resources.append(resource)
@@ -44,7 +63,8 @@ class LaunchpadEngine:
     def run(self) -> int | None:
         """As `rlframe.launch`."""
         try:
-            return launch(self.program, {label: self._policy(label) for label in self.program.groups})
+            policies = {label: self._policy(label) for label in self.program.groups}
+            return launch(self.program, policies, ports=self._ports)
         finally:
             for resource in self._resources:
                 resource.close()
@@ -52,4 +72,5 @@ class LaunchpadEngine:
     def _policy(self, label: str) -> GroupPolicy:
         # The accelerators are the learner's.
         env = {} if label == "learner" else ON_CPU
-        return GroupPolicy(max_restarts=self._max_restarts, decides=label == "monitor", env=env)
+        max_restarts = 0 if label == "guest" else self._max_restarts  # it has its own deadline
+        return GroupPolicy(max_restarts=max_restarts, decides=label == self._decides, env=env)

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.launching.node_main import LAUNCHER_PID
+from rlframe.programs.launching.ports import KnownAddress
 from rlframe.programs.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
 
 
@@ -38,7 +39,12 @@ ON_CPU = {
 }
 
 
-def launch(program: Any, policies: Mapping[str, GroupPolicy] | None = None, output: TextIO | None = None) -> int | None:
+def launch(
+    program: Any,
+    policies: Mapping[str, GroupPolicy] | None = None,
+    output: TextIO | None = None,
+    ports: Mapping[str, int] | None = None,
+) -> int | None:
     """Runs every node of a program as a process, and returns when it is over.
 
     It is over when the nodes of the groups that decide have ended, when all nodes have, when a node calls
@@ -49,6 +55,7 @@ def launch(program: Any, policies: Mapping[str, GroupPolicy] | None = None, outp
         program: a `launchpad.Program`.
         policies: by group label; a group without one has no restarts and decides nothing.
         output: where the nodes' lines go; stderr.
+        ports: by group label, that of the group's first node (the next ones follow); others are picked.
 
     Returns:
         The number of the signal that ended the program, or None where it ended by itself.
@@ -64,7 +71,7 @@ def launch(program: Any, policies: Mapping[str, GroupPolicy] | None = None, outp
                 f"The program has no group {label!r}; it has {', '.join(program.groups)}."
                 f"{suggest(label, program.groups)}"
             )
-    with _functions(program) as descriptors:
+    with _functions(program, ports or {}) as descriptors:
         nodes = []
         for label, group in program.groups.items():
             policy = policies.get(label, GroupPolicy())
@@ -90,7 +97,7 @@ def _command(descriptor: int, index: int, name: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _functions(program: Any) -> Iterator[dict[str, int]]:
+def _functions(program: Any, ports: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Prepares the nodes as `lp.launch` does, and gives a descriptor of the pickled functions for each group.
 
     Descriptors of memory, not files: nothing is left behind when the launcher is killed.
@@ -112,6 +119,9 @@ def _functions(program: Any) -> Iterator[dict[str, int]]:
                 handle.connect(node, label)
     for node in program.get_all_nodes():
         node.bind_addresses()
+    for label, first in ports.items():
+        for port, address in enumerate((each for node in program.groups[label] for each in node.addresses), first):
+            address.bind(KnownAddress(f"localhost:{port}"))
     serialization.enable_lru_cache_pickling_once()
     descriptors: dict[str, int] = {}
     try:

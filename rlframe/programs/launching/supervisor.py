@@ -63,6 +63,7 @@ class Supervisor:
         self._ended_well: set[str] = set()
         self._signal: int | None = None
         self._stopping_since: float | None = None
+        self._out_of_patience = False
         self._failure: str | None = None
 
     def stop(self) -> None:
@@ -97,7 +98,7 @@ class Supervisor:
     def _next_event(self) -> Any:
         now = time.monotonic()
         waits = [at - now for at in self._restart_at.values()] if self._stopping_since is None else []
-        if self._stopping_since is not None:
+        if self._stopping_since is not None and not self._out_of_patience:
             waits.append(self._stopping_since + GRACE - now)
         # A signal's handler cannot interrupt the queue, only put something into it: no wait is for ever.
         try:
@@ -119,7 +120,10 @@ class Supervisor:
                 self._say("launcher", f"{name}: ending {len(self._running)} processes; once more kills them")
             self._signal = self._signal or value
             self._stop()
-        if self._stopping_since is not None and time.monotonic() > self._stopping_since + GRACE:
+        if self._out_of_patience or self._stopping_since is None:
+            return
+        if time.monotonic() > self._stopping_since + GRACE:
+            self._out_of_patience = True
             for running in self._running.values():
                 self._say(running.node.name, f"did not end within {GRACE:g} s: killed")
             self._kill_all()

@@ -1,0 +1,131 @@
+"""Who may come in by the door of a run, and as what."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import socket
+import sys
+import threading
+
+import cloudpickle
+import pytest
+
+from rlframe.errors import UnavailableError, UsageError
+from rlframe.programs import door
+from rlframe.programs.door import Door, Shared, installed
+from rlframe.programs.experiment import make_experiment
+from rlframe.programs.launching.ports import check_free
+from rlframe.programs.run import train
+from rlframe.programs.topologies import Run
+from tests.fakes import counting_agent
+
+DESCRIBED = make_experiment("impala", topology="distributed", num_actors=3)
+STATS = {"rank": 3, "incarnation": 0, "env_steps": 10, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
+
+
+def make_run(**changes) -> Run:
+    run = Run(DESCRIBED, counting_agent(), pathlib.Path("nowhere"), until=100, began=0.0, listen=7000)
+    return dataclasses.replace(run, **changes)
+
+
+def ranks(at: Door, token: str, num_actors: int) -> list[int]:
+    return at.admit(token, num_actors, installed())["ranks"]
+
+
+def test_ranks_follow_those_of_the_runs_own_actors_and_are_the_same_when_asked_again():
+    at = Door(make_run())
+    assert ranks(at, "a", 2) == [3, 4]
+    assert ranks(at, "b", 1) == [5]
+    assert ranks(at, "a", 2) == [3, 4]
+    at.leave("a")
+    assert ranks(at, "c", 3) == [3, 4, 6]
+
+
+def test_a_guest_that_is_silent_loses_its_ranks_and_comes_back_to_them_only_while_they_are_free(monkeypatch):
+    monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
+    at = Door(make_run())
+    assert ranks(at, "a", 2) == [3, 4]
+    assert not at.attend("a", [3, 4], [])
+    monkeypatch.undo()
+    assert not at.attend("a", [3, 4], [])  # it was away, and nobody else came
+    assert ranks(at, "b", 1) == [5]
+    monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
+    at.attend("a", [3, 4], [])
+    assert ranks(at, "c", 1) == [3]
+    with pytest.raises(UsageError, match=r"ranks \[3\] were given to another program"):
+        at.attend("a", [3, 4], [])
+
+
+def test_what_guests_did_is_kept_until_it_is_fetched():
+    at = Door(make_run())
+    ranks(at, "a", 1)
+    at.attend("a", [3], [STATS])
+    at.attend("a", [3], [{**STATS, "env_steps": 20}])
+    assert [stats["env_steps"] for stats in at.heard()] == [10, 20]
+    assert at.heard() == []
+
+
+def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
+    at = Door(make_run())
+    ranks(at, "never called", 1)
+    at.wait_for_guests(60.0)
+    at.attend("a", [4], [])
+    at.end()
+    left = threading.Timer(0.2, lambda: at.attend("a", [4], []) and at.leave("a"))
+    left.start()
+    at.wait_for_guests(60.0)
+    assert left.finished.is_set()
+    with pytest.raises(UsageError, match="The run is over"):
+        ranks(at, "b", 1)
+
+
+def test_a_door_that_was_restarted_hears_of_its_guests_before_it_admits_others(monkeypatch):
+    monkeypatch.setattr(door, "_SETTLE", 60.0)
+    at = Door(make_run(), settles=True)
+    assert not at.attend("a", [3, 4], [])
+    with pytest.raises(UnavailableError):
+        ranks(at, "b", 1)
+    assert ranks(at, "a", 2) == [3, 4]
+
+
+def test_other_versions_are_refused_by_name():
+    with pytest.raises(UsageError, match=r"run is of rlframe .* on Python 3.*; the machine .* has rlframe 0.0 on"):
+        Door(make_run()).admit("a", 1, {**installed(), "rlframe": "0.0"})
+
+
+def test_a_run_that_does_not_listen_cannot_be_joined():
+    with pytest.raises(UsageError, match="started without --listen"):
+        ranks(Door(make_run(listen=None)), "a", 1)
+
+
+def test_a_users_own_environment_crosses_without_its_file(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def make_env():\n    return 'an environment'\n")
+    at = Door(make_run(described=dataclasses.replace(DESCRIBED, env=f"{file}:make_env")))
+    pickled = at.admit("a", 1, installed())["shared"]
+    file.unlink()
+    for name in [name for name in sys.modules if name.startswith("rlframe_file_own")]:
+        del sys.modules[name]
+    shared: Shared = cloudpickle.loads(pickled)
+    assert shared.env() == "an environment"
+    assert shared.described.env == f"{file}:make_env"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_in_use_is_named_with_its_option(host):
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError:
+        pytest.skip(f"This machine has no {host}.")
+    with listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"--listen: the learner cannot listen at port {port}: .*in use"):
+            check_free({"learner": port})
+    check_free({"learner": port})
+
+
+def test_only_a_distributed_run_listens(tmp_path):
+    with pytest.raises(UsageError, match="got heavy_env and launchpad"):
+        train(make_experiment("impala", topology="heavy_env"), run_dir=tmp_path / "run", listen=7000)
+    assert not (tmp_path / "run").exists()
