@@ -137,7 +137,7 @@ class Door:
             self._changed.wait_for(lambda: not self._held(only_who_called=True), seconds)
 
     def _free_ranks(self, count: int) -> list[int]:
-        held, ranks = self._held(), []
+        held, ranks = self._held(), list[int]()
         rank = self._run.described.num_actors
         while len(ranks) < count:
             if rank not in held:

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.replay.base import ReplayClosedError
+from rlframe.replay.reverb_samplers import Samplers
 
 _ATTEMPT = 1  # seconds that one look at the server may take
 _PAUSE = 0.1  # seconds between two
@@ -126,6 +127,10 @@ class Connection:
         """Returns a Reverb sampler without end that draws up to `ahead` items before they are asked for."""
         self.info("sample")  # it would wait without a deadline for a server that is not there
         return self.client.NewSampler(table, -1, ahead)
+
+    def samplers(self, table: str, ahead: int, count: int) -> Samplers:
+        """Returns `count` such samplers as one; their draws come in no order."""
+        return Samplers([self.sampler(table, ahead) for _ in range(count)], ahead)
 
     def set_priorities(self, table: str, priorities: dict[int, float]) -> None:
         """Sets the priorities of items by their keys; those that are gone are ignored."""

@@ -8,11 +8,13 @@ from typing import Any
 
 from rlframe.replay.dataset import WAKE, Dataset
 from rlframe.replay.reverb_connection import Connection
+from rlframe.replay.reverb_samplers import Samplers
 from rlframe.replay.reverb_tables import REPLAY
 from rlframe.types import Batch
 
 _LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
 _LEAST_AHEAD = 32  # items; below that, round trips decide how fast they come
+_SAMPLERS = 2  # of a replay that is no queue
 
 
 class Stream(Dataset):
@@ -45,8 +47,10 @@ class Stream(Dataset):
         if self._sampler is None:
             # What is drawn ahead of a queue nobody else can draw, and in any replay it gets older.
             blocks = self._buffer.missing(count) + 1
-            ahead = blocks if self._buffer.spec.kind == "queue" else max(blocks, _LEAST_AHEAD)
-            self._sampler = self._connection.sampler(REPLAY, ahead)
+            if self._buffer.spec.kind == "queue":
+                self._sampler = self._connection.sampler(REPLAY, blocks)
+            else:
+                self._sampler = self._connection.samplers(REPLAY, max(blocks, _LEAST_AHEAD), _SAMPLERS)
         if self._buffer.spec.batch_size is None:
             return self._draw_shares(count)
         while (missing := self._buffer.missing(count)) > 0:
@@ -90,9 +94,12 @@ class Stream(Dataset):
             return False
         drawn: list[Any] = []
         try:
-            draw = self._sampler.GetNextTrajectory  # raises when the sampler is closed
-            for _ in range(missing):
-                drawn.append(draw())
+            if isinstance(self._sampler, Samplers):
+                drawn = self._sampler.draw(missing)
+            else:
+                draw = self._sampler.GetNextTrajectory  # raises when the sampler is closed
+                for _ in range(missing):
+                    drawn.append(draw())
         except RuntimeError as error:
             if self._stop.is_set():
                 return False

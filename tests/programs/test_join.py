@@ -45,6 +45,7 @@ class Launcher:
         """The process of a node, once it carries its name."""
 
         def find() -> Any:
+            assert self.process.status() != psutil.STATUS_ZOMBIE, f"It has ended:\n{self}"
             children = self.process.children()
             self.seen.update(children)
             return [child for child in children if child.cmdline()[:1] == [f"rlframe: {name}"]]
@@ -189,6 +190,7 @@ def test_a_run_that_is_stopped_ends_those_that_joined(launch, tmp_path, xla_cach
 def test_a_run_that_vanishes_is_told_by_those_that_joined(launch, tmp_path, xla_cache):
     run_dir, port = tmp_path / "run", free_ports()
     a = train(launch, port, 100_000_000, run_dir, **xla_cache)
+    wait_for(lambda: steps_of(run_dir), f"it does not begin:\n{a}")
     b = joined(launch, port, run_dir, "--deadline", "3", **xla_cache)
     a.process.send_signal(signal.SIGKILL)
     assert b.end(25.0) == 1, b
