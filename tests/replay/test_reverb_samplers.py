@@ -1,0 +1,61 @@
+"""Several samplers of one server, as one."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from rlframe.replay.reverb import ReverbReplayBuffer
+from rlframe.types import Transition
+from tests.replay.factories import servers
+from tests.replay.streams import Stream, Twin, assert_batch_matches, fake_agent
+
+
+@pytest.fixture
+def stop_servers():
+    started: list[str] = []
+    yield started
+    for address in started:
+        servers().stop(address)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+def test_what_a_rate_limiter_lets_through_makes_whole_batches(kind, stop_servers):
+    """No sampler keeps draws to itself while a batch waits for them."""
+    agent = fake_agent(kind, Transition(1), 8, 1000, min_size=8, samples_per_insert=1.0)
+    stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
+    buffer, stream, twin = ReverbReplayBuffer(agent, stop_servers[0]), Stream(4, end=0.0), Twin(Transition(1))
+    buffer.claim_rank(4)
+    twin.claim_rank(4, 0)
+    dataset = buffer.make_dataset(timeout=30.0)
+    for round_ in range(1, 6):
+        for _ in range(2):
+            ids, step = stream.step()
+            twin.add(ids, step)
+            buffer.add(ids, step)
+        assert_batch_matches(next(dataset), twin)
+        assert buffer.stats()["sampled"] == 8 * round_
+    buffer.close()
+
+
+def test_closing_ends_the_threads_of_samplers_that_wait(stop_servers):
+    agent = fake_agent("uniform", Transition(1), 8, 1000)
+    stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
+    buffer = ReverbReplayBuffer(agent, stop_servers[0])
+    dataset = buffer.make_dataset()
+
+    def threads() -> int:
+        return sum(thread.name == "rlframe reverb sampler" for thread in threading.enumerate())
+
+    deadline = time.monotonic() + 30.0
+    while not threads():
+        assert time.monotonic() < deadline, "no sampler was started"
+        time.sleep(0.02)
+    began = time.monotonic()
+    dataset.close()
+    while threads():
+        assert time.monotonic() < began + 10.0, "threads outlive their dataset"
+        time.sleep(0.02)
+    buffer.close()
