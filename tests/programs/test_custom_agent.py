@@ -25,6 +25,6 @@ def test_a_custom_agent_learns_in_every_topology(topology, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["env_steps"] >= 150_000 and result["learner_steps"] > 100
-    # Not the last return: a policy gradient on unrolls of the version before may fall back after it has solved the task.
+    # Not the last return: a policy gradient may fall back after it has solved the task.
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert max(row.get("episode_return", 0.0) for row in rows) > 5 * RANDOM
