@@ -45,6 +45,7 @@ class Experiment:
     topology: Topology = "single_process"  # which processes there are: see docs/programs.md
     num_actors: int = 2  # of a topology of several processes
     num_inferencers: int = 1  # services, of light_env and distributed
+    num_pools: int = 1  # of each actor's environments; of 2 one steps while a service answers for the other
     replay: Replay = "auto"  # where experience lies; auto: as the topology is meant
     engine: EngineName = "launchpad"  # what runs the nodes of a topology; threads: all in this process
     max_restarts: int = 3  # how often each node of a topology may die and be started again
@@ -63,7 +64,7 @@ class Experiment:
     network_config: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_envs", "eval_episodes", "num_actors", "num_inferencers"):
+        for name in ("steps", "num_envs", "eval_episodes", "num_actors", "num_inferencers", "num_pools"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
@@ -81,6 +82,10 @@ class Experiment:
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
 
+        if self.num_pools > 1 and self.topology not in ("light_env", "distributed"):
+            raise UsageError(f"num_pools is for actors that ask a service: not with the topology {self.topology}.")
+        if self.num_envs % self.num_pools:
+            raise UsageError(f"num_envs ({self.num_envs}) must divide into num_pools ({self.num_pools}).")
         kinds = _REPLAYS[self.topology]
         if self.replay not in ("auto", *kinds):
             raise UsageError(
@@ -92,6 +97,11 @@ class Experiment:
     def total_envs(self) -> int:
         """Environments of all actors."""
         return self.num_envs * (1 if self.topology == "single_process" else self.num_actors)
+
+    @property
+    def envs_per_pool(self) -> int:
+        """Environments of each of an actor's pools."""
+        return self.num_envs // self.num_pools
 
     @property
     def replay_kind(self) -> str:

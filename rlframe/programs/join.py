@@ -19,7 +19,6 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.programs.assemble import make_pool
 from rlframe.programs.door import ATTEND_EVERY, OPEN_GROUPS, Shared, installed
 from rlframe.programs.engines.launchpad import LaunchpadEngine
-from rlframe.programs.topologies import num_pools
 
 _LONGER = 60.0  # seconds by which actors wait longer for the run's machine than the guest, which ends them all
 
@@ -72,9 +71,9 @@ def guests(engine: LaunchpadEngine, admission: Admission, num_inferencers: int) 
     learner = handles.Remote([admission.addresses["learner"]], "learner", deadline)
     replay_buffer = engine.reverb_at(admission.addresses["replay"])
     inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(num_inferencers)]
-    pools, env = num_pools(described), admission.shared.env
-    env_builder = functools.partial(make_pool, described, described.num_envs // pools, described.env_kwargs, env=env)
-    options = {"seed": described.seed, "num_pools": pools, "deadline": deadline}
+    env, num_envs = admission.shared.env, described.envs_per_pool
+    env_builder = functools.partial(make_pool, described, num_envs, described.env_kwargs, env=env)
+    options = {"seed": described.seed, "num_pools": described.num_pools, "deadline": deadline}
     actors = [
         engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options) for rank in admission.ranks
     ]

@@ -85,9 +85,8 @@ def light_env(engine: Engine, run: Run) -> None:
     inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(described.num_inferencers)]
     actors = []
     for rank in range(described.num_actors):
-        pools = num_pools(described)
-        env_builder = functools.partial(make_pool, described, described.num_envs // pools, described.env_kwargs)
-        options = {"seed": described.seed, "num_pools": pools}
+        env_builder = functools.partial(make_pool, described, described.envs_per_pool, described.env_kwargs)
+        options = {"seed": described.seed, "num_pools": described.num_pools}
         actors.append(engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options))
     engine.add("monitor", Monitor, run, learner, actors)
 
@@ -100,11 +99,6 @@ TOPOLOGIES: dict[str, Callable[[Engine, Run], None]] = {
     "light_env": light_env,
     "distributed": distributed,
 }
-
-
-def num_pools(described: Experiment) -> int:
-    """How many pools an actor has whose inferencer is a service: one half steps while the other's call is answered."""
-    return 2 if described.num_envs % 2 == 0 else 1
 
 
 def add_replay(engine: Engine, run: Run) -> Any:
@@ -124,8 +118,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     # The environments of a pool complete their unrolls with the same step: they are sent as one item.
-    pools = 1 if described.topology == "heavy_env" else num_pools(described)
-    block = described.num_envs // pools if spec.kind == "queue" else 1
+    block = described.envs_per_pool if spec.kind == "queue" else 1
     tables = ReverbReplayBuffer.tables(agent, block=block, capacity=capacity)
     return engine.add_reverb("replay", tables, str(RunDir(run.path).reverb))
 

@@ -13,8 +13,8 @@ from rlframe.replay.reverb_tables import REPLAY
 from rlframe.types import Batch
 
 _LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
-_LEAST_AHEAD = 32  # items; below that, round trips decide how fast they come
-_SAMPLERS = 2  # of a replay that is no queue
+_LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
+_SAMPLERS = 2
 
 
 class Stream(Dataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,13 @@ class LaunchpadEngine:
                 resource.close()
 
     def _policy(self, label: str) -> GroupPolicy:
-        # The accelerators are the learner's.
-        env = {} if label == "learner" else ON_CPU
+        # The accelerators are the learner's, and the cores that others leave: more threads than cores slow each other.
+        env = {"NPROC": str(self._cores_left())} if label == "learner" else ON_CPU
         max_restarts = 0 if label == "guest" else self._max_restarts  # it has its own deadline
         return GroupPolicy(max_restarts=max_restarts, decides=label == self._decides, env=env)
+
+    def _cores_left(self) -> int:
+        busy = sum(
+            len(nodes) for label, nodes in self.program.groups.items() if label not in ("learner", self._decides)
+        )
+        return max(1, len(os.sched_getaffinity(0)) - busy)
