@@ -119,7 +119,7 @@ def replay_capacity(spec: ReplaySpec, described: Experiment) -> int:
     """Steps that a buffer keeps; a queue is as long as what the environments can have in it."""
     if spec.kind == "queue" and isinstance(spec.item, Sequence):
         # What the environments are acting, what they have just completed, and what was too little for a batch.
-        return (2 * described.total_envs + (spec.batch_size or 0)) * spec.item.length
+        return (2 * described.num_envs + (spec.batch_size or 0)) * spec.item.length
     return spec.capacity
 
 
@@ -135,7 +135,7 @@ def make_agent(described: Experiment, observation_spec: Any, action_spec: Any) -
     if getattr(config, "total_learner_steps", 0) is not None:
         return make(config)
     steps = described.schedule_steps or described.steps
-    total = total_learner_steps(make(config).replay_spec, steps, described.total_envs)
+    total = total_learner_steps(make(config).replay_spec, steps, described.num_envs)
     return make(dataclasses.replace(config, total_learner_steps=total))
 
 

@@ -41,7 +41,7 @@ class Experiment:
     env: str = "CartPole-v1"  # a name that `rlframe envs` lists, or file.py:make_env
     steps: int = 100_000  # environment steps of the whole run: schedules end there
     seed: int = 1
-    num_envs: int = 8  # of each actor
+    num_envs: int = 8  # in all: the actors of a topology share them, so presets mean the same however many there are
     topology: Topology = "single_process"  # which processes there are: see docs/programs.md
     num_actors: int = 2  # of a topology of several processes
     num_inferencers: int = 1  # services, of light_env and distributed
@@ -84,8 +84,12 @@ class Experiment:
 
         if self.num_pools > 1 and self.topology not in ("light_env", "distributed"):
             raise UsageError(f"num_pools is for actors that ask a service: not with the topology {self.topology}.")
-        if self.num_envs % self.num_pools:
-            raise UsageError(f"num_envs ({self.num_envs}) must divide into num_pools ({self.num_pools}).")
+        shares = 1 if self.topology == "single_process" else self.num_actors * self.num_pools
+        if self.num_envs % shares:
+            raise UsageError(
+                f"num_envs={self.num_envs} cannot be shared evenly by num_actors={self.num_actors} with num_pools="
+                f"{self.num_pools} each. Give num_envs a multiple of {shares}."
+            )
         kinds = _REPLAYS[self.topology]
         if self.replay not in ("auto", *kinds):
             raise UsageError(
@@ -94,14 +98,14 @@ class Experiment:
             )
 
     @property
-    def total_envs(self) -> int:
-        """Environments of all actors."""
-        return self.num_envs * (1 if self.topology == "single_process" else self.num_actors)
+    def envs_per_actor(self) -> int:
+        """Environments of each actor."""
+        return self.num_envs if self.topology == "single_process" else self.num_envs // self.num_actors
 
     @property
     def envs_per_pool(self) -> int:
         """Environments of each of an actor's pools."""
-        return self.num_envs // self.num_pools
+        return self.envs_per_actor // self.num_pools
 
     @property
     def replay_kind(self) -> str:

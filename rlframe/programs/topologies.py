@@ -71,7 +71,7 @@ def heavy_env(engine: Engine, run: Run) -> None:
     actors = []
     for rank in range(described.num_actors):
         inferencer = Inferencer(InferencerConfig(seed=described.seed), agent, learner)
-        env_builder = functools.partial(make_pool, described, described.num_envs, described.env_kwargs)
+        env_builder = functools.partial(make_pool, described, described.envs_per_actor, described.env_kwargs)
         actors.append(engine.add("actor", Actor, env_builder, inferencer, replay_buffer, rank, seed=described.seed))
     engine.add("monitor", Monitor, run, learner, actors)
 
@@ -110,7 +110,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
             agent,
             num_writers=described.num_actors,
             seed=described.seed,
-            max_envs=described.num_envs,
+            max_envs=described.envs_per_actor,
             in_threads=described.engine == "threads",
             capacity=capacity,
         )
@@ -130,7 +130,7 @@ def learner_config(run: Run) -> LearnerConfig:
     return LearnerConfig(
         seed=described.seed,
         checkpoint_dir=str(RunDir(run.path).checkpoints),
-        checkpoint_every=total_learner_steps(spec, every, described.total_envs),
+        checkpoint_every=total_learner_steps(spec, every, described.num_envs),
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,  # after its restart, and in a resumed run
     )

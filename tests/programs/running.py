@@ -17,8 +17,8 @@ import psutil
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# An update every 80 steps of each of 4 environments, so that a run of some seconds has many of them.
-IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "4", "--num-actors", "2"]
+# Each actor has 4 environments, and an update takes 80 of their steps, so that a run of some seconds has many of them.
+IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2"]
 
 
 class RunningProgram:

@@ -114,7 +114,7 @@ class Unhappy(IMPALA):
         raise ValueError("the agent is unhappy")
 """
     )
-    arguments = ["--agent", f"{agent}:Unhappy", "--num-envs", "4", "--topology", topology, "--max-restarts", "1"]
+    arguments = ["--agent", f"{agent}:Unhappy", "--num-envs", "8", "--topology", topology, "--max-restarts", "1"]
     with RunningProgram(tmp_path / "run", *arguments, "--quiet") as program:
         code, result = program.finish()
     assert code == 1 and result is None

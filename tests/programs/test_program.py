@@ -15,7 +15,7 @@ from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.engines.threads import ThreadsEngine
 from rlframe.programs.experiment import Experiment
 
-SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 2}
+SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}
 
 
 def experiment(agent: str, topology: str, **fields) -> Experiment:
@@ -74,6 +74,16 @@ def test_a_replay_that_does_not_suit_the_topology_is_refused():
         experiment("impala", "distributed", replay="shared_memory")
     with pytest.raises(UsageError, match="single_process keeps its experience in local"):
         experiment("impala", "single_process", replay="reverb")
+
+
+def test_environments_are_shared_out_evenly_among_actors_and_their_pools():
+    assert experiment("impala", "light_env", num_envs=8, num_pools=2).envs_per_pool == 2
+    assert experiment("impala", "heavy_env", num_envs=8, num_actors=4).envs_per_actor == 2
+    assert experiment("impala", "single_process", num_envs=7).envs_per_actor == 7
+    with pytest.raises(UsageError, match="num_envs=6 cannot be shared evenly by num_actors=2 with num_pools=2 each"):
+        experiment("impala", "light_env", num_envs=6, num_pools=2)
+    with pytest.raises(UsageError, match="not with the topology heavy_env"):
+        experiment("impala", "heavy_env", num_pools=2)
 
 
 class Node:

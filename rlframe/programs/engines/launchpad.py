@@ -80,4 +80,5 @@ class LaunchpadEngine:
         busy = sum(
             len(nodes) for label, nodes in self.program.groups.items() if label not in ("learner", self._decides)
         )
-        return max(1, len(os.sched_getaffinity(0)) - busy)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores - busy)

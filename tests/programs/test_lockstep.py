@@ -1,0 +1,47 @@
+"""An on-policy agent and one actor take turns by themselves: what is learned from is then what one process gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlframe.agents.networks import MLPConfig
+from rlframe.programs import make_experiment, naming, train
+
+RECORDING_PPO = """
+import jax
+import numpy as np
+from rlframe.agents import PPO
+
+batches = []
+
+class Recording(PPO):
+    jit_learner_step = False
+
+    def learner_step(self, params, learner_state, batch):
+        batches.append(jax.tree.map(np.array, batch.data))
+        return super().learner_step(params, learner_state, batch)
+"""
+
+
+def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
+    path = tmp_path / f"{topology}.py"  # a file of its own, so a list of its own
+    path.write_text(RECORDING_PPO)
+    values = {"num_envs": 4, "env_type": "loop", "eval_episodes": 2, "steps": 1_200, "unroll_length": 16}
+    values |= {"num_epochs": 2, "num_minibatches": 2, "network": "mlp", "network_config": MLPConfig((16,)), "seed": 5}
+    described = make_experiment(f"{path}:Recording", topology=topology, **values, **fields)
+    train(described, run_dir=tmp_path / topology)
+    return naming.load_object(f"{path}:batches", "agent")
+
+
+def test_one_actor_in_threads_gives_the_batches_of_a_single_process(tmp_path):
+    alone = batches_of(tmp_path, "single_process")
+    others = batches_of(tmp_path, "heavy_env", engine="threads", num_actors=1)
+    assert len(alone) >= 18 and len(others) >= 18
+    for batch, other in zip(alone, others):
+        leaves, expected = jax.tree.leaves_with_path(other), jax.tree.leaves(batch)
+        assert len(leaves) == len(expected)
+        for (path, leaf), want in zip(leaves, expected):
+            np.testing.assert_array_equal(leaf, want, err_msg=jax.tree_util.keystr(path))
