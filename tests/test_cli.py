@@ -99,7 +99,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("envs NoSuchThing", "No environment has 'NoSuchThing' in its name."),
         (
             "trian",
-            "There is no command 'trian'; there are train, join, evaluate, plot, envs, agents, bench. Did you mean 'train'?",
+            "there are train, join, evaluate, plot, envs, agents, bench. Did you mean 'train'?",
         ),
     ],
 )

@@ -59,6 +59,7 @@ def train(
             directory.path.absolute(),
             until=min(described.steps, stop_at or described.steps),
             began=time.time(),
+            resumed_at=int(Census(directory.progress, "").total()["env_steps"]),
             listen=listen,
         )
         engine = make_engine(described, listen)
@@ -72,7 +73,8 @@ def train(
         number = engine.run()
     result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
     directory.write_result(result.to_json())
-    plot_learning_curve(directory.path, directory.learning_curve)
+    if directory.metrics.exists():  # not where it was stopped at once
+        plot_learning_curve(directory.path, directory.learning_curve)
     return result
 
 
@@ -119,17 +121,18 @@ class _Rows:
     def __exit__(self, *exc: object) -> None:
         self._over.set()
         self._thread.join()
-        try:
-            self._read()
-        finally:
-            self._logger.close()
+        self._try_to_read()
+        self._logger.close()
 
     def _follow(self) -> None:
         while not self._over.wait(_LOOK_EVERY):
-            try:
-                self._read()
-            except Exception as error:  # a tracker that fails does not end the run
-                _log.warning("A logger failed: %s", error)
+            self._try_to_read()
+
+    def _try_to_read(self) -> None:
+        try:
+            self._read()
+        except Exception as error:  # a tracker that fails does not end the run, nor hide how it ended
+            _log.warning("A logger failed: %s", error)
 
     def _read(self) -> None:
         if not self._path.exists():

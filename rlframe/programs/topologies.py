@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rlframe.actors import Actor
+from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
@@ -32,7 +33,14 @@ class Run:
     path: pathlib.Path  # of the run directory
     until: int  # environment steps at which this session ends
     began: float  # seconds since the epoch
+    resumed_at: int = 0  # environment steps of the sessions before
     listen: int | None = None  # the port at which other machines may join it
+
+    @property
+    def actor_seed(self) -> int:
+        """Seed of the actors; another in each session, whose actors' incarnations begin anew."""
+        seed = self.described.seed
+        return env_seed(seed, self.resumed_at) if self.resumed_at else seed
 
     @property
     def session(self) -> str:
@@ -72,7 +80,7 @@ def heavy_env(engine: Engine, run: Run) -> None:
     for rank in range(described.num_actors):
         inferencer = Inferencer(InferencerConfig(seed=described.seed), agent, learner)
         env_builder = functools.partial(make_pool, described, described.envs_per_actor, described.env_kwargs)
-        actors.append(engine.add("actor", Actor, env_builder, inferencer, replay_buffer, rank, seed=described.seed))
+        actors.append(engine.add("actor", Actor, env_builder, inferencer, replay_buffer, rank, seed=run.actor_seed))
     engine.add("monitor", Monitor, run, learner, actors)
 
 
@@ -86,7 +94,7 @@ def light_env(engine: Engine, run: Run) -> None:
     actors = []
     for rank in range(described.num_actors):
         env_builder = functools.partial(make_pool, described, described.envs_per_pool, described.env_kwargs)
-        options = {"seed": described.seed, "num_pools": described.num_pools}
+        options = {"seed": run.actor_seed, "num_pools": described.num_pools}
         actors.append(engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options))
     engine.add("monitor", Monitor, run, learner, actors)
 
@@ -126,11 +134,13 @@ def add_replay(engine: Engine, run: Run) -> Any:
 def learner_config(run: Run) -> LearnerConfig:
     """What the experiment counts in environment steps, in learner steps."""
     described, spec = run.described, run.agent.replay_spec
-    every = described.checkpoint_every or described.steps
+    steps, every = described.steps, described.checkpoint_every or described.steps
+    updates = total_learner_steps(spec, steps + every, described.num_envs)
+    updates -= total_learner_steps(spec, steps, described.num_envs)  # without those that the first items wait for
     return LearnerConfig(
         seed=described.seed,
         checkpoint_dir=str(RunDir(run.path).checkpoints),
-        checkpoint_every=total_learner_steps(spec, every, described.num_envs),
+        checkpoint_every=max(1, updates),
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,  # after its restart, and in a resumed run
     )

@@ -20,7 +20,7 @@ from rlframe.programs.run import train
 from rlframe.programs.topologies import Run
 from tests.fakes import counting_agent
 
-DESCRIBED = make_experiment("impala", topology="distributed", num_actors=3)
+DESCRIBED = make_experiment("impala", topology="distributed", num_envs=24, num_actors=3)
 STATS = {"rank": 3, "incarnation": 0, "env_steps": 10, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 
-from rlframe.errors import NonFiniteLossError, UsageError
+from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
 from rlframe.programs.launching.supervisor import FOR_GOOD
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
@@ -41,17 +41,21 @@ def main() -> None:
     worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
         functions = cloudpickle.load(file)
+    code = 0
     try:
         functions[index]()
-    except (UsageError, NonFiniteLossError):  # another try would end in the same way
+    except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
         traceback.print_exc()
-        sys.exit(FOR_GOOD)
+        code = FOR_GOOD
+    except Exception:
+        traceback.print_exc()
+        code = 1
     # Threads of Courier, Reverb and JAX may be in the middle of something, which does not survive the end of the
     # interpreter: so what was registered for the exit is done, and that end is left out.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def die_with_parent(parent: int) -> None:

@@ -24,7 +24,7 @@ from rlframe.errors import ProgramError
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL: everything ends within ten
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
-_HEALTHY = 120.0  # seconds after which a process that dies counts as if it had never died before
+_HEALTHY = 900.0  # seconds after which a death is as the first; more than anybody waits in vain before it dies of that
 _KEPT_LINES = 80  # of each node's output, for its traceback
 
 FOR_GOOD = 4  # the exit code of a process whose restart would not help
