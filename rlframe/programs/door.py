@@ -73,7 +73,7 @@ class Door:
             versions: what `installed()` gives there.
 
         Returns:
-            `ranks`, and `shared`: the pickle of a `Shared`.
+            `ranks`, `session`, and `shared`: the pickle of a `Shared`.
 
         Raises:
             UsageError: the run cannot be joined, or not with these versions.
@@ -98,14 +98,17 @@ class Door:
             ranks = self._guests[token].ranks
         described = self._run.described
         shared = Shared(described, self._run.agent, naming.env_name_or_builder(described.env))
-        return {"ranks": ranks, "shared": cloudpickle.dumps(shared)}
+        return {"ranks": ranks, "session": self._run.session, "shared": cloudpickle.dumps(shared)}
 
-    def attend(self, token: str, ranks: list[int], stats: list[dict[str, Any]]) -> bool:
+    def attend(self, token: str, session: str, ranks: list[int], stats: list[dict[str, Any]]) -> bool:
         """Notes that a guest is alive and what its actors say of themselves. Returns whether the run is over.
 
         Raises:
-            UsageError: the guest was silent for so long that its ranks were given to another.
+            UsageError: the guest was silent for so long that its ranks were given to another, or it was admitted to
+                another session, whose steps are counted already.
         """
+        if session != self._run.session:
+            raise UsageError("The run that this program joined was ended, and started or resumed since: join again.")
         with self._changed:
             guest = self._guests.get(token)
             if guest is None:  # a monitor was restarted, or the guest's time had lapsed

@@ -56,6 +56,7 @@ class Admission:
         self.addresses = {group: f"{host}:{int(port) + i}" for i, group in enumerate(OPEN_GROUPS)}
         answer = self.monitor(deadline).admit(self.token, num_actors, installed())
         self.ranks: list[int] = answer["ranks"]
+        self.session: str = answer["session"]
         self.shared: Shared = cloudpickle.loads(answer["shared"])
 
     def monitor(self, deadline: float, stop: threading.Event | None = None) -> Any:
@@ -120,7 +121,8 @@ class Guest:
     def _attend(self) -> bool:
         said = [stats for stats in (ask() for ask in self._ask_actors) if stats is not None]
         self._env_steps.update({(stats["rank"], stats["incarnation"]): stats["env_steps"] for stats in said})
-        return self._monitor.attend(self._admission.token, self._admission.ranks, said)
+        admission = self._admission
+        return self._monitor.attend(admission.token, admission.session, admission.ranks, said)
 
 
 def join(address: str, *, num_actors: int = 2, num_inferencers: int = 1, deadline: float = 60.0) -> int | None:

@@ -16,6 +16,7 @@ pytest.importorskip("courier")
 DEADLINE = 240.0  # seconds, on a machine that is busy
 
 
+@pytest.mark.system
 def test_the_nodes_of_light_env_train_and_stop_cleanly():
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.light_env"],

@@ -79,6 +79,7 @@ def test_every_batch_is_of_the_newest_version_while_actors_pause_die_and_come_ba
     buffer.close()
 
 
+@pytest.mark.system
 def test_the_same_goes_for_a_reverb_server_and_an_inference_service():
     agent, inference, address = make_agent(), free_address(), free_address()
     server = servers().start(ReverbReplayBuffer.tables(agent, block=NUM_ENVS))

@@ -220,6 +220,7 @@ def read_for_ever(address, connection):
 
 
 def test_a_reader_that_is_killed_stalls_nobody():
+    before = set(threading.enumerate())  # learners of other tests may be open
     address = free_address()
     learner = CountedLearner()
     context = multiprocessing.get_context("spawn")
@@ -239,4 +240,5 @@ def test_a_reader_that_is_killed_stalls_nobody():
             assert remote.get_params()[0] == version
         assert learner.given() <= 2
     learner.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rlframe parameters"]
+    new = set(threading.enumerate()) - before
+    assert not [thread for thread in new if thread.name == "rlframe parameters"]

@@ -42,26 +42,33 @@ def test_ranks_follow_those_of_the_runs_own_actors_and_are_the_same_when_asked_a
     assert ranks(at, "c", 3) == [3, 4, 6]
 
 
+def test_a_guest_of_an_earlier_session_is_refused_since_its_steps_are_counted_already():
+    at = Door(make_run(began=2.0))
+    with pytest.raises(UsageError, match="ended, and started or resumed since: join again"):
+        at.attend("a", make_run(began=1.0).session, [3], [STATS])
+    assert at.heard() == []
+
+
 def test_a_guest_that_is_silent_loses_its_ranks_and_comes_back_to_them_only_while_they_are_free(monkeypatch):
     monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
     at = Door(make_run())
     assert ranks(at, "a", 2) == [3, 4]
-    assert not at.attend("a", [3, 4], [])
+    assert not at.attend("a", make_run().session, [3, 4], [])
     monkeypatch.undo()
-    assert not at.attend("a", [3, 4], [])  # it was away, and nobody else came
+    assert not at.attend("a", make_run().session, [3, 4], [])  # it was away, and nobody else came
     assert ranks(at, "b", 1) == [5]
     monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
-    at.attend("a", [3, 4], [])
+    at.attend("a", make_run().session, [3, 4], [])
     assert ranks(at, "c", 1) == [3]
     with pytest.raises(UsageError, match=r"ranks \[3\] were given to another program"):
-        at.attend("a", [3, 4], [])
+        at.attend("a", make_run().session, [3, 4], [])
 
 
 def test_what_guests_did_is_kept_until_it_is_fetched():
     at = Door(make_run())
     ranks(at, "a", 1)
-    at.attend("a", [3], [STATS])
-    at.attend("a", [3], [{**STATS, "env_steps": 20}])
+    at.attend("a", make_run().session, [3], [STATS])
+    at.attend("a", make_run().session, [3], [{**STATS, "env_steps": 20}])
     assert [stats["env_steps"] for stats in at.heard()] == [10, 20]
     assert at.heard() == []
 
@@ -70,9 +77,9 @@ def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
     at = Door(make_run())
     ranks(at, "never called", 1)
     at.wait_for_guests(60.0)
-    at.attend("a", [4], [])
+    at.attend("a", make_run().session, [4], [])
     at.end()
-    left = threading.Timer(0.2, lambda: at.attend("a", [4], []) and at.leave("a"))
+    left = threading.Timer(0.2, lambda: at.attend("a", make_run().session, [4], []) and at.leave("a"))
     left.start()
     at.wait_for_guests(60.0)
     assert left.finished.is_set()
@@ -83,7 +90,7 @@ def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
 def test_a_door_that_was_restarted_hears_of_its_guests_before_it_admits_others(monkeypatch):
     monkeypatch.setattr(door, "_SETTLE", 60.0)
     at = Door(make_run(), settles=True)
-    assert not at.attend("a", [3, 4], [])
+    assert not at.attend("a", make_run().session, [3, 4], [])
     with pytest.raises(UnavailableError):
         ranks(at, "b", 1)
     assert ranks(at, "a", 2) == [3, 4]

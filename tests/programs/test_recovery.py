@@ -125,6 +125,7 @@ def assert_learner_went_on(program: Program, lives: int, steps: int) -> None:
     assert "[actor/0] was killed" not in program.output and "failed with" not in program.output
 
 
+@pytest.mark.system
 def test_a_killed_learner_goes_on_from_its_checkpoint_and_versions_rise(start: Callable[..., Program]):
     program = start("heavy_env", 400)
     kill_learner(program, 1)

@@ -134,6 +134,8 @@ class Supervisor:
             return
         del self._running[node.name]
         if self._stopping_since is not None:
+            if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+                self._say(node.name, f"{_how(code)} while the program ended")
             return
         if code == 0:
             self._ended_well.add(node.name)
