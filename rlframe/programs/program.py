@@ -15,12 +15,11 @@ from typing import Any
 
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
-from rlframe.errors import UsageError
 from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
 from rlframe.programs.assemble import make_agent, make_pool
 from rlframe.programs.census import Census
-from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
-from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.run_dir import Result, RunDir, open_session
 from rlframe.programs.topologies import TOPOLOGIES, Run
 
 _log = logging.getLogger(__name__)
@@ -41,15 +40,7 @@ def train(
     listen: int | None = None,
 ) -> Result:
     """See `rlframe.programs.train`; ProgramError says that a node failed more often than it may."""
-    described = complete(described)
-    directory = RunDir(run_dir if run_dir is not None else default_path(described))
-    if stop_at is not None and stop_at < 1:
-        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
-    if resume:
-        directory.check_holds_run()
-        described = continued(load_experiment(directory.config), described)
-    else:
-        directory.create()
+    described, directory = open_session(described, run_dir, resume, stop_at)
     with contextlib.ExitStack() as undo:
         if not resume:
             undo.callback(directory.remove)

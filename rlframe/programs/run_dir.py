@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.programs.experiment import Experiment, save_experiment
+from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
 
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
@@ -72,6 +72,26 @@ class RunDir:
             self.result.write_text(json.dumps(values) + "\n")
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
+
+
+def open_session(
+    described: Experiment, run_dir: str | os.PathLike | None, resume: bool, stop_at: int | None
+) -> tuple[Experiment, RunDir]:
+    """The experiment and the directory of a session: a new one, or the one to go on in.
+
+    Raises:
+        UsageError: the directory, or what a resumed run would change, cannot be.
+    """
+    described = complete(described)
+    directory = RunDir(run_dir if run_dir is not None else default_path(described))
+    if stop_at is not None and stop_at < 1:
+        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
+    if resume:
+        directory.check_holds_run()
+        described = continued(load_experiment(directory.config), described)
+    else:
+        directory.create()
+    return described, directory
 
 
 def default_path(described: Experiment) -> pathlib.Path:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rlframe.errors import EnvError, UsageError
+from rlframe.errors import EnvError
 from rlframe.metrics import (
     CallbackLogger,
     CSVLogger,
@@ -23,9 +23,9 @@ from rlframe.metrics import (
 )
 from rlframe.programs import run_checkpoint
 from rlframe.programs.assemble import Evaluations, Parts, assemble
-from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
+from rlframe.programs.experiment import Experiment
 from rlframe.programs.profile import Profile
-from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.run_dir import Result, RunDir, open_session
 from rlframe.programs.stopping import StopSignal
 from rlframe.programs.window import Window
 from rlframe.types import Logs
@@ -50,15 +50,7 @@ def train(
     notes: dict[str, Any] | None = None,
 ) -> Result:
     """See `rlframe.programs.train`."""
-    described = complete(described)
-    directory = RunDir(run_dir if run_dir is not None else default_path(described))
-    if stop_at is not None and stop_at < 1:
-        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
-    if resume:
-        directory.check_holds_run()
-        described = continued(load_experiment(directory.config), described)
-    else:
-        directory.create()
+    described, directory = open_session(described, run_dir, resume, stop_at)
     with StopSignal() as stop, contextlib.ExitStack() as undo:
         if not resume:
             undo.callback(directory.remove)  # until training has begun

@@ -1,6 +1,6 @@
 """A Reverb server as its clients see it. Every call has a deadline; one that is not answered is tried again.
 
-This is the only file that imports Reverb and TensorFlow, when the first server or client is made. It talks to Reverb's
+Reverb and TensorFlow are imported when the first server or client is made. It talks to Reverb's
 own layer below `reverb.Client`, where a sampler can be closed while somebody waits for it, and an item costs half.
 What blocks there without a deadline of its own (drawing, setting priorities) runs in a thread that can be left behind.
 """

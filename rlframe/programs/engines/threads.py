@@ -32,7 +32,7 @@ class ThreadsEngine:
         return node
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """See `rlframe.programs.topologies.Engine`."""
+        """See `rlframe.programs.topologies.Engine`. Nothing is kept in `path`: the server ends with this process."""
         import reverb
 
         server = self.own(_Server(reverb.Server(tables(), port=None)))
