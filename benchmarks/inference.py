@@ -35,13 +35,14 @@ def run(context: Context, say=print) -> list[Table]:
 
 def _measure(context: Context, workload: str, say) -> list[Table]:
     seconds = context.steps(5, 1)
-    contenders = {way: lambda way=way: context.ours("serve", workload, way, "--seconds", seconds) for way in WAYS}
+    contenders = {workload: lambda: context.ours("serve", workload, "--seconds", seconds)}
     results, failures = in_turns(contenders, context.repeats, say)
 
     def row(way: str, wanted: float | None = None) -> Row:
-        per_call = middle(result.get("rows_per_call") for result in results[way])
-        note = failures.get(way, f"{per_call:.0f} rows a call" if per_call else "")
-        return Row(WAYS[way], middle(result.get("rows_per_second") for result in results[way]), wanted, note)
+        turns = [result.get(way, {}) for result in results[workload]]
+        per_call = middle(turn.get("rows_per_call") for turn in turns)
+        note = failures.get(workload, f"{per_call:.0f} rows a call" if per_call else "")
+        return Row(WAYS[way], middle(turn.get("rows_per_second") for turn in turns), wanted, note)
 
     tables = []
     for way, others in OTHERS.items():

@@ -1,6 +1,9 @@
 """Serves inference by Courier to clients in other processes, and counts the rows. Prints one JSON object.
 
-python -m benchmarks.ours.serve cnn shared --seconds 5
+All ways to answer are measured in turns by the same processes, since the speed of a machine drifts: the jitted call
+alone, and the service as clients reach it.
+
+python -m benchmarks.ours.serve cnn --seconds 5
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import statistics
 import threading
 import time
 from typing import Any
@@ -15,20 +19,26 @@ from typing import Any
 import numpy as np
 
 CLIENTS, PROCESSES, ROWS = 8, 2, 8  # clients in all; the processes that they share; environments of each
-WARM_UP = 1.0  # seconds, after the first answer to everyone
-BUCKETS = (8, 16, 32, 64)  # compiled before
+TURNS, SETTLING = 5, 0.3  # of each way; seconds of a turn before the measurement begins
+BUCKETS = (8, 16, 24, 32, 48, 64)  # compiled before
 SHAPES = {"cnn": ((4, 84, 84), np.uint8), "mlp": ((4,), np.float32)}
+# way -> what the service is given. Unbatched: no call takes in more than one request.
+SERVICES: dict[str, dict[str, Any]] = {
+    "courier": {},
+    "shared": {},
+    "unbatched": {"max_batch": ROWS},
+    "wait": {"max_wait": 0.001},
+}
+ALONE, PAUSE, STOP = "alone", -1, -2
 
 
 def main() -> None:
-    """Measures one way to answer."""
+    """Measures every way to answer."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=SHAPES)
-    parser.add_argument("way", choices=("courier", "shared", "wait", "unbatched", "alone"))
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
     args = parser.parse_args()
-    measure = _alone if args.way == "alone" else _served
-    print(json.dumps(measure(args.workload, args.way, args.seconds)))
+    print(json.dumps(measure(args.workload, args.seconds)))
 
 
 def request(workload: str, rows: int) -> tuple[Any, ...]:
@@ -41,7 +51,62 @@ def request(workload: str, rows: int) -> tuple[Any, ...]:
     return np.arange(rows), TimeStep(np.full(rows, MID), ones, ones, observation), ()
 
 
-def _inferencer(workload: str, **config: Any) -> Any:
+def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
+    """{way: {"rows_per_second", "rows_per_call"}}, each the median of all turns."""
+    from launchpad.nodes.courier import courier_utils
+
+    services = {way: Service(workload, config) for way, config in SERVICES.items() if way != "shared"}
+    services["shared"] = services["courier"]
+    alone, arguments = inferencer(workload, sync_interval=10**9), request(workload, CLIENTS * ROWS)
+    servers = [courier_utils.make_courier_server(one.inferencer, port=one.port) for one in set(services.values())]
+    for server in servers:
+        server.Start()
+    context = multiprocessing.get_context("spawn")
+    answered, ready, phase = context.Value("q", 0), context.Semaphore(0), context.Value("q", PAUSE)
+    addresses = {way: f"localhost:{services[way].port}" for way in SERVICES}
+    clients = [
+        context.Process(target=_clients, args=(addresses, workload, answered, ready, phase), daemon=True)
+        for _ in range(PROCESSES)
+    ]
+    for client in clients:
+        client.start()
+    for _ in range(CLIENTS):
+        if not ready.acquire(timeout=120.0):
+            raise TimeoutError("A client got no answer within 120 s.")
+
+    def turn_of(way: str) -> dict[str, float]:
+        if way == ALONE:
+            calls, began = 0, time.perf_counter()
+            while time.perf_counter() < began + seconds / TURNS:
+                alone.inference(*arguments)
+                calls += 1
+            rows, took = calls * CLIENTS * ROWS, time.perf_counter() - began
+        else:
+            phase.value = list(SERVICES).index(way)
+            time.sleep(SETTLING)
+            before, calls, began = answered.value, services[way].calls, time.perf_counter()
+            time.sleep(seconds / TURNS)
+            rows, took, calls = answered.value - before, time.perf_counter() - began, services[way].calls - calls
+            phase.value = PAUSE
+            for _ in range(CLIENTS):
+                ready.acquire(timeout=30.0)
+        return {"rows_per_second": rows / took, "rows_per_call": rows / max(calls, 1)}
+
+    ways = [ALONE, *SERVICES]
+    turns = [{way: turn_of(way) for way in ways} for _ in range(TURNS)]
+    phase.value = STOP
+    for client in clients:
+        client.join(timeout=30.0)
+    for one in set(services.values()):
+        one.stop()
+    for server in servers:
+        server.Stop()
+        server.Join()
+    return {way: {name: statistics.median(t[way][name] for t in turns) for name in turns[0][way]} for way in ways}
+
+
+def inferencer(workload: str, **config: Any) -> Any:
+    """PPO's, with parameters as they were at first; it has answered batches of all sizes that come."""
     from rlframe.agents import PPO, PPOConfig
     from rlframe.inferencers import Inferencer, InferencerConfig
     from rlframe.learners import Learner, LearnerConfig
@@ -50,58 +115,32 @@ def _inferencer(workload: str, **config: Any) -> Any:
     shape, dtype = SHAPES[workload]
     observation_spec = specs.BoundedArray(shape, dtype, 0, 255, "observation")
     agent = PPO(PPOConfig(), observation_spec, specs.DiscreteArray(6, np.int32, "action"))
-    return Inferencer(InferencerConfig(**config), agent, Learner(LearnerConfig(), agent, None))
-
-
-def _alone(workload: str, way: str, seconds: float) -> dict[str, float]:
-    """The jitted call, numpy to numpy, on one batch of all clients' rows."""
-    inferencer, arguments = _inferencer(workload, sync_interval=10**9), request(workload, CLIENTS * ROWS)
-    inferencer.inference(*arguments)
-    calls, began = 0, time.perf_counter()
-    while time.perf_counter() < began + seconds:
-        inferencer.inference(*arguments)
-        calls += 1
-    return {"rows_per_second": calls * CLIENTS * ROWS / (time.perf_counter() - began)}
-
-
-def _served(workload: str, way: str, seconds: float) -> dict[str, float]:
-    import portpicker
-    from launchpad.nodes.courier import courier_utils
-
-    # Unbatched: no call takes in more than one request.
-    config = {"courier": {}, "shared": {}, "wait": {"max_wait": 0.001}, "unbatched": {"max_batch": ROWS}}[way]
-    inferencer, port = _inferencer(workload, **config), portpicker.pick_unused_port()
+    made = Inferencer(InferencerConfig(**config), agent, Learner(LearnerConfig(), agent, None))
     for rows in BUCKETS:
-        inferencer.inference(*request(workload, rows))
-    server = courier_utils.make_courier_server(inferencer, port=port)
-    server.Start()
-    runner = threading.Thread(target=inferencer.run)
-    runner.start()
-    context = multiprocessing.get_context("spawn")
-    answered, ready, stop = context.Value("q", 0), context.Semaphore(0), context.Event()
-    arguments = (f"localhost:{port}", workload, way == "shared", answered, ready, stop)
-    clients = [context.Process(target=_clients, args=arguments, daemon=True) for _ in range(PROCESSES)]
-    for client in clients:
-        client.start()
-    for _ in range(CLIENTS):
-        if not ready.acquire(timeout=120.0):
-            raise TimeoutError("A client got no answer within 120 s.")
-    time.sleep(WARM_UP)
-    before, counts, began = answered.value, inferencer.stats(), time.perf_counter()
-    time.sleep(seconds)
-    rows, took, after = answered.value - before, time.perf_counter() - began, inferencer.stats()
-    stop.set()
-    for client in clients:
-        client.join(timeout=30.0)
-    inferencer.stop()
-    runner.join()
-    server.Stop()
-    server.Join()
-    calls = after["calls"] - counts["calls"]
-    return {"rows_per_second": rows / took, "rows_per_call": rows / max(calls, 1)}
+        made.inference(*request(workload, rows))
+    return made
 
 
-def _clients(address: str, workload: str, shared: bool, answered: Any, ready: Any, stop: Any) -> None:
+class Service:
+    """An inferencer that runs."""
+
+    def __init__(self, workload: str, config: dict[str, Any]) -> None:
+        import portpicker
+
+        self.inferencer, self.port = inferencer(workload, **config), portpicker.pick_unused_port()
+        self._runner = threading.Thread(target=self.inferencer.run)
+        self._runner.start()
+
+    @property
+    def calls(self) -> int:
+        return self.inferencer.stats()["calls"]
+
+    def stop(self) -> None:
+        self.inferencer.stop()
+        self._runner.join()
+
+
+def _clients(addresses: dict[str, str], workload: str, answered: Any, ready: Any, phase: Any) -> None:
     """So many clients as threads, each with one call under way."""
     import courier
 
@@ -109,14 +148,24 @@ def _clients(address: str, workload: str, shared: bool, answered: Any, ready: An
     from rlframe.inferencers.shared_calls import InferencerClient
 
     def work() -> None:
-        remote = resolve(courier.Client(address), "inferencer", connect=InferencerClient if shared else connect)
+        remotes = [
+            resolve(courier.Client(address), "inferencer", connect=InferencerClient if way == "shared" else connect)
+            for way, address in addresses.items()
+        ]
         arguments = request(workload, ROWS)
-        remote.inference(*arguments)
-        ready.release()
-        while not stop.is_set():
+        for remote in remotes:
             remote.inference(*arguments)
-            with answered.get_lock():
-                answered.value += ROWS
+        ready.release()
+        while phase.value != STOP:
+            paused = True
+            while (way := phase.value) >= 0:
+                paused = False
+                remotes[way].inference(*arguments)
+                with answered.get_lock():
+                    answered.value += ROWS
+            if not paused:
+                ready.release()
+            time.sleep(0.01)
 
     threads = [threading.Thread(target=work) for _ in range(CLIENTS // PROCESSES)]
     for thread in threads:

@@ -1,7 +1,8 @@
 """Batching: calls that come at the same time are answered by one.
 
-There is no thread of its own. The first caller that finds the device free answers for everyone who waits; when it is
-done, the next one that waits does. So a lone caller pays for no hand-over, and many share a jitted call.
+There is no thread of its own, and hardly any work that callers do not share: each writes its rows to where the next
+call will read them, while the one before is under way, and takes its own part of the answer. The first to come is the
+one who makes the call for all of them. So a lone caller pays for no hand-over, and many share a jitted call.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Answer = tuple[AgentOutput, AgentState]
 
 TIMEOUT = CALL_TIMEOUT - 1.0  # seconds that a call waits for its turn, so that its caller hears why it got none
 _SMALLEST_BUCKET = 8  # rows
+_AT_ONCE = 2  # calls under way: one leaves cores idle at each of its seams, and while answers are taken apart
 
 
 class Batcher:
@@ -33,7 +35,7 @@ class Batcher:
 
     Args:
         agent: says what a request looks like.
-        act: gives (output, state), numpy, `[rows, ...]`. It is called by one thread at a time.
+        act: gives (output, state), numpy, `[rows, ...]`. Two threads may be in it.
         max_rows: that one call of `act` answers, unless a single request holds more.
         max_wait: seconds to wait for more requests than are there; 0 takes those that are.
         timeout: seconds after which a call that nobody had time for is refused.
@@ -53,13 +55,10 @@ class Batcher:
         self._spec = jax.tree.map(lambda leaf: specs.Array(leaf.shape[1:], leaf.dtype), template)
         leaf_specs, self._treedef = jax.tree.flatten(self._spec)
         self._leaf_specs = [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaf_specs]
-        self._rows: list[np.ndarray] = []  # [largest bucket so far, ...] for each leaf
-        self._lock = threading.Lock()
-        self._waiting: collections.deque[_Request] = collections.deque()
-        self._waiting_rows = 0
-        self._wanted = max_rows  # rows that the one who waits for more would like to have
-        self._enough = threading.Event()  # that they are there
-        self._busy = False  # somebody answers
+        self._changed = threading.Condition()  # guards all that follows
+        self._rounds: collections.deque[_Round] = collections.deque()  # that wait for their turn, the oldest first
+        self._running: list[_Round] = []  # that have had their turn and are not over
+        self._spare: list[list[np.ndarray]] = []  # memory of rounds that are over
         self._stopped = ""  # why
         self.counts = {"requests": 0, "calls": 0, "rows": 0, "padding_rows": 0}
 
@@ -70,34 +69,53 @@ class Batcher:
             UsageError: the arrays are not what the agent's specs say; no other call is touched by that.
             UnavailableError: the turn of this call did not come in time, or the Batcher was stopped.
         """
-        request = self._check(env_ids, timestep, state)
-        with self._lock:
+        leaves, rows = self._check(env_ids, timestep, state)
+        with self._changed:
             if self._stopped:
                 raise UnavailableError(self._stopped)
-            leads = not self._busy
-            self._busy = True
-            if not leads:
-                self._waiting.append(request)
-                self._waiting_rows += request.rows
-                if self._max_wait and self._waiting_rows >= self._wanted:
-                    self._enough.set()
-        if leads or self._wait(request):
-            self._lead(request)
-        if request.error is not None:
-            raise request.error
-        return request.answer
+            one = self._round_for(rows)
+            leads, start = not one.requests, one.join(rows)
+            if not leads and len(self._rounds) == 1:
+                self._changed.notify_all()  # it may be large enough now
+        if leads:
+            self._lead(one, env_ids, leaves, rows)
+        else:
+            one.write(leaves, start, rows)
+            with self._changed:
+                one.unwritten -= 1
+                if not one.unwritten:
+                    self._changed.notify_all()
+            if not one.over.wait(self._timeout):  # in the call under way, perhaps, which compiles for longer
+                raise UnavailableError(self._too_busy)
+        if one.error is not None:
+            raise one.error
+        answer = one.part(start, rows)
+        with self._changed:
+            one.unread -= 1
+            if not one.unread and one.capacity == self._max_rows:
+                self._spare.append(one.leaves)
+        return answer
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for their turn."""
+        with self._changed:
+            return sum(one.requests for one in self._rounds)
 
     def stop(self, why: str) -> None:
-        """Refuses every call that waits and all that come; the one under way is answered."""
-        with self._lock:
+        """Refuses every call that waits and all that come; those under way are answered."""
+        with self._changed:
             self._stopped = why
-            for request in self._waiting:
-                request.error = UnavailableError(why)
-                request.woken.release()
-            self._waiting.clear()
-            self._waiting_rows = 0
+            for one in self._rounds:
+                one.fail(UnavailableError(why))
+            self._rounds.clear()
+            self._changed.notify_all()
 
-    def _check(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> _Request:
+    @property
+    def _too_busy(self) -> str:
+        return f"The inference service was busy for {self._timeout:g} s. Call again."
+
+    def _check(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[list[np.ndarray], int]:
         leaves, treedef = jax.tree.flatten((timestep, state))
         rows = len(env_ids)
         if treedef != self._treedef or any(
@@ -108,101 +126,137 @@ class Batcher:
             check_tree("(timestep, state)", self._spec, (timestep, state), owner=type(self._agent).__name__)
             sizes = sorted({len(leaf) for leaf in leaves})
             raise UsageError(f"inference() got {rows} env_ids, but arrays of {sizes} rows: one of each is needed.")
-        return _Request(env_ids, leaves, rows)
+        return leaves, rows
 
-    def _wait(self, request: _Request) -> bool:
-        """Waits to be answered, or to be the next to answer (True)."""
-        if not request.woken.acquire(timeout=self._timeout):
-            with self._lock:
-                if request in self._waiting:
-                    self._waiting.remove(request)
-                    self._waiting_rows -= request.rows
-                # It may be in the call under way, which compiles for longer: that answer will be dropped.
-                if not request.leads and request.answer is None and request.error is None:
-                    raise UnavailableError(f"The inference service was busy for {self._timeout:g} s. Call again.")
-        return request.leads
+    def _round_for(self, rows: int) -> _Round:
+        """The youngest round if it has room for so many rows, else a new one."""
+        if self._rounds and self._rounds[-1].has_room(rows):
+            return self._rounds[-1]
+        capacity = max(self._max_rows, bucket_of(rows, self._max_rows))
+        if capacity == self._max_rows and self._spare:
+            leaves = self._spare.pop()
+        else:
+            leaves = [np.zeros((capacity, *shape), dtype) for shape, dtype in self._leaf_specs]
+        if self._rounds:
+            self._changed.notify_all()  # the one before is full: nobody need wait for more
+        self._rounds.append(_Round(leaves, self._max_rows))
+        return self._rounds[-1]
 
-    def _lead(self, request: _Request) -> None:
-        if self._max_wait:
-            with self._lock:
-                self._wanted = self._max_rows - request.rows
-                self._enough.clear()
-                enough = self._waiting_rows >= self._wanted
-            if not enough:
-                self._enough.wait(self._max_wait)
-        batch = self._take(request)
-        try:
-            self._answer(batch)
-        except BaseException as error:
-            for one in batch:
-                one.error = error
-        finally:
-            with self._lock:
-                self._busy = bool(self._waiting)
-                if self._busy:
-                    follower = self._waiting.popleft()
-                    self._waiting_rows -= follower.rows
-                    follower.leads = True
-                    follower.woken.release()
-            for one in batch[1:]:
-                one.woken.release()
-
-    def _take(self, request: _Request) -> list[_Request]:
-        batch, rows = [request], request.rows
-        with self._lock:
-            while self._waiting and rows + self._waiting[0].rows <= self._max_rows:
-                batch.append(self._waiting.popleft())
-                rows += batch[-1].rows
-                self._waiting_rows -= batch[-1].rows
-        return batch
-
-    def _answer(self, batch: list[_Request]) -> None:
-        rows = sum(request.rows for request in batch)
-        bucket = bucket_of(rows, self._max_rows)
-        alone = len(batch) == 1 and bucket == rows
-        leaves = batch[0].leaves if alone else self._gather(batch, bucket)
-        timestep, state = self._treedef.unflatten(leaves)
-        output, state = self._act(batch[0].env_ids, timestep, state)
-        for name, count in (("requests", len(batch)), ("calls", 1), ("rows", rows), ("padding_rows", bucket - rows)):
-            self.counts[name] += count
-        if alone:
-            batch[0].answer = output, state
+    def _lead(self, one: _Round, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
+        """Makes the call for a round when its turn comes."""
+        if not self._take_turn(one):
             return
-        answers, treedef = jax.tree.flatten((output.action, output.extras, state))
-        start = 0
-        for request in batch:
-            # Copies: a leaf that `act` only passed on may be the very rows that the next batch is gathered in.
-            own = [leaf[start : start + request.rows].copy() for leaf in answers]
-            action, extras, state = treedef.unflatten(own)
-            request.answer = AgentOutput(action, extras, output.params_version), state
-            start += request.rows
+        try:
+            bucket = bucket_of(one.rows, self._max_rows)
+            counts = {"requests": one.requests, "calls": 1, "rows": one.rows, "padding_rows": bucket - one.rows}
+            with self._changed:
+                self.counts = {name: count + counts[name] for name, count in self.counts.items()}
+            if one.requests > 1 or bucket > rows:
+                one.write(leaves, 0, rows)
+                leaves = [leaf[:bucket] for leaf in one.leaves]
+            with self._changed:
+                self._changed.wait_for(lambda: not one.unwritten)
+            one.answer = self._act(env_ids, *self._treedef.unflatten(leaves))
+        except BaseException as error:
+            one.error = error
+        finally:
+            with self._changed:
+                self._running.remove(one)
+                self._changed.notify_all()
+            one.over.set()
 
-    def _gather(self, batch: list[_Request], bucket: int) -> list[Any]:
-        if not self._rows or len(self._rows[0]) < bucket:
-            self._rows = [np.zeros((bucket, *shape), dtype) for shape, dtype in self._leaf_specs]
-        for i, rows in enumerate(self._rows):
-            start = 0
-            for request in batch:
-                rows[start : start + request.rows] = request.leaves[i]
-                start += request.rows
-        return [rows[:bucket] for rows in self._rows]
+    def _take_turn(self, one: _Round) -> bool:
+        """Waits until the round's turn has come; False where it failed meanwhile."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: one.error is not None or self._is_due(one), self._timeout)
+            if one.error is None and not came:
+                self._rounds.remove(one)
+                one.fail(UnavailableError(self._too_busy))
+                self._changed.notify_all()
+            if one.error is not None:
+                return False
+            if self._max_wait:
+                self._changed.wait_for(lambda: not one.has_room(1) or len(self._rounds) != 1, self._max_wait)
+                if one.error is not None:  # stopped
+                    return False
+            self._rounds.popleft()  # nobody joins it from here on
+            self._running.append(one)
+        return True
+
+    def _is_due(self, one: _Round) -> bool:
+        """Whether it is the oldest round, and there is room for its call. Beside another one it must be as large, or
+        full: callers come back together, and the first of them is not to go on without the others."""
+        if self._rounds[0] is not one or len(self._running) >= _AT_ONCE:
+            return False
+        return len(self._rounds) > 1 or all(one.rows >= other.rows for other in self._running)
 
 
-class _Request:
-    """A call that waits for its answer, or for its turn to give answers."""
+class _Round:
+    """Calls that are answered together, and the memory that their rows are in.
 
-    __slots__ = ("answer", "env_ids", "error", "leads", "leaves", "rows", "woken")
+    Attributes:
+        leaves: of a request, [capacity, ...] each.
+        rows, requests: that it takes in.
+        unwritten: requests whose rows are still to be written; the first one's are left to who makes the call.
+        unread: requests that have not had their answer yet.
+    """
 
-    def __init__(self, env_ids: np.ndarray, leaves: list[Any], rows: int) -> None:
-        self.env_ids, self.leaves, self.rows = env_ids, leaves, rows
+    __slots__ = (
+        "_max_rows",
+        "answer",
+        "capacity",
+        "error",
+        "leaves",
+        "over",
+        "requests",
+        "rows",
+        "unread",
+        "unwritten",
+    )
+
+    def __init__(self, leaves: list[np.ndarray], max_rows: int) -> None:
+        self.leaves, self.capacity, self._max_rows = leaves, len(leaves[0]), max_rows
+        self.rows = self.requests = self.unread = 0
+        self.unwritten = -1
         self.answer: Any = None
         self.error: BaseException | None = None
-        self.leads = False
-        self.woken = threading.Lock()
-        self.woken.acquire()
+        self.over = threading.Event()
+
+    def has_room(self, rows: int) -> bool:
+        return self.rows + rows <= self._max_rows
+
+    def join(self, rows: int) -> int:
+        """Makes room for a request; where its rows begin."""
+        start = self.rows
+        self.rows += rows
+        self.requests += 1
+        self.unwritten += 1
+        self.unread += 1
+        return start
+
+    def write(self, leaves: list[np.ndarray], start: int, rows: int) -> None:
+        for here, leaf in zip(self.leaves, leaves):
+            here[start : start + rows] = leaf
+
+    def part(self, start: int, rows: int) -> Answer:
+        """The answer to the rows from `start` on."""
+        output, state = self.answer
+        if self.requests == 1 and rows == len(jax.tree.leaves(output.action)[0]):
+            return self.answer
+        # Copies: a leaf that `act` only passed on is this memory, which is used again.
+        action, extras, state = jax.tree.map(
+            lambda leaf: leaf[start : start + rows].copy(), (output.action, output.extras, state)
+        )
+        return AgentOutput(action, extras, output.params_version), state
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.over.set()
 
 
 def bucket_of(rows: int, max_rows: int) -> int:
-    """The size that `rows` are padded to: a power of two, at least 8, or `max_rows`; what is larger, the next power."""
-    bucket = max(_SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
+    """The size that `rows` are padded to: 8, 12, 16, 24, 32, 48 and so on, or `max_rows` where the rows are no more."""
+    power = max(_SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
+    between = power * 3 // 4  # with powers of two alone, padding was a third of all rows
+    bucket = between if rows <= between and power > _SMALLEST_BUCKET else power
     return max_rows if rows <= max_rows < bucket else bucket

@@ -75,6 +75,7 @@ class Inferencer:
         self._output_packings: dict[int, Packing] = {}  # by batch size
         self._stream_of: tuple[Any, int] = (None, 0)  # (env_ids, the stream of random numbers that they have)
         self._lock = threading.Lock()  # of calls that are not a service's
+        self._counting = threading.Lock()  # no two calls draw the same random numbers
         self._batcher: Batcher | None = None  # while it is a service, and after
         self._failure: BaseException | None = None
         self._shared_calls = CallReader()
@@ -275,12 +276,15 @@ class Inferencer:
         return answer
 
     def _step(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        self._calls += 1
-        if env_ids is not self._stream_of[0]:
+        with self._counting:
+            self._calls += 1
+            calls = self._calls
+        stream_of = self._stream_of
+        if env_ids is not stream_of[0]:
             # Inferencers of one seed would draw the same numbers for all actors. A rank's stream is that of rank 0,
             # this far ahead: strides by the golden ratio keep any number of ranks apart.
-            self._stream_of = env_ids, int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
-        call = np.uint32((self._calls + self._stream_of[1]) & 0xFFFFFFFF)
+            stream_of = self._stream_of = env_ids, int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
+        call = np.uint32((calls + stream_of[1]) & 0xFFFFFFFF)
         version, params = self._acting
         packed = self._act(self._rng, call, params, timestep, state)
         output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)

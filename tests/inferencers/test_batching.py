@@ -33,16 +33,26 @@ def echo(env_ids, timestep, state):
 
 
 class Gate:
-    """`echo`, the first call of which waits until it is let through."""
+    """`echo`, whose calls wait until they are let through."""
 
     def __init__(self):
-        self.entered, self.opened, self.sizes = threading.Event(), threading.Event(), []
+        self.entered, self.opened, self.sizes = threading.Semaphore(0), threading.Event(), []
 
     def __call__(self, env_ids, timestep, state):
         self.sizes.append(len(timestep.step_type))
-        self.entered.set()
+        self.entered.release()
         assert self.opened.wait(DEADLINE)
         return echo(env_ids, timestep, state)
+
+    def occupy(self, batcher, rows):
+        """Two calls of so many rows are under way: as many as there may be."""
+        results, threads = [], []
+        for _ in range(2):
+            result, thread = call_in_threads(batcher, [request(rows)])
+            assert self.entered.acquire(timeout=DEADLINE)
+            results.append(result)
+            threads += thread
+        return results, threads
 
 
 def call_in_threads(call, requests):
@@ -86,17 +96,31 @@ def test_callers_that_come_together_are_answered_by_one_call_each_with_its_own_r
 def test_what_came_during_a_call_is_answered_by_the_next_one():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=16, max_wait=0.0, timeout=DEADLINE)
-    first, leader = call_in_threads(batcher, [request(3)])
-    assert gate.entered.wait(DEADLINE)
+    _, leader = gate.occupy(batcher, 16)
     rest, others = call_in_threads(batcher, [request(5, first=10.0 * i) for i in range(5)])
-    _until(lambda: len(batcher._waiting) == 5)
+    _until(lambda: batcher.waiting == 5)
     gate.opened.set()
     join([*leader, *others])
-    assert gate.sizes == [8, 16, 16]  # 3 rows, then three requests of 5, then two
-    assert batcher.counts == {"requests": 6, "calls": 3, "rows": 28, "padding_rows": 12}
-    np.testing.assert_array_equal(first[0][0].action, np.arange(3))
+    assert sorted(gate.sizes[2:]) == [12, 16]  # three requests of 5, and two
+    assert batcher.counts == {"requests": 7, "calls": 4, "rows": 57, "padding_rows": 3}
     for i in range(5):
         np.testing.assert_array_equal(rest[i][0].action, 10 * i + np.arange(5))
+
+
+def test_a_second_call_begins_beside_the_first_once_it_is_as_large():
+    gate = Gate()
+    batcher = Batcher(counting_agent(), gate, max_rows=32, max_wait=0.0, timeout=DEADLINE)
+    first, leader = call_in_threads(batcher, [request(10)])
+    assert gate.entered.acquire(timeout=DEADLINE)
+    some, waits = call_in_threads(batcher, [request(6, first=100.0)])
+    _until(lambda: batcher.waiting == 1)
+    more, joins = call_in_threads(batcher, [request(4, first=200.0)])
+    assert gate.entered.acquire(timeout=DEADLINE)
+    assert gate.sizes == [12, 12]
+    gate.opened.set()
+    join([*leader, *waits, *joins])
+    for (output, _), start, rows in ((first[0], 0, 10), (some[0], 100, 6), (more[0], 200, 4)):
+        np.testing.assert_array_equal(output.action, start + np.arange(rows))
 
 
 def test_an_answer_is_its_callers_own():
@@ -110,17 +134,16 @@ def test_an_answer_is_its_callers_own():
 def test_a_stop_refuses_those_who_wait_and_answers_the_one_under_way():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=DEADLINE)
-    first, leader = call_in_threads(batcher, [request(8)])
-    assert gate.entered.wait(DEADLINE)
+    first, leader = gate.occupy(batcher, 8)
     waiting, others = call_in_threads(batcher, [request(8)] * 3)
-    _until(lambda: len(batcher._waiting) == 3)
+    _until(lambda: batcher.waiting == 3)
     batcher.stop("The service has stopped.")
     join(others)
     assert [str(error) for error in waiting] == ["The service has stopped."] * 3
     assert all(isinstance(error, UnavailableError) for error in waiting)
     gate.opened.set()
     join(leader)
-    assert isinstance(first[0], tuple)
+    assert all(isinstance(answer, tuple) for [answer] in first)
     with pytest.raises(UnavailableError, match="has stopped"):
         batcher(*request(2))
 
@@ -128,15 +151,14 @@ def test_a_stop_refuses_those_who_wait_and_answers_the_one_under_way():
 def test_a_caller_that_waits_for_too_long_is_told_to_call_again_and_holds_nobody_up():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=0.05)
-    first, leader = call_in_threads(batcher, [request(8)])
-    assert gate.entered.wait(DEADLINE)
+    first, leader = gate.occupy(batcher, 8)
     with pytest.raises(UnavailableError, match=r"busy for 0.05 s. Call again"):
         batcher(*request(4))
     gate.opened.set()
     join(leader)
     output, _ = batcher(*request(4, first=50.0))
     np.testing.assert_array_equal(output.action, 50 + np.arange(4))
-    assert isinstance(first[0], tuple) and batcher.counts["requests"] == 2
+    assert all(isinstance(answer, tuple) for [answer] in first) and batcher.counts["requests"] == 3
 
 
 def test_a_request_that_does_not_fit_the_specs_fails_alone():
@@ -157,15 +179,14 @@ def test_an_error_of_the_call_reaches_everyone_in_it_and_the_next_ones_are_answe
 
     def act(*args):
         answer = gate(*args)
-        if len(gate.sizes) == 2:
+        if args[1].observation[0, 0] == 50.0:
             raise ZeroDivisionError("agent")
         return answer
 
     batcher = Batcher(counting_agent(), act, max_rows=8, max_wait=0.0, timeout=DEADLINE)
-    _, leader = call_in_threads(batcher, [request(8)])
-    assert gate.entered.wait(DEADLINE)
-    results, others = call_in_threads(batcher, [request(4)] * 2)
-    _until(lambda: len(batcher._waiting) == 2)
+    _, leader = gate.occupy(batcher, 8)
+    results, others = call_in_threads(batcher, [request(4, first=50.0)] * 2)
+    _until(lambda: batcher.waiting == 2)
     gate.opened.set()
     join([*leader, *others])
     assert [type(result) for result in results] == [ZeroDivisionError] * 2
@@ -174,14 +195,14 @@ def test_an_error_of_the_call_reaches_everyone_in_it_and_the_next_ones_are_answe
 
 @pytest.mark.parametrize(
     ("rows", "max_rows", "bucket"),
-    [(1, 64, 8), (8, 64, 8), (9, 64, 16), (33, 64, 64), (40, 48, 48), (3, 4, 4), (65, 64, 128), (200, 64, 256)],
+    [(1, 64, 8), (9, 64, 12), (13, 64, 16), (33, 64, 48), (49, 64, 64), (30, 30, 30), (3, 4, 4), (65, 64, 96)],
 )
-def test_rows_are_padded_to_powers_of_two_or_the_largest_batch(rows, max_rows, bucket):
+def test_rows_are_padded_to_powers_of_two_those_between_or_the_largest_batch(rows, max_rows, bucket):
     assert bucket_of(rows, max_rows) == bucket
 
 
 def test_any_number_of_rows_comes_to_few_sizes():
-    assert {bucket_of(rows, 256) for rows in range(1, 257)} == {8, 16, 32, 64, 128, 256}
+    assert {bucket_of(rows, 256) for rows in range(1, 257)} == {8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256}
 
 
 def _until(condition):
