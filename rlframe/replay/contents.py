@@ -77,9 +77,12 @@ class Contents:
         return {**arrays, "origin": self.timeline.used(self.origin)}
 
 
-def sizes(spec: ReplaySpec, num_envs: int, all_envs: int) -> tuple[int, int]:
-    """Returns (slots, chunk) so that the newest `spec.capacity` timesteps are always there, in whole batches."""
-    chunk = -(-min(_CHUNK, max(1, spec.capacity // 16)) // num_envs) * num_envs
+def sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16) -> tuple[int, int]:
+    """Returns (slots, chunk) so that the newest `spec.capacity` timesteps are always there, in whole batches.
+
+    A chunk, which is given up at once, is one of at least `chunks` that they are in.
+    """
+    chunk = -(-min(_CHUNK, max(1, spec.capacity // chunks)) // num_envs) * num_envs
     slots = -(-max(spec.capacity + num_envs, needed(spec, all_envs)) // num_envs) * num_envs + chunk
     return slots, chunk
 

@@ -16,7 +16,7 @@ from rlframe.replay import block
 from rlframe.replay.block import Block
 from rlframe.replay.contents import Rows, make_table
 from rlframe.replay.outputs import Outputs
-from rlframe.replay.segments import COUNT_BITS, COUNT_MASK
+from rlframe.replay.segments import COUNT_BITS, COUNT_MASK, MARGIN
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Numbers, Timeline
 from rlframe.types import Batch, ReplaySpec, StepSpec
@@ -101,6 +101,7 @@ class Mirror:
         self._is_queue = kind == "queue"
         self.cursors = [block.Cursors(0, 0, 0, 0)] * memory.num_writers
         self._versions, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
+        self._kept = [0] * memory.num_writers  # of each segment: its items from here on are in the table
         self.added = 0
         self._outputs, self._pid = Outputs(), this_process().pid
 
@@ -117,8 +118,10 @@ class Mirror:
     @property
     def is_behind(self) -> bool:
         """Whether items that it knows may be overwritten, or a writer in this process has added."""
-        for header, floor, version in zip(self._memory.headers, self._floors, self._versions):
-            if header[block.FLOOR] != floor or (header[block.PID] == self._pid and header[block.VERSION] != version):
+        for header, kept, version in zip(self._memory.headers, self._kept, self._versions):
+            floor = header[block.FLOOR]
+            is_near = floor and floor + header[block.CHUNK] > kept  # which may go while a batch is copied
+            if is_near or (header[block.PID] == self._pid and header[block.VERSION] != version):
                 return True
         return False
 
@@ -149,7 +152,7 @@ class Mirror:
         fence()
         self._floors[rank] = header[block.FLOOR]  # after the entries: those of older timesteps may be torn
         timeline.heads[rank] = mark + cursors.head
-        self._raise_floor(rank, mark + self._kept_from(rank, header))
+        self._raise_floor(rank, header)
         if isinstance(new, np.ndarray):
             self.table.append(new)
         else:
@@ -180,14 +183,14 @@ class Mirror:
             blocks.append((first, total, None if mask.all() else mask.copy()))
         return blocks
 
-    def _kept_from(self, rank: int, header: memoryview) -> int:
-        """The timestep below which items are given up. A little early, or a writer would often come round to them
-        while they are copied; not a queue's, whose writers wait."""
-        floor = self._floors[rank]
-        return floor + header[block.CHUNK] if floor and not self._is_queue else floor
-
-    def _raise_floor(self, rank: int, floor: int) -> None:
-        timeline = self.timeline
+    def _raise_floor(self, rank: int, header: memoryview) -> None:
+        """Gives items up: a little early, or a writer would often come round to them while they are copied; not those
+        of a queue, whose writers wait."""
+        kept = self._floors[rank]
+        if kept and not self._is_queue:
+            kept += MARGIN * header[block.CHUNK]
+        self._kept[rank] = kept
+        timeline, floor = self.timeline, (rank << RANK_BITS) + kept
         before = int(timeline.floors[rank])
         if floor <= before:
             return
@@ -240,7 +243,7 @@ class Mirror:
             self.cursors[rank] = cursors
             self.timeline.sizes[rank] = header[block.SLOTS]
             self.timeline.heads[rank] = mark + cursors.head
-            self._raise_floor(rank, mark + self._kept_from(rank, header))
+            self._raise_floor(rank, header)
         self.table.append(numbers[~self.timeline.gone(numbers)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
 
@@ -271,7 +274,7 @@ class Mirror:
         """[B] bool: which of the items that were just read may have been overwritten meanwhile; None if none."""
         fence()
         floors = [header[block.FLOOR] for header in self._memory.headers]
-        if floors == self._floors:
+        if all(floor <= kept for floor, kept in zip(floors, self._kept)):
             return None
         torn = (numbers & NUMBER_MASK) < np.array(floors).take(numbers >> RANK_BITS)
         return torn if torn.any() else None

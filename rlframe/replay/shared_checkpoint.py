@@ -140,6 +140,6 @@ def _check_free(
     if slots > memory.rows:
         raise CheckpointError(f"{path} was saved with a greater max_envs: a segment has {slots} slots there.")
     try:
-        contents.check_room(spec, slots, 2 * chunk, header[block.NUM_ENVS])
+        contents.check_room(spec, slots, (segments.MARGIN + 1) * chunk, header[block.NUM_ENVS])
     except UsageError as error:
         raise CheckpointError(f"{path} does not fit the writers of this buffer: {error}") from None
