@@ -9,6 +9,8 @@ from typing import Any
 
 from rlframe.errors import UsageError, suggest
 
+MAX_BATCH_SIZE = 1_000_000  # packing works with integers of so many bits
+
 
 @dataclass(frozen=True)
 class Registration:
@@ -27,8 +29,8 @@ class Registration:
     lapse_after: float = 120.0  # seconds without a sign of life after which no batch waits for an environment
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UsageError(f"batch_size is at least 1 sequence; got {self.batch_size}.")
+        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            raise UsageError(f"batch_size is from 1 to {MAX_BATCH_SIZE:,} sequences; got {self.batch_size}.")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise UsageError(f"max_staleness is 0 or more policy versions, or null; got {self.max_staleness}.")
         if self.stale not in ("keep", "discard"):
@@ -65,7 +67,7 @@ class RegisteredEnv:
     resume_token: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Added:
     """`status` is "received", "buffered" (not of its environment's group size) or "refused" (nothing was kept).
 

@@ -127,7 +127,7 @@ class Epoch:
         if batch is not None:
             self.tally.redelivered += 1
         else:
-            batch = self.form(batch_id)
+            batch = self._form(batch_id)
         if batch is None:
             return None
         batch = self.leases.hand_out(batch, consumer, until)
@@ -137,7 +137,7 @@ class Epoch:
             self.forget(batch.group_ids, batch.size_bytes)
         return batch
 
-    def form(self, batch_id: int) -> Batch | None:
+    def _form(self, batch_id: int) -> Batch | None:
         """The next batch, counted as served, or None."""
         assert self.registration is not None
         units: list[Taken] | None = None

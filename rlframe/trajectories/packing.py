@@ -27,9 +27,13 @@ def fillable(target: int, counts: Mapping[int, int], spent: int | None = None) -
     capped = _capped(target, counts, spent)
     if sum(size * count for size, count in capped) < target:
         return False
-    if len(capped) == 1:
-        return target % capped[0][0] == 0
-    return _fillable(target, capped)
+    unit = math.gcd(*(size for size, _ in capped))
+    if target % unit:
+        return False
+    smallest, count = capped[0]
+    if smallest == unit and (count + 1) * unit >= capped[-1][0]:
+        return True  # the smallest close every gap that the others leave: so it is with one size, or with powers of two
+    return _fillable(target // unit, tuple((size // unit, count) for size, count in capped))
 
 
 def usable(target: int, counts: Mapping[int, int]) -> frozenset[int]:
@@ -58,14 +62,10 @@ def _capped(target: int, counts: Mapping[int, int], spent: int | None) -> _Count
 
 @lru_cache(maxsize=16_384)
 def _fillable(target: int, counts: _Counts) -> bool:
-    unit = math.gcd(*(size for size, _ in counts))
-    if target % unit:
-        return False
-    target //= unit
     mask = (2 << target) - 1
     sums = 1
     for size, count in counts:
-        sums = _spread(sums, size // unit, count, mask)
+        sums = _spread(sums, size, count, mask)
     return bool(sums >> target & 1)
 
 

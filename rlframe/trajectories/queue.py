@@ -96,11 +96,8 @@ class Queue:
     ) -> RegisteredEnv | None:
         """An environment joins, or comes back with the `resume_token` it was given: with the same id and name.
 
-        Args:
-            max_token_length: tokens.
-            group_size: sequences.
-            min_batch_allocation: part of each batch, 0 to 1.
-            token: the resume token of a new environment, made by the caller.
+        `group_size` is in sequences, `min_batch_allocation` the part of each batch that is its own, `token` what a new
+        environment can come back with, made by the caller.
 
         Returns None where it has to wait for the trainer to start. Raises `UsageError` for values that cannot be.
         """
@@ -222,10 +219,8 @@ class Queue:
         return self._begin().leases.give_back(batch_id, consumer)
 
     def expire(self, now: float) -> list[int]:
-        """Takes back the batches whose leases have ended, and the minimum shares of environments that are silent.
-
-        Every other command with a time does so too. Returns the ids of these batches; `due` says whether to call.
-        """
+        """Takes back batches whose leases have ended, and shares of environments that are silent, as every command with
+        a time does; `due` says whether there is a need. Returns the ids of the batches."""
         return self._begin(now).leases.expired
 
     def pause(self) -> None:
@@ -267,11 +262,8 @@ class Queue:
         return views.status(self._epoch, self._epoch_number)
 
     def env_status(self, env_id: int, hold: bool = False) -> EnvStatus | None:
-        """What an environment should know; None where it is unknown.
-
-        Args:
-            hold: the caller has a reason of its own (a full store) to make it hold.
-        """
+        """What an environment should know; None where it is unknown. `hold`: the caller has a reason (a full store) to
+        make it hold."""
         return views.env_status(self._epoch, env_id, hold)
 
     def report(self, now: float) -> Report:

@@ -1,0 +1,38 @@
+"""What the tests of the queue share: short ways to say what happens."""
+
+from __future__ import annotations
+
+from rlframe.trajectories.queue import Queue
+
+SETTINGS = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 8,
+    "max_token_len": 512,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 10,
+    "starting_step": 0,
+    "num_steps": 1000,
+}
+
+
+def started(**settings) -> Queue:
+    """A queue whose trainer has registered and asked once."""
+    queue = Queue()
+    queue.register({**SETTINGS, **settings}, "uuid", 0.0)
+    queue.note_trainer()
+    return queue
+
+
+def join(queue, group_size=4, *, weight=1.0, minimum=None, name="env", length=100, resume=None, token=None, now=0.0):
+    return queue.register_env(name, length, weight, group_size, minimum, resume, token, now)
+
+
+def send(queue, *sizes, env_id=None, version=None, key=None, now=0.0):
+    """One group of each size; returns their ids."""
+    return [queue.add(size, 10 * size, 100, env_id, version, key, now).group_id for size in sizes]
+
+
+def batch_of(queue, now=0.0, **how):
+    batch = queue.take(now, **how)
+    return batch and list(batch.group_ids)
