@@ -84,6 +84,10 @@ class Lanes:
     def __iter__(self) -> Iterator[Lane]:
         return (lane for lanes in self._of_env.values() for lane in lanes.values())
 
+    def in_order(self) -> list[Lane]:
+        """All lanes, in an order that depends on nothing but what they hold."""
+        return sorted(self, key=lambda lane: (lane.env_id is None, lane.env_id or 0, lane.size))
+
     def push(self, env_id: int | None, size: int, unit: Group) -> None:
         """Puts a unit behind the others of its lane."""
         lane = self._lane(env_id, size)
@@ -142,8 +146,7 @@ class Lanes:
         return sum(sums[size] - (self._packs(own[size], largest) if size in own else 0) for size in sizes)
 
     def to_state(self) -> list[Any]:
-        lanes = sorted(self, key=lambda lane: (lane.env_id is None, lane.env_id, lane.size))
-        return [[lane.env_id, lane.size, [unit.to_state() for unit in lane.units]] for lane in lanes]
+        return [[lane.env_id, lane.size, [unit.to_state() for unit in lane.units]] for lane in self.in_order()]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Lanes:

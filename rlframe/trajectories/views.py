@@ -184,7 +184,7 @@ def _waiting(epoch: Epoch) -> list[Waiting]:
     batch_size = epoch.registration.batch_size
     waiting = []
     sizes = set(flowing(epoch))
-    for lane in epoch.lanes:
+    for lane in epoch.lanes.in_order():
         if lane.size > batch_size:
             why = f"set aside: larger than batch_size {batch_size}"
         elif lane.size not in sizes:
@@ -192,7 +192,7 @@ def _waiting(epoch: Epoch) -> list[Waiting]:
         else:
             continue
         waiting.append(Waiting(lane.env_id, lane.size, lane.groups, why))
-    for env_id, odd in epoch.buffers.items():
+    for env_id, odd in sorted(epoch.buffers.items()):
         if odd.groups:
             size = epoch.envs.all[env_id].group_size
             why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
