@@ -98,8 +98,7 @@ class Queue:
 
         `group_size` is in sequences, `min_batch_allocation` the part of each batch that is its own, `token` what a new
         environment can come back with, made by the caller.
-
-        Returns None where it has to wait for the trainer to start. Raises `UsageError` for values that cannot be.
+        None: it has to wait for the trainer to start. Raises `UsageError` for values that cannot be.
         """
         check_env(max_token_length, weight, group_size, min_batch_allocation)
         epoch = self._begin(now)
@@ -215,7 +214,7 @@ class Queue:
         return batch is not None
 
     def nack(self, batch_id: int, consumer: str | None = None) -> bool:
-        """A leased batch goes to the next who asks. With `consumer`, only where it is (still) his."""
+        """A leased batch goes to the next who asks; with `consumer`, only where it is (still) his."""
         return self._begin().leases.give_back(batch_id, consumer)
 
     def expire(self, now: float) -> list[int]:

@@ -165,6 +165,15 @@ def test_a_share_does_not_wait_for_what_nobody_who_has_one_sends():
     assert batch_of(queue) == [1, 2]
 
 
+def test_an_attempt_that_has_to_wait_leaves_the_order_as_it_was():
+    queue = started()
+    a, b = join(queue, 2, minimum=0.5).env_id, join(queue, 4, minimum=0.5).env_id
+    send(queue, *[2] * 5, env_id=a)
+    assert batch_of(queue) is None
+    send(queue, 4, env_id=b)
+    assert batch_of(queue) == [0, 1, 5]
+
+
 # Environments.
 
 
