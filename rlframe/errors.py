@@ -34,6 +34,10 @@ class CheckpointError(RlframeError):
     """A checkpoint could not be read or written. What was saved before is untouched."""
 
 
+class StoreError(RlframeError):
+    """A store of trajectories is damaged, in use, another program's, or lost what it had acknowledged. Names it."""
+
+
 class PeerError(RlframeError):
     """Another process did not answer within its deadline. Names it, the call, and how long was waited."""
 

@@ -1,0 +1,161 @@
+"""Group commit: one thread writes; what came while it wrote goes into its next commit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rlframe.errors import StoreError, UnavailableError
+
+MAX_WAITING_BYTES = 256 << 20  # in memory, beside what is being written
+MAX_COMMIT_BYTES = 16 << 20  # what one commit writes, unless a single append is larger
+MAX_COMMIT_RECORDS = 1024
+CLOSE_DEADLINE = 60.0  # seconds for the last commits; each one has a deadline of its own where a network is involved
+
+
+@dataclass(frozen=True)
+class Append:
+    record: bytes
+    payload: bytes | None
+    future: Future[int]
+    since: float  # time.monotonic()
+
+    @property
+    def size(self) -> int:
+        return len(self.record) + len(self.payload or b"")
+
+
+@dataclass
+class Commit:
+    """What is written together: all of it, or none."""
+
+    appends: list[Append] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)  # positions of payloads
+    snapshot: tuple[int, bytes] | None = None
+
+
+class GroupCommit:
+    """Hands out appends, forgotten positions and snapshots to `write`, in order, from one thread.
+
+    Args:
+        name: what messages call the store.
+        write: makes a `Commit` durable, and returns the position of its first append (the others follow it).
+            An error of its is that of all futures of the commit; after a `StoreError` nothing is written any more.
+    """
+
+    def __init__(self, name: str, write: Callable[[Commit], int]) -> None:
+        self._name = name
+        self._write = write
+        self._changed = threading.Condition()
+        self._appends: deque[Append] = deque()
+        self._waiting_bytes = 0
+        self._forgotten: list[int] = []
+        self._snapshots: list[tuple[int, bytes, Future[None]]] = []
+        self._due = False  # not set for positions whose commit failed: they wait for the next occasion
+        self._closed = False
+        self._failed: StoreError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"writer of {name}", daemon=True)
+        self._thread.start()
+
+    def append(self, record: bytes, payload: bytes | None) -> Future[int]:
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: it may be on its way to disk
+        append = Append(record, payload, future, time.monotonic())
+        with self._changed:
+            self._check_open()
+            if self._appends and self._waiting_bytes + append.size > MAX_WAITING_BYTES:
+                raise UnavailableError(
+                    f"{self._name} is behind: {self._waiting_bytes >> 20} MB wait to be written. Send it again later."
+                )
+            self._appends.append(append)
+            self._waiting_bytes += append.size
+            self._wake()
+        return future
+
+    def forget(self, positions: Iterable[int]) -> None:
+        with self._changed:
+            self._check_open()
+            self._forgotten.extend(positions)
+            self._wake()
+
+    def snapshot(self, position: int, state: bytes) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        with self._changed:
+            self._check_open()
+            self._snapshots.append((position, state, future))
+            self._wake()
+        return future
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_DEADLINE)
+        if self._thread.is_alive():
+            raise UnavailableError(f"{self._name} did not write what was left within {CLOSE_DEADLINE:.0f} s.")
+
+    def _check_open(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._closed:
+            raise UnavailableError(f"{self._name} is closed.")
+
+    def _wake(self) -> None:
+        self._due = True
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due or self._closed)
+                if not self._due:
+                    return
+                commit, snapshots = self._take()
+            self._carry_out(commit, snapshots)
+            del commit, snapshots  # the payloads: this thread may now wait for a long time
+
+    def _take(self) -> tuple[Commit, list[Future[None]]]:
+        commit, size = Commit(), 0
+        while self._appends and len(commit.appends) < MAX_COMMIT_RECORDS:
+            size += self._appends[0].size
+            if commit.appends and size > MAX_COMMIT_BYTES:
+                break
+            commit.appends.append(self._appends.popleft())
+            self._waiting_bytes -= commit.appends[-1].size
+        commit.forgotten, self._forgotten = self._forgotten, []
+        snapshots, self._snapshots = self._snapshots, []
+        if snapshots:
+            commit.snapshot = max(((position, state) for position, state, _ in snapshots), key=lambda one: one[0])
+        self._due = bool(self._appends)
+        return commit, [future for _, _, future in snapshots]
+
+    def _carry_out(self, commit: Commit, snapshots: list[Future[None]]) -> None:
+        try:
+            if self._failed is not None:
+                raise self._failed
+            first = self._write(commit)
+        except Exception as error:
+            self._give_up(commit, snapshots, error)
+            return
+        for position, append in enumerate(commit.appends, start=first):
+            append.future.set_result(position)
+        for future in snapshots:
+            future.set_result(None)
+
+    def _give_up(self, commit: Commit, snapshots: list[Future[None]], error: Exception) -> None:
+        with self._changed:
+            if isinstance(error, StoreError):
+                self._failed = error
+            self._forgotten += commit.forgotten
+        for future in [append.future for append in commit.appends] + snapshots:
+            future.set_exception(error)
+        # Where the disk is full, giving back space must not wait for an append that fits.
+        if isinstance(error, UnavailableError) and commit.forgotten and (commit.appends or commit.snapshot):
+            with self._changed:
+                forgotten, self._forgotten = self._forgotten, []
+            self._carry_out(Commit(forgotten=forgotten), [])

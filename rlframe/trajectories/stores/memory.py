@@ -1,0 +1,89 @@
+"""A store in this process's memory: for tests, and for runs whose data may go with the process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+from rlframe.errors import UnavailableError
+from rlframe.trajectories.stores.base import Stats, check_range
+
+
+class MemoryStore:
+    """The contract of `Store` without durability: `snapshot` serves to drop records, nothing else."""
+
+    shared = False
+    durability = "Nothing survives the end of this process."
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._first = 1  # the position of the first record that is kept
+        self._records: list[bytes] = []
+        self._payloads: dict[int, bytes] = {}
+        self._payload_bytes = 0
+        self._snapshot: tuple[int, bytes] | None = None
+        self._closed = False
+
+    def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
+        future: Future[int] = Future()
+        with self._changed:
+            if self._closed:
+                raise UnavailableError("The trajectory store in memory is closed.")
+            self._records.append(record)
+            if payload is not None:
+                self._payloads[self._last] = payload
+                self._payload_bytes += len(payload)
+            future.set_result(self._last)
+            self._changed.notify_all()
+        return future
+
+    def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
+        with self._changed:
+            first = max(after + 1, self._first)
+            check_range(after, first, self._last, "The trajectory store in memory")
+            found = self._records[first - self._first :][:limit]
+        return list(enumerate(found, start=first))
+
+    def wait(self, after: int, timeout: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._last > after or self._closed, timeout)
+            return self._last > after
+
+    def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
+        return [self._payloads.get(position) for position in positions]
+
+    def forget(self, positions: Iterable[int]) -> None:
+        with self._changed:
+            for position in positions:
+                self._payload_bytes -= len(self._payloads.pop(position, b""))
+
+    def held(self) -> list[int]:
+        with self._changed:
+            return list(self._payloads)
+
+    def snapshot(self, position: int, state: bytes) -> Future[None]:
+        done: Future[None] = Future()
+        with self._changed:
+            if self._snapshot is None or position > self._snapshot[0]:
+                self._snapshot = (position, state)
+                del self._records[: position + 1 - self._first]
+                self._first = position + 1
+        done.set_result(None)
+        return done
+
+    def load(self) -> tuple[int, bytes] | None:
+        return self._snapshot
+
+    def stats(self) -> Stats:
+        with self._changed:
+            return Stats(len(self._payloads), self._payload_bytes)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def _last(self) -> int:
+        return self._first + len(self._records) - 1

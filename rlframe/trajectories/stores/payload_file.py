@@ -1,0 +1,120 @@
+"""The file beside a SQLite database that holds its large values: written once, read, and its space used again.
+
+SQLite would write each of them three times (from page to page in memory, to the log, from there to the database): it
+took three to four times as long per group. Here a value is written once, at a free place, before the row that names the place
+is committed. Whatever a crash leaves of one that was not committed lies in free space. The place of a value is free
+again only after the deletion of its row was committed, so no row ever names a place that another value was written to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import crc32c
+
+from rlframe.errors import StoreError
+from rlframe.trajectories.stores.extents import BLOCK, Extents
+
+_MAGIC = b"rlframe payloads 1\n"
+_HEADER = re.compile(rb"rlframe payloads (\d+)\nid ([0-9a-f]{32})\nowner *(\d+)\n")
+_SPARE = 64 << 20  # bytes of free space at its end that the file keeps: growing costs more than overwriting
+
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
+
+
+class Place(NamedTuple):
+    """Where a value lies, and the CRC-32C of its bytes."""
+
+    offset: int
+    length: int
+    crc: int
+
+
+class PayloadFile:
+    """Opens the file at `path`, or creates it, and owns it until `close`, or until this process dies.
+
+    Raises:
+        StoreError: another process owns it, or it is something else.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._lock()
+            self.created = os.fstat(self._fd).st_size == 0
+            self.id = secrets.token_hex(16) if self.created else self._read_id()
+            self._write_all(b"%sid %s\nowner %20d\n" % (_MAGIC, self.id.encode(), os.getpid()), 0)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._extents = Extents(BLOCK)
+        self._size = os.fstat(self._fd).st_size
+
+    def occupy(self, places: Iterable[Place]) -> None:
+        """Says what is in use; everything else is free."""
+        self._extents = Extents(BLOCK, [(place.offset, place.length) for place in places])
+
+    def write(self, value: bytes) -> Place:
+        """Writes a value where there is room. It is durable after `sync`."""
+        offset = self._extents.take(len(value))
+        try:
+            self._write_all(value, offset)
+        except BaseException:
+            self._extents.give_back(offset, len(value))
+            raise
+        self._size = max(self._size, offset + len(value))
+        return Place(offset, len(value), crc32c.crc32c(value))
+
+    def read(self, place: Place) -> bytes | None:
+        """The value at a place; None if it is not what was written there."""
+        value = os.pread(self._fd, place.length, place.offset)
+        return value if len(value) == place.length and crc32c.crc32c(value) == place.crc else None
+
+    def give_back(self, place: Place) -> None:
+        """Lets other values be written to a place."""
+        self._extents.give_back(place.offset, place.length)
+        if self._size > self._extents.end + _SPARE:
+            os.ftruncate(self._fd, self._extents.end)
+            self._size = self._extents.end
+
+    def sync(self) -> None:
+        """Has the device write everything down."""
+        _sync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write_all(self, value: bytes, offset: int) -> None:
+        view = memoryview(value)
+        while view:
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the process dies
+        except BlockingIOError:
+            header = _HEADER.match(os.pread(self._fd, BLOCK, 0))
+            owner = f"process {int(header[3])}" if header else "another process"
+            if header and int(header[3]) == os.getpid():
+                owner = f"this process ({os.getpid()}), which opened it before"
+            raise StoreError(
+                f"{self.path} is in use by {owner}. One process at a time may have a SQLite store; "
+                "several service processes can share a Redis: --store redis://HOST:PORT."
+            ) from None
+
+    def _read_id(self) -> str:
+        header = _HEADER.match(os.pread(self._fd, BLOCK, 0))
+        if header is None:
+            raise StoreError(f"{self.path} should hold the payloads of a trajectory store, but is something else.")
+        if header[1] != b"1":
+            raise StoreError(f"{self.path} has format {int(header[1])}; this version of rlframe reads format 1.")
+        return header[2].decode()

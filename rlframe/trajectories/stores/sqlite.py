@@ -1,0 +1,286 @@
+"""A durable store in two files: a SQLite database (the log, and where payloads lie) and the payloads beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+from rlframe.errors import StoreError, UnavailableError, UsageError
+from rlframe.trajectories.stores.base import Stats, check_range
+from rlframe.trajectories.stores.group_commit import Commit, GroupCommit
+from rlframe.trajectories.stores.payload_file import PayloadFile, Place
+
+_APPLICATION_ID = 0x726C7472  # "rltr": whose database it is, in its header
+_FORMAT = 1
+_DROPPED_AT_ONCE = 5000  # records that one commit deletes: a few milliseconds, however many a snapshot leaves behind
+
+# `state` has one row: the id of the payload file, and the last snapshot with its place there.
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE log (position INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE payloads (position INTEGER PRIMARY KEY, "offset" INTEGER, length INTEGER, crc INTEGER);
+CREATE TABLE state (file_id TEXT, position INTEGER, "offset" INTEGER, length INTEGER, crc INTEGER);
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {_FORMAT};
+"""
+
+_log = logging.getLogger(__name__)
+
+
+class SQLiteStore:
+    """The contract of `Store` for one service process. What was acknowledged survives its kill -9.
+
+    Args:
+        path: the database; it is created if it is not there. Its payloads are in `path` + "-payloads".
+        sync: whether an append is acknowledged only once the device has written it down, so that it survives the
+            loss of power too. Otherwise the system writes it down within its usual half minute, and after a loss of
+            power the log ends a little earlier; a payload that did not reach the device is None, never wrong.
+            A snapshot is always written down.
+
+    Raises:
+        UsageError: the path cannot be a store.
+        StoreError: another process has it open, it is another program's, of another format, or damaged.
+    """
+
+    shared = False
+
+    def __init__(self, path: str | os.PathLike[str], *, sync: bool) -> None:
+        self.durability = (
+            "What was acknowledged survives the death of this process and the loss of power."
+            if sync
+            else "What was acknowledged survives the death of this process, not the loss of power."
+        )
+        self._sync = sync
+        self._path = os.fspath(path)
+        self._name = f"The trajectory store {self._path}"
+        self._changed = threading.Condition()
+        self._closed = False
+        self._reading = threading.Lock()
+        with contextlib.ExitStack() as undo, self._opening():
+            self._file = PayloadFile(self._path + "-payloads")
+            undo.callback(self._file.close)
+            with contextlib.ExitStack() as new:
+                if self._file.created:
+                    new.callback(os.unlink, self._file.path)
+                self._writer = self._connect()
+                undo.callback(self._writer.close)
+                self._prepare()
+                new.pop_all()
+            self._reader = self._connect()
+            self._recover()
+            undo.pop_all()
+        self._commits = GroupCommit(self._name, self._write)
+
+    def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
+        return self._commits.append(record, payload)
+
+    def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
+        last = self._last  # before the query: what it finds cannot be less
+        with self._reading:
+            found = self._reader.execute(
+                "SELECT position, record FROM log WHERE position > ? ORDER BY position LIMIT ?", (after, limit)
+            ).fetchall()
+        check_range(after, found[0][0] if found else None, last, self._name)
+        return found
+
+    def wait(self, after: int, timeout: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._last > after or self._closed, timeout)
+            return self._last > after
+
+    def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
+        return [self._payload(position) for position in positions]
+
+    def forget(self, positions: Iterable[int]) -> None:
+        with self._changed:
+            dropped = [position for position in positions if position in self._places]
+            for position in dropped:
+                place = self._places.pop(position)
+                self._forgotten[position] = place
+                self._payload_bytes -= place.length
+        if dropped:
+            self._commits.forget(dropped)
+
+    def held(self) -> list[int]:
+        with self._changed:
+            return sorted(self._places)
+
+    def snapshot(self, position: int, state: bytes) -> Future[None]:
+        return self._commits.snapshot(position, state)
+
+    def load(self) -> tuple[int, bytes] | None:
+        with self._changed:  # else another snapshot could be written to its place meanwhile
+            if self._snapshot is None:
+                return None
+            position, place = self._snapshot
+            state = self._file.read(place)
+        if state is None:
+            raise StoreError(f"{self._name} is damaged: its snapshot in {self._file.path} is not what was written.")
+        return position, state
+
+    def stats(self) -> Stats:
+        with self._changed:
+            return Stats(len(self._places), self._payload_bytes)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._commits.close()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with self._reading:
+            self._reader.close()
+        self._writer.close()  # the last connection: SQLite removes its log
+        self._file.close()
+
+    def _payload(self, position: int) -> bytes | None:
+        place = self._places.get(position)
+        value = self._file.read(place) if place else None
+        if self._places.get(position) is not place:  # forgotten meanwhile: something else may lie there now
+            return None
+        if place and value is None:
+            _log.error("%s: the payload at position %d is damaged.", self._name, position)
+        return value
+
+    # Opening
+
+    @contextlib.contextmanager
+    def _opening(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if error.args and "not a database" in error.args[0]:
+                raise StoreError(f"{self._path} is not a SQLite database. Name a new file, or none.") from error
+            raise StoreError(f"{self._name} cannot be opened: {error}.") from error
+        except OSError as error:
+            reason = "its directory does not exist" if error.errno == errno.ENOENT else error.strerror
+            raise UsageError(f"{self._name} cannot be opened: {reason}. Name a file that can be written.") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        if os.path.isdir(self._path):
+            raise UsageError(f"{self._path} is a directory. Name a file in it, such as {self._path}/trajectories.db.")
+        return sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
+
+    def _prepare(self) -> None:
+        """Creates the tables, or makes sure that they are ours."""
+        one = self._writer.execute
+        if one("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            self._writer.executescript(_SCHEMA)
+            one("INSERT INTO state (file_id) VALUES (?)", (self._file.id,))
+            self._file.sync()
+            one("COMMIT")
+        if one("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
+            raise StoreError(f"{self._path} is the database of another program. Name a new file.")
+        if (version := one("PRAGMA user_version").fetchone()[0]) != _FORMAT:
+            raise StoreError(f"{self._path} has format {version}; this version of rlframe reads format {_FORMAT}.")
+        if one("SELECT file_id FROM state").fetchone()[0] != self._file.id:
+            raise StoreError(f"{self._file.path} does not belong to {self._path}: move or copy the two together.")
+        one("PRAGMA journal_mode = WAL")
+        self._set_sync(self._sync)
+
+    def _set_sync(self, sync: bool) -> None:
+        self._writer.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+
+    def _recover(self) -> None:
+        """Finds out what is there."""
+        self._places = {row[0]: Place(*row[1:]) for row in self._writer.execute("SELECT * FROM payloads")}
+        self._payload_bytes = sum(place.length for place in self._places.values())
+        self._forgotten: dict[int, Place] = {}
+        position, *place = self._writer.execute('SELECT position, "offset", length, crc FROM state').fetchone()
+        self._snapshot = None if position is None else (position, Place(*place))
+        used = list(self._places.values()) + ([self._snapshot[1]] if self._snapshot else [])
+        self._file.occupy(used)
+        newest = self._writer.execute("SELECT max(position) FROM log").fetchone()[0]
+        self._last = max(newest or 0, position or 0)
+
+    # Writing: on the thread of `GroupCommit`
+
+    def _write(self, commit: Commit) -> int:
+        first = self._last + 1
+        new: dict[int, Place] = {}
+        snapshot = self._newer(commit.snapshot)
+        written: list[Place] = []
+        try:
+            for position, append in enumerate(commit.appends, start=first):
+                if append.payload is not None:
+                    new[position] = self._file.write(append.payload)
+                    written.append(new[position])
+            state = self._file.write(snapshot[1]) if snapshot else None
+            if state:
+                written.append(state)
+            if written and (self._sync or state):
+                self._file.sync()
+            records = [(position, append.record) for position, append in enumerate(commit.appends, start=first)]
+            self._commit(records, new, commit.forgotten, (snapshot[0], state) if snapshot and state else None)
+        except Exception as error:
+            for place in written:
+                self._file.give_back(place)
+            raise self._explained(error) from error
+        freed = [self._forgotten.pop(position) for position in commit.forgotten]
+        with self._changed:
+            self._places.update(new)
+            self._payload_bytes += sum(place.length for place in new.values())
+            self._last += len(commit.appends)
+            if snapshot and state:
+                freed += [self._snapshot[1]] if self._snapshot else []
+                self._snapshot = (snapshot[0], state)
+            self._changed.notify_all()
+            for place in freed:
+                self._file.give_back(place)
+        return first
+
+    def _newer(self, snapshot: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
+        """The snapshot, if it is newer than the one there is."""
+        return snapshot if snapshot and (self._snapshot is None or snapshot[0] > self._snapshot[0]) else None
+
+    def _commit(
+        self,
+        records: list[tuple[int, bytes]],
+        new: dict[int, Place],
+        forgotten: list[int],
+        snapshot: tuple[int, Place] | None,
+    ) -> None:
+        many = self._writer.executemany
+        if snapshot:  # the place of the one before is free after this: the loss of power must not bring it back
+            self._set_sync(True)
+        try:
+            with self._transaction():
+                many("INSERT INTO log VALUES (?, ?)", records)
+                many("INSERT INTO payloads VALUES (?, ?, ?, ?)", [(at, *place) for at, place in new.items()])
+                many("DELETE FROM payloads WHERE position = ?", [(position,) for position in forgotten])
+                if snapshot:
+                    many(
+                        'UPDATE state SET position = ?, "offset" = ?, length = ?, crc = ?', [(snapshot[0], *snapshot[1])]
+                    )
+                dropped_to = snapshot[0] if snapshot else self._snapshot[0] if self._snapshot else 0
+                many(
+                    "DELETE FROM log WHERE position IN (SELECT position FROM log WHERE position <= ? LIMIT ?)",
+                    [(dropped_to, _DROPPED_AT_ONCE)],
+                )
+        finally:
+            if snapshot:
+                self._set_sync(self._sync)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._writer.execute("COMMIT")
+        except BaseException:
+            if self._writer.in_transaction:  # some errors roll back by themselves
+                self._writer.execute("ROLLBACK")
+            raise
+
+    def _explained(self, error: Exception) -> Exception:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
+            return UnavailableError(f"{self._name} cannot grow: {error}. Make room on its disk.")
+        return StoreError(f"{self._name} failed, and takes nothing more: {error}. Restart the service.")
