@@ -1,0 +1,49 @@
+"""Where the trajectory service keeps its log and its payloads: memory, SQLite, or Redis."""
+
+from __future__ import annotations
+
+from rlframe.errors import UsageError, suggest
+from rlframe.trajectories.stores.base import RecordsDroppedError, Stats, Store
+
+__all__ = ["RecordsDroppedError", "Stats", "Store", "open_store"]
+
+_KINDS = ("sqlite", "memory", "redis", "rediss")
+
+
+def open_store(url: str) -> Store:
+    """Opens the store that a URL names.
+
+    Args:
+        url: `sqlite:PATH`, `memory`, or `redis://HOST:PORT/DATABASE` (`rediss://` for TLS). `sqlite:PATH?sync=off`
+            acknowledges before the device has written: faster, and the last seconds are lost when power is.
+
+    Raises:
+        UsageError: the URL names no store, or one that cannot be there.
+        StoreError: the store is in use, another program's, of another format, or damaged.
+        PeerError: the Redis server does not answer.
+    """
+    kind, _, rest = url.partition(":")
+    if kind == "memory" and not rest:
+        from rlframe.trajectories.stores.memory import MemoryStore
+
+        return MemoryStore()
+    if kind == "sqlite" and rest:
+        from rlframe.trajectories.stores.sqlite import SQLiteStore
+
+        path, _, option = rest.partition("?")
+        if option not in ("", "sync=on", "sync=off"):
+            raise UsageError(f"The store sqlite:{path} has the option sync=on or sync=off, not {option!r}.")
+        return SQLiteStore(path, sync=option != "sync=off")
+    if kind in ("redis", "rediss") and rest:
+        try:
+            from rlframe.trajectories.stores.redis import RedisStore
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "A store in Redis needs the package redis: pip install 'rlframe[trajectories]'."
+            ) from error
+
+        return RedisStore(url)
+    # Not the whole URL: it may hold a password.
+    raise UsageError(
+        f"{kind!r} names no store.{suggest(kind, _KINDS)} Stores are sqlite:PATH, memory, and redis://HOST:PORT."
+    )

@@ -135,27 +135,31 @@ class GroupCommit:
         return commit, [future for _, _, future in snapshots]
 
     def _carry_out(self, commit: Commit, snapshots: list[Future[None]]) -> None:
+        futures = [append.future for append in commit.appends]
         try:
             if self._failed is not None:
                 raise self._failed
-            first = self._write(commit)
+            first = self._write_making_room(commit)
         except Exception as error:
-            self._give_up(commit, snapshots, error)
-            return
-        for position, append in enumerate(commit.appends, start=first):
-            append.future.set_result(position)
-        for future in snapshots:
-            future.set_result(None)
-
-    def _give_up(self, commit: Commit, snapshots: list[Future[None]], error: Exception) -> None:
-        with self._changed:
-            if isinstance(error, StoreError):
-                self._failed = error
-            self._forgotten += commit.forgotten
-        for future in [append.future for append in commit.appends] + snapshots:
-            future.set_exception(error)
-        # Where the disk is full, giving back space must not wait for an append that fits.
-        if isinstance(error, UnavailableError) and commit.forgotten and (commit.appends or commit.snapshot):
             with self._changed:
-                forgotten, self._forgotten = self._forgotten, []
-            self._carry_out(Commit(forgotten=forgotten), [])
+                if isinstance(error, StoreError):
+                    self._failed = error
+                self._forgotten += commit.forgotten
+            for future in futures + snapshots:
+                future.set_exception(error)
+            return
+        for position, done in enumerate(futures, start=first):
+            done.set_result(position)
+        for taken in snapshots:
+            taken.set_result(None)
+
+    def _write_making_room(self, commit: Commit) -> int:
+        try:
+            return self._write(commit)
+        except UnavailableError:
+            if not commit.forgotten or not (commit.appends or commit.snapshot):
+                raise
+            # Where the disk is full, space is given back first, whether or not the appends then fit.
+            self._write(Commit(forgotten=commit.forgotten))
+            commit.forgotten = []
+            return self._write(commit)

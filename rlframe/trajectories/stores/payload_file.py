@@ -1,9 +1,9 @@
 """The file beside a SQLite database that holds its large values: written once, read, and its space used again.
 
-SQLite would write each of them three times (from page to page in memory, to the log, from there to the database): it
-took three to four times as long per group. Here a value is written once, at a free place, before the row that names the place
-is committed. Whatever a crash leaves of one that was not committed lies in free space. The place of a value is free
-again only after the deletion of its row was committed, so no row ever names a place that another value was written to.
+In a SQLite table, each of them would be written twice, page by page, and take several times as long. Here a value is
+written once, at a free place, before the row that names the place is committed. What a crash leaves of one whose row
+was not committed lies in free space. A place is free again only after the deletion of its row was committed, so no row
+ever names a place that another value was written to.
 """
 
 from __future__ import annotations

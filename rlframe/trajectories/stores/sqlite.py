@@ -181,7 +181,8 @@ class SQLiteStore:
         if (version := one("PRAGMA user_version").fetchone()[0]) != _FORMAT:
             raise StoreError(f"{self._path} has format {version}; this version of rlframe reads format {_FORMAT}.")
         if one("SELECT file_id FROM state").fetchone()[0] != self._file.id:
-            raise StoreError(f"{self._file.path} does not belong to {self._path}: move or copy the two together.")
+            wrong = "is missing" if self._file.created else f"does not belong to {self._path}"
+            raise StoreError(f"{self._file.path} {wrong}. Move or copy the two files together.")
         one("PRAGMA journal_mode = WAL")
         self._set_sync(self._sync)
 
@@ -257,7 +258,8 @@ class SQLiteStore:
                 many("DELETE FROM payloads WHERE position = ?", [(position,) for position in forgotten])
                 if snapshot:
                     many(
-                        'UPDATE state SET position = ?, "offset" = ?, length = ?, crc = ?', [(snapshot[0], *snapshot[1])]
+                        'UPDATE state SET position = ?, "offset" = ?, length = ?, crc = ?',
+                        [(snapshot[0], *snapshot[1])],
                     )
                 dropped_to = snapshot[0] if snapshot else self._snapshot[0] if self._snapshot else 0
                 many(

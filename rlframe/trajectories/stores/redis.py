@@ -1,0 +1,294 @@
+"""A store in a Redis server, which several service processes share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
+from rlframe.trajectories.stores.base import RecordsDroppedError, Stats
+from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommit
+
+DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait
+_ATTEMPT = 5.0  # seconds for the server to send or take in the next bytes
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between attempts, doubled from one to the next
+_WAIT = 1.0  # seconds that one blocking read waits: a closed store is noticed after this
+_AT_ONCE = 64  # payloads that one answer carries
+_WRITER_EXPIRES = 86_400  # seconds for which the last commit of a process is remembered: many deadlines
+_FORMAT = b"1"
+
+_PREFIX = "rlframe:trajectories:"
+_META = _PREFIX + "meta"  # hash: format, position (the last one given), payload_bytes
+_LOG = _PREFIX + "log"  # stream: POSITION-0 -> record, by (which commit of which process)
+_PAYLOADS = _PREFIX + "payloads"  # hash: position -> payload
+_SNAPSHOT = _PREFIX + "snapshot"  # hash: position, state
+
+# A commit is numbered within its process, so that one that is sent again after a lost answer is told from a new one,
+# and one that was given up and arrives late is refused.
+_APPEND = """
+local writer = redis.call('HMGET', KEYS[4], 'commit', 'first')
+local last, commit = tonumber(writer[1] or 0), tonumber(ARGV[1])
+if commit == last then return tonumber(writer[2]) end
+if commit < last then return redis.error_reply('LATE this commit was given up') end
+local with_payload, next_payload, size = ARGV[4], 5 + #ARGV[4], 0
+local first = redis.call('HINCRBY', KEYS[1], 'position', #with_payload) - #with_payload + 1
+for i = 1, #with_payload do
+  local position = string.format('%.0f', first + i - 1)
+  redis.call('XADD', KEYS[2], position .. '-0', 'record', ARGV[4 + i], 'by', ARGV[2])
+  if string.sub(with_payload, i, i) == '1' then
+    redis.call('HSET', KEYS[3], position, ARGV[next_payload])
+    size = size + #ARGV[next_payload]
+    next_payload = next_payload + 1
+  end
+end
+redis.call('HINCRBY', KEYS[1], 'payload_bytes', size)
+redis.call('HSET', KEYS[4], 'commit', ARGV[1], 'first', string.format('%.0f', first))
+redis.call('EXPIRE', KEYS[4], ARGV[3])
+return first
+"""
+
+_FORGET = """
+for _, position in ipairs(ARGV) do
+  local size = redis.call('HSTRLEN', KEYS[2], position)
+  if redis.call('HDEL', KEYS[2], position) == 1 then redis.call('HINCRBY', KEYS[1], 'payload_bytes', -size) end
+end
+return 0
+"""
+
+# Records since the snapshot before stay, so that a process that is a little behind need not load this one; so does the
+# record at its position: whoever reads on from there makes sure that the log is still the same.
+_TAKE_SNAPSHOT = """
+local before = tonumber(redis.call('HGET', KEYS[1], 'position') or 0)
+if tonumber(ARGV[1]) <= before then return 0 end
+redis.call('HSET', KEYS[1], 'position', ARGV[1], 'state', ARGV[2])
+if before > 0 then redis.call('XTRIM', KEYS[2], 'MINID', string.format('%.0f', before) .. '-0') end
+return 1
+"""
+
+_UNANSWERED = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class RedisStore:
+    """The contract of `Store` for several processes. The server's persistence decides what survives its death.
+
+    Calls are repeated while the server does not answer, until a deadline; an append is applied once all the same.
+
+    Args:
+        url: redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], or rediss:// for TLS. One service has a database.
+        deadline: seconds for a call, or from an append to its acknowledgement, with all repetitions.
+
+    Raises:
+        UsageError: the URL is not one, or the server refuses the credentials.
+        PeerError: the server does not answer.
+        StoreError: the server would throw data away when its memory is full, or holds another format.
+    """
+
+    shared = True
+
+    def __init__(self, url: str, *, deadline: float = DEADLINE) -> None:
+        self._deadline = deadline
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=max(2 * _WAIT, min(_ATTEMPT, deadline)),
+                socket_connect_timeout=min(_ATTEMPT, deadline),
+                retry=Retry(NoBackoff(), 0),  # repetitions are ours: theirs know no deadline
+                decode_responses=False,
+            )
+        except ValueError as error:
+            raise UsageError(f"The store's URL is not that of a Redis: {error}.") from error
+        options = self._redis.connection_pool.connection_kwargs
+        self._name = f"Redis at {options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        self._append = self._redis.register_script(_APPEND)
+        self._forget = self._redis.register_script(_FORGET)
+        self._take_snapshot = self._redis.register_script(_TAKE_SNAPSHOT)
+        self._writer = secrets.token_hex(8)
+        self._commit_number = 0
+        self._newest = 0  # the highest position that this process was given
+        self._seen: tuple[int, bytes] | None = None  # the last record that `read` gave, and who appended it
+        self._closed = False
+        try:
+            self.durability = self._call("opening it", self._prepare)
+        except BaseException:
+            self._redis.close()
+            raise
+        self._commits = GroupCommit(self._name, self._write)
+
+    def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
+        return self._commits.append(record, payload)
+
+    def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
+        # The record at `after` comes too: if it is not the one that was read, the server lost what it had acknowledged.
+        count = limit + (after > 0)
+        found = self._call("reading the log", lambda: self._redis.xrange(_LOG, f"{after}-0", "+", count))
+        entries = [(int(name.partition(b"-")[0]), fields[b"record"], fields[b"by"]) for name, fields in found]
+        here = entries.pop(0) if after and entries and entries[0][0] == after else None
+        seen = self._seen
+        changed = here and seen and here[0] == seen[0] and here[2] != seen[1]
+        if changed or (after and not here and not entries):
+            raise StoreError(
+                f"{self._name} lost records that it had acknowledged: its log is no longer the one that was read up to "
+                f"position {after}. Restart the service; it then goes on from what Redis has. To keep every record, "
+                "set `appendonly yes` and `appendfsync always` in Redis."
+            )
+        if (after and not here) or (entries and entries[0][0] != after + 1):
+            raise RecordsDroppedError(f"{self._name} no longer has all records after {after}: load the snapshot.")
+        if entries:
+            self._seen = (entries[-1][0], entries[-1][2])
+        return [(position, record) for position, record, _ in entries]
+
+    def wait(self, after: int, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        pause = _PAUSE
+        while not self._closed:
+            left = end - time.monotonic()
+            block = max(1, int(min(left, _WAIT) * 1000))  # 0 would be for ever
+            try:
+                if self._redis.xread({_LOG: f"{after}-0"}, count=1, block=block):
+                    return True
+                pause = _PAUSE
+            except _UNANSWERED:
+                time.sleep(max(0.0, min(pause, end - time.monotonic())))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            except redis.RedisError as error:
+                raise self._refused("waiting for records", error) from error
+            if time.monotonic() >= end:
+                return False
+        self._disconnect()
+        return False
+
+    def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for start in range(0, len(positions), _AT_ONCE):
+            some = positions[start : start + _AT_ONCE]
+            found += self._call("reading payloads", functools.partial(self._redis.hmget, _PAYLOADS, some))
+        return found
+
+    def forget(self, positions: Iterable[int]) -> None:
+        if dropped := list(positions):
+            self._commits.forget(dropped)
+
+    def held(self) -> list[int]:
+        return sorted(map(int, self._call("listing payloads", lambda: self._redis.hkeys(_PAYLOADS))))
+
+    def snapshot(self, position: int, state: bytes) -> Future[None]:
+        return self._commits.snapshot(position, state)
+
+    def load(self) -> tuple[int, bytes] | None:
+        found = self._call("loading the snapshot", lambda: self._redis.hmget(_SNAPSHOT, ["position", "state"]))
+        return None if found[0] is None else (int(found[0]), found[1])
+
+    def stats(self) -> Stats:
+        def ask() -> Stats:
+            size = self._redis.hget(_META, "payload_bytes")
+            return Stats(self._redis.hlen(_PAYLOADS), int(size or 0))
+
+        return self._call("counting payloads", ask)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._commits.close()
+            self._closed = True
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Closes the connections that no other thread waits at."""
+        self._redis.connection_pool.disconnect(inuse_connections=False)
+
+    def _prepare(self) -> str:
+        """Makes sure that the server can be a store. Returns what an acknowledged append survives."""
+        memory = self._redis.info("memory")
+        if memory["maxmemory"] and memory["maxmemory_policy"] != "noeviction":
+            raise StoreError(
+                f"{self._name} throws data away when its memory is full (maxmemory-policy "
+                f"{memory['maxmemory_policy']}). Set `maxmemory-policy noeviction`."
+            )
+        self._redis.hsetnx(_META, "format", _FORMAT)
+        if (found := self._redis.hget(_META, "format")) != _FORMAT:
+            raise StoreError(
+                f"{self._name} holds a store of format {found!r}; this version of rlframe reads format {_FORMAT!r}."
+            )
+        return self._persistence()
+
+    def _persistence(self) -> str:
+        if not self._redis.info("persistence")["aof_enabled"]:
+            lost = "what came after its last dump is lost when the Redis server ends"
+            advice = "Set `appendonly yes` and `appendfsync always` in Redis to keep it."
+        else:
+            try:
+                policy = self._redis.config_get("appendfsync")["appendfsync"]
+            except (redis.ResponseError, KeyError):  # a server that is rented out may keep its settings to itself
+                policy = "unknown"
+            if policy == "always":
+                return "What was acknowledged survives the death of the service, of Redis, and the loss of power."
+            lost = f"the last second or more may be lost when the Redis server's machine fails (appendfsync {policy})"
+            advice = "Set `appendfsync always` in Redis to keep it."
+        _logger.warning("%s: %s. %s", self._name, lost, advice)
+        return f"What was acknowledged survives the death of the service; {lost}."
+
+    # Writing: on the thread of `GroupCommit`
+
+    def _write(self, commit: Commit) -> int:
+        first = self._newest + 1
+        if commit.appends:
+            first = self._write_appends(commit.appends)
+        for start in range(0, len(commit.forgotten), 1000):
+            some = commit.forgotten[start : start + 1000]
+            self._call("forgetting payloads", functools.partial(self._forget, [_META, _PAYLOADS], some))
+        if commit.snapshot:
+            state: list[Any] = list(commit.snapshot)
+            self._call("taking a snapshot", lambda: self._take_snapshot([_SNAPSHOT, _LOG], state))
+        return first
+
+    def _write_appends(self, appends: list[Append]) -> int:
+        self._commit_number += 1
+        by = f"{self._writer}:{self._commit_number}"
+        payloads = [append.payload for append in appends if append.payload is not None]
+        flags = "".join("0" if append.payload is None else "1" for append in appends)
+        records = [append.record for append in appends]
+        keys = [_META, _LOG, _PAYLOADS, f"{_PREFIX}writer:{self._writer}"]
+        arguments: list[Any] = [self._commit_number, by, _WRITER_EXPIRES, flags, *records, *payloads]
+        first = self._call("appending", lambda: self._append(keys, arguments), since=appends[0].since)
+        if first <= self._newest:
+            raise StoreError(
+                f"{self._name} gave position {first} after {self._newest}: it lost records that it had acknowledged. "
+                "Restart the service; it then goes on from what Redis has."
+            )
+        self._newest = first + len(appends) - 1
+        return first
+
+    def _call(self, what: str, call: Callable[[], _T], since: float | None = None) -> _T:
+        """Repeats a call until the server answers; at least once, and until the deadline after `since`."""
+        start = time.monotonic() if since is None else since
+        pause = _PAUSE
+        while True:
+            try:
+                return call()
+            except redis.AuthenticationError as error:
+                raise UsageError(f"{self._name} refuses the credentials in the store's URL: {error}.") from error
+            except _UNANSWERED as error:
+                waited = time.monotonic() - start
+                if waited + pause > self._deadline:
+                    raise PeerError(f"{self._name} did not answer: {what}, for {waited:.1f} s ({error}).") from error
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            except redis.RedisError as error:
+                raise self._refused(what, error) from error
+
+    def _refused(self, what: str, error: redis.RedisError) -> RlframeError:
+        if isinstance(error, redis.exceptions.OutOfMemoryError):
+            return UnavailableError(f"{self._name} has no memory left ({error}). Raise its maxmemory, or train faster.")
+        if "WRONGTYPE" in str(error):
+            return StoreError(f"{self._name}: keys under {_PREFIX} are another program's. Name another database.")
+        return UnavailableError(f"{self._name} refused: {what} ({error}).")

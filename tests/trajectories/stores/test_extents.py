@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlframe.trajectories.stores.extents import BLOCK, Extents
+
+
+def test_the_smallest_part_that_suffices_is_used_again():
+    extents = Extents(BLOCK)
+    large, _, small, _ = (extents.take(blocks * BLOCK) for blocks in (5, 1, 2, 1))
+    extents.give_back(large, 5 * BLOCK)
+    extents.give_back(small, 2 * BLOCK)
+    assert extents.take(BLOCK + 1) == small
+    assert extents.take(3 * BLOCK) == large
+    assert extents.take(2 * BLOCK) == large + 3 * BLOCK
+    assert extents.take(1) == extents.end - BLOCK  # nothing is free: the file grows
+
+
+def test_neighbours_become_one_and_the_end_moves_back():
+    extents = Extents(0)
+    first, second, third, last = (extents.take(BLOCK) for _ in range(4))
+    for offset in (first, third, second):
+        extents.give_back(offset, BLOCK)
+    assert extents.take(3 * BLOCK) == first
+    extents.give_back(last, BLOCK)
+    assert extents.end == 3 * BLOCK
+    extents.give_back(first, 3 * BLOCK)
+    assert extents.end == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40_000)), max_size=60))
+def test_what_is_in_use_never_overlaps_and_can_be_told_again(steps):
+    extents, used = Extents(BLOCK), {}
+    for take, number in steps:
+        if take or not used:
+            offset = extents.take(number)
+            end = offset + max(number, 1)
+            assert offset >= BLOCK and end <= extents.end
+            assert all(end <= other or offset >= other + max(length, 1) for other, length in used.items())
+            used[offset] = number
+        else:
+            offset = sorted(used)[number % len(used)]
+            extents.give_back(offset, used.pop(offset))
+    told = Extents(BLOCK, used.items())
+    assert told.end == extents.end
+    assert told._by_size == extents._by_size

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import redis
+
+from rlframe.errors import PeerError, StoreError, UnavailableError
+from rlframe.trajectories.stores import RecordsDroppedError, Stats, open_store
+from rlframe.trajectories.stores.redis import RedisStore
+from tests.trajectories.redis_server import running_redis
+
+DEADLINE = 60.0
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.fixture
+def server(tmp_path):
+    with running_redis(tmp_path, appendonly="yes", appendfsync="always") as server:
+        yield server
+
+
+@pytest.fixture
+def forgetful(tmp_path):
+    """A server that keeps nothing when it ends."""
+    with running_redis(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def opened():
+    """Opens stores; closes them at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def open_(url, **settings):
+            return stack.enter_context(contextlib.closing(RedisStore(url, **settings)))
+
+        yield open_
+
+
+def append(store, *records):
+    return [future.result(DEADLINE) for future in [store.append(record, b"of " + record) for record in records]]
+
+
+APPENDING = """
+import sys
+from rlframe.trajectories.stores import open_store
+url, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+store = open_store(url)
+print("open", flush=True)
+sys.stdin.readline()
+futures = [store.append(b"%s %d" % (name.encode(), n), b"%d" % n * 1000) for n in range(count)]
+print(*[future.result(60) for future in futures])
+store.close()
+"""
+
+
+def test_two_processes_get_positions_that_are_distinct_and_dense(server, opened):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", APPENDING, server.url, name, "1000"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for name in "ab"
+    ]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == b"open\n"
+        positions = []
+        for process in processes:
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        for process in processes:
+            positions.append([int(word) for word in process.communicate(timeout=DEADLINE)[0].split()])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(DEADLINE)
+    assert sorted(positions[0] + positions[1]) == list(range(1, 2001))
+    log = dict(opened(server.url).read(0, 5000))
+    for name, mine in zip("ab", positions):
+        assert mine == sorted(mine)
+        assert [log[position] for position in mine] == [b"%s %d" % (name.encode(), n) for n in range(1000)]
+    assert min(positions[1]) < max(positions[0]) and min(positions[0]) < max(positions[1])  # they did run together
+
+
+def test_one_process_hears_of_what_another_appends(server, opened):
+    one, other = opened(server.url), opened(server.url)
+    assert one.shared
+    waited = []
+    thread = threading.Thread(target=lambda: waited.append(one.wait(0, DEADLINE)))
+    thread.start()
+    append(other, b"a")
+    thread.join(DEADLINE)
+    assert waited == [True]
+    assert one.read(0, 10) == [(1, b"a")]
+    assert one.payloads([1]) == [b"of a"]
+
+
+def test_what_was_acknowledged_survives_kill_9_of_the_server(server, opened):
+    acknowledged, threads, stop = {}, [], threading.Event()
+    store = opened(server.url)
+
+    def write(name):
+        number = 0
+        while not stop.is_set():
+            record = b"%d.%d" % (name, number)
+            acknowledged[store.append(record, record * 3000).result(DEADLINE)] = record
+            number += 1
+
+    for name in range(4):
+        threads.append(threading.Thread(target=write, args=(name,)))
+        threads[-1].start()
+    try:
+        for delay in (0.05, 0.2, 0.1):
+            before = len(acknowledged)
+            end = time.monotonic() + DEADLINE
+            while len(acknowledged) < before + 20 and time.monotonic() < end:
+                time.sleep(0.005)
+            time.sleep(delay)  # a random moment
+            server.kill()
+            server.start()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE)
+    log = store.read(0, 1_000_000)
+    assert len(acknowledged) >= 60
+    assert dict(log) == acknowledged  # every append was acknowledged in the end, and is there once
+    assert [position for position, _ in log] == list(range(1, len(log) + 1))
+    for name in range(4):
+        mine = [record for _, record in log if record.startswith(b"%d." % name)]
+        assert mine == [b"%d.%d" % (name, number) for number in range(len(mine))]
+    assert store.payloads([position for position, _ in log]) == [record * 3000 for _, record in log]
+
+
+class Proxy:
+    """Between a client and the server: loses the answer to the next request that contains `lose`, and hangs up."""
+
+    def __init__(self, port):
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self.lose = None
+        self.lost = 0
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+        self._relays = []
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                relay = threading.Thread(target=self._relay, args=(client,))
+                relay.start()
+                self._relays.append(relay)
+
+    def _relay(self, client):
+        """Requests and answers alternate on a connection, and each of ours is sent in one or more pieces."""
+        server = socket.create_connection(("127.0.0.1", self._server_port))
+        losing = False
+
+        def requests():
+            nonlocal losing
+            with contextlib.suppress(OSError):
+                while data := client.recv(1 << 20):
+                    if self.lose and self.lose in data:
+                        self.lose, losing = None, True
+                    server.sendall(data)
+                server.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=requests)
+        thread.start()
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 20):
+                if losing:  # the server has carried it out
+                    self.lost += 1
+                    break
+                client.sendall(data)
+        for connection in (client, server):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        thread.join(DEADLINE)
+        client.close()
+        server.close()
+
+    def close(self):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(DEADLINE)
+        for relay in self._relays:
+            relay.join(DEADLINE)
+
+
+def test_an_append_whose_answer_was_lost_is_there_once(server):
+    proxy = Proxy(server.port)
+    try:
+        with contextlib.closing(RedisStore(proxy.url)) as store:
+            assert append(store, b"first") == [1]
+            proxy.lose = b"second"
+            assert append(store, b"second", b"third") == [2, 3]
+            assert proxy.lost == 1
+            assert store.read(0, 10) == [(1, b"first"), (2, b"second"), (3, b"third")]
+            assert store.stats() == Stats(3, len(b"of firstof secondof third"))
+            store.forget([1])
+            proxy.lose = b"fourth"
+            assert append(store, b"fourth") == [4]
+            assert store.stats() == Stats(3, len(b"of secondof thirdof fourth"))
+    finally:
+        proxy.close()
+
+
+def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(server, opened):
+    store = opened(server.url, deadline=1.0)
+    append(store, b"first")
+    os.kill(server.process.pid, 19)  # SIGSTOP: connections are taken, and nothing is answered
+    try:
+        future = store.append(b"given up")
+        with pytest.raises(PeerError, match=f"127.0.0.1:{server.port} did not answer: appending, for"):
+            future.result(DEADLINE)
+        with pytest.raises(PeerError, match="reading the log"):
+            store.read(0, 10)
+    finally:
+        os.kill(server.process.pid, 18)  # SIGCONT
+    assert append(store, b"next")[0] in (2, 3)
+    records = [record for _, record in store.read(0, 10)]
+    assert records in ([b"first", b"next"], [b"first", b"given up", b"next"])  # before what came later, or not at all
+
+
+def test_a_commit_that_was_given_up_is_refused_when_it_arrives_late(server, opened):
+    store = opened(server.url)
+    append(store, b"first", b"second")
+    keys = ["rlframe:trajectories:" + name for name in ("meta", "log", "payloads", f"writer:{store._writer}")]
+    with redis.Redis.from_url(server.url) as late, pytest.raises(redis.ResponseError, match="given up"):
+        late.register_script(store._append.script)(keys, [0, "late", 60, "0", b"late"])
+    assert [record for _, record in store.read(0, 10)] == [b"first", b"second"]
+
+
+def test_no_server_is_an_error_that_names_it_without_the_password():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(PeerError) as raised:
+        RedisStore(f"redis://:secret@127.0.0.1:{port}/0", deadline=0.3)
+    assert f"Redis at 127.0.0.1:{port} did not answer" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_records_that_the_server_lost_are_noticed(forgetful, opened):
+    store = opened(forgetful.url)
+    append(store, b"a", b"b")
+    assert store.read(0, 10) == [(1, b"a"), (2, b"b")]
+    forgetful.kill()
+    forgetful.start()
+    with pytest.raises(StoreError, match="lost records that it had acknowledged"):
+        store.read(2, 10)
+    with pytest.raises(StoreError, match="gave position 1 after 2"):
+        append(store, b"c")
+    with pytest.raises(StoreError, match="gave position 1 after 2"):
+        store.append(b"d")
+
+
+def test_lost_records_are_noticed_although_others_took_their_places(forgetful, opened):
+    store = opened(forgetful.url)
+    append(store, b"a", b"b")
+    assert store.read(0, 10) == [(1, b"a"), (2, b"b")]
+    forgetful.kill()
+    forgetful.start()
+    append(opened(forgetful.url), b"a", b"b", b"c")
+    with pytest.raises(StoreError, match="no longer the one that was read up to position 2"):
+        store.read(2, 10)
+
+
+def test_a_process_that_is_a_snapshot_behind_reads_on_one_that_is_two_behind_loads(server, opened):
+    ahead, behind = opened(server.url), opened(server.url)
+    append(ahead, *(b"%d" % number for number in range(1, 10)))
+    assert len(behind.read(0, 4)) == 4
+    ahead.snapshot(6, b"six").result(DEADLINE)
+    assert behind.read(4, 1) == [(5, b"5")]
+    ahead.snapshot(8, b"eight").result(DEADLINE)
+    with pytest.raises(RecordsDroppedError):
+        behind.read(4, 10)
+    assert behind.load() == (8, b"eight")
+    assert behind.read(8, 10) == [(9, b"9")]
+    behind.snapshot(7, b"older").result(DEADLINE)
+    assert ahead.load() == (8, b"eight")
+
+
+def test_a_full_server_refuses_appends_until_something_is_forgotten(tmp_path, opened):
+    with running_redis(tmp_path, maxmemory="20mb") as server:
+        store = opened(server.url)
+        held = []
+        with pytest.raises(UnavailableError, match=r"memory|OOM"):
+            for _ in range(100):
+                held.append(store.append(b"record", bytes(1_000_000)).result(DEADLINE))
+        assert 5 < len(held) < 25
+        assert store.stats() == Stats(len(held), len(held) * 1_000_000)
+        store.forget(held[:5])
+        assert store.append(b"again", bytes(1_000_000)).result(DEADLINE) == held[-1] + 1
+        assert store.stats() == Stats(len(held) - 4, (len(held) - 4) * 1_000_000)
+        assert [position for position, _ in store.read(0, 100)] == [*held, held[-1] + 1]
+
+
+def test_a_server_that_would_throw_data_away_is_refused(tmp_path):
+    refused = pytest.raises(StoreError, match="allkeys-lru.*Set `maxmemory-policy noeviction`")
+    with running_redis(tmp_path, maxmemory="20mb", maxmemory_policy="allkeys-lru") as server, refused:
+        open_store(server.url)
+
+
+def test_another_format_and_another_programs_keys_are_refused(server):
+    with redis.Redis.from_url(server.url) as client:
+        client.hset("rlframe:trajectories:meta", "format", "7")
+        with pytest.raises(StoreError, match="format b'7'"):
+            open_store(server.url)
+        client.delete("rlframe:trajectories:meta")
+        client.set("rlframe:trajectories:meta", "theirs")
+        with pytest.raises(StoreError, match="another program's"):
+            open_store(server.url)
+
+
+def test_a_store_says_what_it_survives(server, opened, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert "of Redis, and the loss of power" in opened(server.url).durability
+        assert caplog.text == ""
+        with redis.Redis.from_url(server.url) as client:
+            client.config_set("appendfsync", "everysec")
+        assert "last second" in opened(server.url).durability
+        assert "Set `appendfsync always`" in caplog.text
+        with redis.Redis.from_url(server.url) as client:
+            client.config_set("appendonly", "no")
+        assert "is lost when the Redis server ends" in opened(server.url).durability
+        assert "Set `appendonly yes`" in caplog.text

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rlframe.errors import StoreError, UnavailableError, UsageError
+from rlframe.trajectories.stores import Stats, open_store
+from tests.trajectories.stores.killed_writer import THREADS, payload_of
+
+DEADLINE = 60.0
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trajectories.db"
+
+
+@pytest.fixture
+def opened(path):
+    """Opens the store at `path`; closes what was opened."""
+    stores = []
+
+    def open_(option=""):
+        stores.append(open_store(f"sqlite:{path}{option}"))
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        store.close()
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+
+
+class Said:
+    """What a `killed_writer` said before it was killed."""
+
+    def __init__(self, lines):
+        words = [line.split() for line in lines]
+        self.appended = {int(line[1]): line[2].encode() for line in words if line[0] == "appended"}
+        self.forgets = {int(position) for line in words if line[0] == "forgets" for position in line[1:]}
+        self.snapshot = max((int(line[1]) for line in words if line[0] == "snapshot"), default=0)
+
+
+def write_and_kill(url, round_, delay):
+    process = start("-m", "tests.trajectories.stores.killed_writer", url, str(round_))
+    watchdog = threading.Timer(DEADLINE, process.kill)
+    watchdog.start()
+    try:
+        with process.stdout as output:
+            assert output.readline() == b"opened\n"
+            killer = threading.Timer(delay, process.kill)
+            killer.start()
+            lines = output.read().decode().splitlines()
+            killer.join()
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+        watchdog.cancel()
+    return Said(lines)
+
+
+@pytest.mark.parametrize("option", ["", "?sync=off"])
+def test_what_was_acknowledged_survives_kill_9_once_and_in_order(path, opened, option):
+    acknowledged, said_forgotten, before = {}, set(), 0
+    for round_ in range(5):
+        said = write_and_kill(f"sqlite:{path}{option}", round_, random.uniform(0.02, 0.6))
+        acknowledged.update(said.appended)
+        said_forgotten |= said.forgets
+        store = opened(option)
+        # The whole log: the snapshot's state, and what came after.
+        snapshot, state = store.load() or (0, b"[]")
+        log = dict(enumerate((record.encode() for record in json.loads(state)), start=1))
+        assert snapshot >= said.snapshot and len(log) == snapshot
+        log.update(store.read(snapshot, 1_000_000))
+        assert sorted(log) == list(range(1, len(log) + 1))
+        assert {position: log.get(position) for position in acknowledged} == acknowledged
+        # Each thread waits for one append before the next: one at most was not yet acknowledged.
+        for thread in range(THREADS):
+            prefix = b"%d.%d." % (round_, thread)
+            written = [record for position, record in log.items() if position > before and record.startswith(prefix)]
+            assert written == [prefix + b"%d" % number for number in range(len(written))]
+            assert len(written) <= sum(record.startswith(prefix) for record in said.appended.values()) + 1
+        assert len(log) - before <= len(said.appended) + THREADS  # and nothing else
+        before = len(log)
+        held = store.held()
+        assert set(log) - said_forgotten <= set(held)
+        assert store.payloads(held) == [payload_of(log[position]) for position in held]
+        assert store.stats() == Stats(len(held), sum(len(payload_of(log[position])) for position in held))
+        said_forgotten |= set(held)
+        store.forget(held)  # as the service does with what its state does not need
+        store.close()
+    assert len(acknowledged) > 50
+
+
+OWNER = """
+import sys
+from rlframe.trajectories.stores import open_store
+store = open_store(sys.argv[1])
+store.append(b"a", b"payload").result(60)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_owner_is_refused_until_the_first_is_dead(path, opened):
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, f"sqlite:{path}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout.readline() == b"open\n"
+        with pytest.raises(StoreError, match=f"in use by process {process.pid}"):
+            opened()
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE)
+    store = opened()
+    assert store.read(0, 10) == [(1, b"a")]
+    with pytest.raises(StoreError, match=f"this process .{os.getpid()}."):
+        opened()
+    assert store.append(b"b").result(DEADLINE) == 2  # the refused one did no harm
+
+
+LIMITED = """
+import resource, sys
+from rlframe.errors import UnavailableError
+from rlframe.trajectories.stores import open_store
+resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+store = open_store(sys.argv[1])
+for number in range(100):
+    try:
+        store.append(b"%d" % number, bytes(500_000)).result(60)
+    except UnavailableError as error:
+        print(number, error)
+        break
+store.forget([1, 2])
+print(store.append(b"again", bytes(900_000)).result(60), len(store.held()))
+store.close()
+"""
+
+
+def test_a_full_disk_refuses_appends_until_something_is_forgotten(path, opened):
+    process = start("-c", LIMITED, f"sqlite:{path}")
+    output = process.communicate(timeout=DEADLINE)[0].decode().splitlines()
+    assert process.returncode == 0
+    assert output[0].startswith("5 ") and "cannot grow" in output[0] and str(path) in output[0]
+    assert output[1] == "6 4"
+    assert opened().read(0, 10) == [(number + 1, b"%d" % number) for number in range(5)] + [(6, b"again")]
+
+
+def test_the_payload_file_shrinks_when_a_great_deal_of_it_is_free(path, opened):
+    store = opened()
+    positions = [store.append(b"record", bytes(20_000_000)).result(DEADLINE) for _ in range(5)]
+    payloads = pathlib.Path(f"{path}-payloads")
+    assert payloads.stat().st_size > 100_000_000
+    store.forget(positions)
+    store.append(b"after").result(DEADLINE)  # the next commit, at the latest
+    assert payloads.stat().st_size < 1_000_000
+
+
+def test_many_records_that_a_snapshot_replaces_go_little_by_little(path, opened):
+    store = opened("?sync=off")
+    futures = [store.append(b"%d" % number) for number in range(12_000)]
+    last = futures[-1].result(DEADLINE)
+    store.snapshot(last - 1, b"state").result(DEADLINE)
+    for expected in (7_000, 2_000, 1, 1):
+        with sqlite3.connect(path) as database:
+            assert database.execute("SELECT count(*) FROM log").fetchone() == (expected + store._last - last,)
+        database.close()
+        store.append(b"more").result(DEADLINE)
+    assert store.read(last - 1, 1) == [(last, b"11999")]
+
+
+def test_a_damaged_payload_is_missing_not_wrong(path, opened, caplog):
+    store = opened()
+    for number in range(3):
+        store.append(b"record", bytes([number]) * 10_000).result(DEADLINE)
+    store.close()
+    with open(f"{path}-payloads", "r+b") as file:
+        file.seek(4096 + 12_288 + 5)
+        file.write(b"?")
+    store = opened()
+    assert store.payloads([1, 2, 3]) == [bytes(10_000), None, b"\x02" * 10_000]
+    assert "position 2 is damaged" in caplog.text
+
+
+def test_a_damaged_snapshot_is_an_error(path, opened):
+    store = opened()
+    store.append(b"record").result(DEADLINE)
+    store.snapshot(1, b"state").result(DEADLINE)
+    store.close()
+    with open(f"{path}-payloads", "r+b") as file:
+        file.seek(4096)
+        file.write(b"?")
+    with pytest.raises(StoreError, match="its snapshot in .* is not what was written"):
+        opened().load()
+
+
+def test_a_file_that_is_no_store_is_refused(path, opened):
+    path.write_bytes(b"something else, and long enough" * 1000)
+    with pytest.raises(StoreError, match="not a SQLite database"):
+        opened()
+    path.unlink()
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE theirs (number)")
+    database.close()
+    with pytest.raises(StoreError, match="the database of another program"):
+        opened()
+    assert os.listdir(path.parent) == [path.name]  # nothing of ours is left beside it
+
+
+def test_another_format_is_refused(path, opened):
+    opened().close()
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 7")
+    database.close()
+    with pytest.raises(StoreError, match="has format 7; this version of rlframe reads format 1"):
+        opened()
+
+
+def test_payloads_that_are_not_the_databases_are_refused(path, opened, tmp_path):
+    opened().close()
+    payloads = pathlib.Path(f"{path}-payloads")
+    payloads.rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="-payloads is missing"):
+        opened()
+    assert not payloads.exists()
+    open_store(f"sqlite:{tmp_path}/other.db").close()
+    (tmp_path / "other.db-payloads").rename(payloads)
+    with pytest.raises(StoreError, match="does not belong to"):
+        opened()
+    payloads.write_bytes(b"something else")
+    with pytest.raises(StoreError, match="is something else"):
+        opened()
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="its directory does not exist"):
+        open_store(f"sqlite:{tmp_path}/missing/store.db")
+    with pytest.raises(UsageError, match="is a directory"):
+        open_store(f"sqlite:{tmp_path}")
+    with pytest.raises(UsageError, match="cannot be opened"):
+        open_store("sqlite:/proc/store.db")
+
+
+def test_a_failure_of_the_disk_is_final(path, opened):
+    store = opened()
+    store.append(b"a").result(DEADLINE)
+    os.close(store._file._fd)  # what is written from here on fails
+    with pytest.raises(StoreError, match=r"failed, and takes nothing more: .*Bad file descriptor"):
+        store.append(b"b", b"payload").result(DEADLINE)
+    with pytest.raises(StoreError, match="failed"):
+        store.append(b"c")
+    store._file._fd = -1
+    store.close()
+    assert opened().read(0, 10) == [(1, b"a")]
+
+
+def test_what_a_store_says_it_survives(opened):
+    store = opened()
+    assert not store.shared
+    assert "and the loss of power" in store.durability
+    store.close()
+    assert "not the loss of power" in opened("?sync=off").durability
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("sqlit:store.db", "names no store. Did you mean 'sqlite'?"),
+        ("", "names no store"),
+        ("sqlite:", "names no store"),
+        ("memory:store", "names no store"),
+        ("sqlite:store.db?fsync=off", "has the option sync=on or sync=off"),
+        ("redis://localhost:port", "not that of a Redis"),
+    ],
+)
+def test_a_url_that_names_no_store_is_refused(url, message):
+    with pytest.raises(UsageError) as raised:
+        open_store(url)
+    assert message in str(raised.value)
+
+
+def test_unavailable_is_not_final(opened):
+    store = opened()
+    store.close()
+    with pytest.raises(UnavailableError, match="is closed"):
+        store.append(b"a")
