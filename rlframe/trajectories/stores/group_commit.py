@@ -14,6 +14,7 @@ from rlframe.errors import StoreError, UnavailableError
 MAX_WAITING_BYTES = 256 << 20  # in memory, beside what is being written
 MAX_COMMIT_BYTES = 16 << 20  # what one commit writes, unless a single append is larger
 MAX_COMMIT_RECORDS = 1024
+MAX_COMMIT_FORGOTTEN = 2000  # SQLite takes 5 ms for them, for which appends wait
 CLOSE_DEADLINE = 60.0  # seconds for the last commits; each one has a deadline of its own where a network is involved
 
 
@@ -55,7 +56,7 @@ class GroupCommit:
         self._waiting_bytes = 0
         self._forgotten: list[int] = []
         self._snapshots: list[tuple[int, bytes, Future[None]]] = []
-        self._due = False  # not set for positions whose commit failed: they wait for the next occasion
+        self._due = False  # positions alone whose commit failed wait for the next occasion
         self._closed = False
         self._failed: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"writer of {name}", daemon=True)
@@ -127,11 +128,12 @@ class GroupCommit:
                 break
             commit.appends.append(self._appends.popleft())
             self._waiting_bytes -= commit.appends[-1].size
-        commit.forgotten, self._forgotten = self._forgotten, []
+        commit.forgotten = self._forgotten[:MAX_COMMIT_FORGOTTEN]
+        del self._forgotten[:MAX_COMMIT_FORGOTTEN]
         snapshots, self._snapshots = self._snapshots, []
         if snapshots:
             commit.snapshot = max(((position, state) for position, state, _ in snapshots), key=lambda one: one[0])
-        self._due = bool(self._appends)
+        self._due = bool(self._appends or self._forgotten)
         return commit, [future for _, _, future in snapshots]
 
     def _carry_out(self, commit: Commit, snapshots: list[Future[None]]) -> None:
@@ -145,6 +147,7 @@ class GroupCommit:
                 if isinstance(error, StoreError):
                     self._failed = error
                 self._forgotten += commit.forgotten
+                self._due = bool(self._appends)
             for future in futures + snapshots:
                 future.set_exception(error)
             return

@@ -91,6 +91,36 @@ def test_space_is_given_back_although_an_append_finds_none(disk, commits):
     assert [(commit.appends, commit.forgotten) for commit in disk.commits] == [([], [3])]
 
 
+def test_what_is_forgotten_in_great_numbers_goes_into_several_commits(disk, commits):
+    commits.forget(range(5000))
+    disk.may_write.set()
+    commits.close()
+    assert [len(commit.forgotten) for commit in disk.commits] == [2000, 2000, 1000]
+
+
+def test_positions_whose_commit_failed_wait_for_the_next_occasion(disk, commits):
+    failing = threading.Event()
+    failing.set()
+    calls = []
+
+    def write(commit):
+        calls.append(commit)
+        if failing.is_set():
+            raise UnavailableError("full")
+        return disk(commit)
+
+    commits._write = write
+    disk.may_write.set()
+    commits.forget(range(5000))
+    with pytest.raises(UnavailableError):
+        commits.snapshot(1, b"").result(DEADLINE)
+    assert len(calls) <= 4  # not again and again
+    failing.clear()
+    commits.append(b"a", None).result(DEADLINE)
+    commits.close()
+    assert sorted(position for commit in disk.commits for position in commit.forgotten) == list(range(5000))
+
+
 def test_after_a_failure_nothing_more_is_written(disk, commits):
     disk.error = StoreError("broken")
     disk.may_write.set()
