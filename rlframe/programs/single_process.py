@@ -226,7 +226,7 @@ class _Run:
         values = self._window.row(self._actor.env_steps)
         values["learner_steps"] = learner.learner_steps
         values["params_version"] = learner.params_version
-        values["replay_size"] = self._parts.replay_buffer.size
+        values["replay_items"] = self._parts.replay_buffer.size  # as `Learner.stats` names it
         values["wall_seconds"] = time.monotonic() - self._began
         self._logger.write(self._actor.env_steps, values)
 

@@ -36,7 +36,7 @@ def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, to
     written = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in written] == [step for step, _ in rows]
     assert written[-1]["return_mean"] == result.return_mean
-    assert "staleness" in rows[-2][1] and rows[-2][1]["learner_steps"] == result.learner_steps
+    assert {"staleness", "replay_items"} <= set(rows[-2][1]) and rows[-2][1]["learner_steps"] == result.learner_steps
     assert (tmp_path / "run/learning_curve.png").exists()
     again = evaluate(tmp_path / "run", episodes=2)  # of the checkpoint
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)

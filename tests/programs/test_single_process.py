@@ -101,6 +101,7 @@ def test_rows_carry_what_happened_since_the_row_before(tmp_path):
     assert rows[-2]["learner_steps"] in (18, 19)
     assert {"loss", "entropy", "staleness", "steps_per_second", "episode_return"} <= set(rows[3])
     assert rows[3]["staleness"] == 0.0  # inline PPO is on-policy
+    assert rows[3]["replay_items"] < 2  # learned from; the name that rows of a topology have, too
 
 
 def test_all_batches_that_one_step_completes_are_learned_from(tmp_path):
