@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+_JOIN_WITHIN = 10.0  # seconds; a sampler that is closed lets its thread go at once
+
 
 class Samplers:
     """Draws with several of Reverb's samplers at once, each drained by a thread: one alone waits for its round trips.
@@ -26,8 +28,12 @@ class Samplers:
         self._wanted = ahead  # draws that the reader waits for, or where the threads stop while it does not
         self._changed = threading.Condition()
         self._failure: RuntimeError | None = None
-        for sampler in samplers:
-            threading.Thread(target=self._drain, args=(sampler,), name="rlframe reverb sampler", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._drain, args=(sampler,), name="rlframe reverb sampler", daemon=True)
+            for sampler in samplers
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def draw(self, count: int) -> list[list[np.ndarray]]:
         """Waits for `count` draws. Each is [key uint64, probability, size of the table, priority, *columns].
@@ -48,12 +54,15 @@ class Samplers:
             return drawn
 
     def Close(self) -> None:
-        """Ends the threads, and a `draw` that waits. Any thread may call it."""
+        """Ends a `draw` that waits, and the threads: none is inside of a sampler afterwards. Any thread may call it."""
         with self._changed:
             self._failure = self._failure or RuntimeError("The samplers were closed.")
             self._changed.notify_all()
         for sampler in self._samplers:
             sampler.Close()
+        # A process that ends while a thread is inside of a sampler is aborted by it.
+        for thread in self._threads:
+            thread.join(timeout=_JOIN_WITHIN)
 
     def _drain(self, sampler: Any) -> None:
         drawn, draw = self._drawn, sampler.GetNextTrajectory  # raises when the sampler is closed

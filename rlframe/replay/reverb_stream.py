@@ -125,6 +125,7 @@ class Stream(Dataset):
 
     def close(self) -> None:
         super().close()
+        self._interrupt()  # a sampler that the thread may have opened since
         # A process that ends while a thread is inside of a sampler is aborted by it.
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout=10.0)
