@@ -201,8 +201,12 @@ class VersionCounter:
         if self._path is not None and self._path.exists():
             try:
                 self._reserved = int(json.loads(self._path.read_text())["reserved"])
-            except (ValueError, KeyError, OSError) as error:
-                raise CheckpointError(f'Cannot read {self._path}: {error}. It must hold {{"reserved": N}}.') from error
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                raise CheckpointError(
+                    f'{self._path} is damaged: {type(error).__name__}: {error}. It must hold {{"reserved": N}}, where '
+                    "N is at least the newest version of the parameters that anybody may know (params_version in the "
+                    "run's logs)."
+                ) from error
             # Equal after a clean stop. Otherwise every value up to the reserved one may have been given.
             self.value = value if value == self._reserved else max(value, self._reserved) + 1
 

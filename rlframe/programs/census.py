@@ -7,6 +7,8 @@ import os
 import pathlib
 from typing import Any
 
+from rlframe.errors import CheckpointError
+
 COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")
 
 
@@ -20,6 +22,9 @@ class Census:
         path: the file, which may not be there yet.
         session: names the program. Actors of an earlier one have said all that they will.
 
+    Raises:
+        CheckpointError: the file is damaged.
+
     Attributes:
         goes_on: whether the file is of this session already.
     """
@@ -29,9 +34,8 @@ class Census:
         self._counts: dict[str, list[float]] = {}  # "rank.incarnation" -> its counters
         self.goes_on = False
         if path.exists():
-            saved = json.loads(path.read_text())
-            self._counts = saved["counts"]
-            self.goes_on = saved["session"] == session
+            saved_session, self._counts = self._read()
+            self.goes_on = saved_session == session
             if not self.goes_on:
                 self._counts = {"before": list(self.total().values())}
 
@@ -45,7 +49,24 @@ class Census:
         return dict(zip(COUNTERS, sums))
 
     def save(self) -> None:
-        """Writes the file in one piece."""
+        """Writes the file in one piece. Raises CheckpointError where it cannot be written."""
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"session": self._session, "counts": self._counts}))
-        os.replace(temporary, self._path)
+        try:
+            temporary.write_text(json.dumps({"session": self._session, "counts": self._counts}))
+            os.replace(temporary, self._path)
+        except OSError as error:
+            raise CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.") from error
+
+    def _read(self) -> tuple[str, dict[str, list[float]]]:
+        try:
+            saved = json.loads(self._path.read_text())
+            counts = {who: [each + 0 for each in values] for who, values in saved["counts"].items()}
+            if any(len(values) != len(COUNTERS) for values in counts.values()):
+                raise ValueError(f"not every actor has {len(COUNTERS)} counters")
+            return saved["session"], counts
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self._path} is damaged: {type(error).__name__}: {error}. It must hold what the run's actors have "
+                'done: {"session": ..., "counts": {"RANK.INCARNATION": [' + ", ".join(COUNTERS) + "]}}. Put back a copy "
+                "of it, or remove it: what was learned stays, but steps are counted from 0, and the logs begin anew."
+            ) from error

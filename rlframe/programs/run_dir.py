@@ -67,9 +67,11 @@ class RunDir:
             raise CheckpointError(f"Cannot write {self.config}: {error.strerror}.") from error
 
     def write_result(self, values: dict[str, Any]) -> None:
-        """Writes `result.json`, the object that `--json` prints."""
+        """Writes `result.json`, the object that `--json` prints, in one piece: its writer may be killed."""
+        temporary = self.result.with_suffix(".tmp")
         try:
-            self.result.write_text(json.dumps(values) + "\n")
+            temporary.write_text(json.dumps(values) + "\n")
+            os.replace(temporary, self.result)
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -120,9 +119,10 @@ def test_versions_go_on_without_a_gap_after_a_clean_stop(tmp_path):
     assert resumed.next() == 4
 
 
-def test_a_damaged_versions_file_is_named(tmp_path):
-    (tmp_path / "versions.json").write_text(json.dumps({"other": 1}))
-    with pytest.raises(CheckpointError, match=r"versions\.json"):
+@pytest.mark.parametrize("content", ['{"other": 1}', '{"reserved": null}', '[{"reserved": 1}]', '{"res'])
+def test_a_damaged_versions_file_is_named(tmp_path, content):
+    (tmp_path / "versions.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r'versions\.json is damaged: .*It must hold {"reserved": N}'):
         VersionCounter(tmp_path).resume(value=3)
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from rlframe.errors import CheckpointError
 from rlframe.programs.census import Census
 
 
@@ -42,3 +45,20 @@ def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tm
     assert resumed.total()["env_steps"] == 20
     resumed.add(stats(0, 0, 5))
     assert resumed.total() == {"env_steps": 25, "episodes": 3, "return_sum": 50.0, "length_sum": 25}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", '{"session": "first", "cou', "[]", '{"counts": {}}', '{"session": "a", "counts": {"0.0": [1, 2]}}']
+    + ['{"session": "a", "counts": {"0.0": ["1", 2, 3, 4]}}', '{"session": "a", "counts": {"0.0": null}}'],
+)
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
+    (tmp_path / "progress.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it: .* counted from 0"):
+        Census(tmp_path / "progress.json", "first")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    census = Census(tmp_path / "gone" / "progress.json", "first")
+    with pytest.raises(CheckpointError, match=r"Cannot write .*progress\.json: No such file or directory"):
+        census.save()
