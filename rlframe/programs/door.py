@@ -36,6 +36,7 @@ class Shared:
 
     described: Experiment
     agent: Agent
+    actor_seed: int  # as that of the run's own actors: another one in each session
     env: Any  # a name or a function, as `SyncEnv` takes it
 
 
@@ -96,9 +97,10 @@ class Door:
                     raise UnavailableError("The run's monitor was restarted, and hears of its guests first.")
                 self._guests[token] = _Guest(self._free_ranks(num_actors), time.monotonic() + _STARTS_WITHIN)
             ranks = self._guests[token].ranks
-        described = self._run.described
-        shared = Shared(described, self._run.agent, naming.env_name_or_builder(described.env))
-        return {"ranks": ranks, "session": self._run.session, "shared": cloudpickle.dumps(shared)}
+        run = self._run
+        env = naming.env_name_or_builder(run.described.env)
+        shared = Shared(run.described, run.agent, run.actor_seed, env)
+        return {"ranks": ranks, "session": run.session, "shared": cloudpickle.dumps(shared)}
 
     def attend(self, token: str, session: str, ranks: list[int], stats: list[dict[str, Any]]) -> bool:
         """Notes that a guest is alive and what its actors say of themselves. Returns whether the run is over.

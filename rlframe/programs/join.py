@@ -74,7 +74,7 @@ def guests(engine: LaunchpadEngine, admission: Admission, num_inferencers: int) 
     inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(num_inferencers)]
     env, num_envs = admission.shared.env, described.envs_per_pool
     env_builder = functools.partial(make_pool, described, num_envs, described.env_kwargs, env=env)
-    options = {"seed": described.seed, "num_pools": described.num_pools, "deadline": deadline}
+    options = {"seed": admission.shared.actor_seed, "num_pools": described.num_pools, "deadline": deadline}
     actors = [
         engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options) for rank in admission.ranks
     ]

@@ -7,6 +7,7 @@ import pathlib
 import socket
 import sys
 import threading
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -15,6 +16,7 @@ from rlframe.errors import UnavailableError, UsageError
 from rlframe.programs import door
 from rlframe.programs.door import Door, Shared, installed
 from rlframe.programs.experiment import make_experiment
+from rlframe.programs.join import Admission, guests
 from rlframe.programs.launching.ports import check_free
 from rlframe.programs.run import train
 from rlframe.programs.topologies import Run
@@ -47,6 +49,33 @@ def test_a_guest_of_an_earlier_session_is_refused_since_its_steps_are_counted_al
     with pytest.raises(UsageError, match="ended, and started or resumed since: join again"):
         at.attend("a", make_run(began=1.0).session, [3], [STATS])
     assert at.heard() == []
+
+
+class Wiring:
+    """An engine that notes with which seeds actors are made."""
+
+    def __init__(self) -> None:
+        self.actor_seeds: set[int] = set()
+
+    def add(self, group: str, constructor: Any, *args: Any, **kwargs: Any) -> str:
+        if group == "actor":
+            self.actor_seeds.add(kwargs["seed"])
+        return group
+
+    def reverb_at(self, address: str) -> str:
+        return address
+
+
+def test_a_guests_actors_have_the_seed_of_the_runs_own_which_is_another_in_each_session(monkeypatch):
+    def seeds(run: Run) -> set[int]:
+        monkeypatch.setattr(Admission, "monitor", lambda *_: Door(run))
+        wiring = Wiring()
+        guests(wiring, Admission("localhost:7000", 2, 60.0), num_inferencers=1)
+        return wiring.actor_seeds
+
+    first, resumed = make_run(), make_run(resumed_at=500)
+    assert seeds(first) == {first.actor_seed} == {DESCRIBED.seed}
+    assert seeds(resumed) == {resumed.actor_seed} != {first.actor_seed}
 
 
 def test_a_guest_that_is_silent_loses_its_ranks_and_comes_back_to_them_only_while_they_are_free(monkeypatch):
