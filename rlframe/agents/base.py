@@ -151,8 +151,8 @@ class Agent:
         """One update.
 
         Returns:
-            (params, learner_state, logs). `logs["loss"]` is a scalar; `logs["priorities"]` `[B]`
-            where the replay is prioritised.
+            (params, learner_state, logs). `logs["loss"]` and all others are one number each, but for
+            `logs["priorities"]` `[B]` where the replay is prioritised.
         """
         logs, grads = self.compute_gradients(params, learner_state, batch)
         params, opt_state, more = self.apply_gradients(params, grads, learner_state)

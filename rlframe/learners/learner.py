@@ -130,6 +130,7 @@ class Learner:
 
         Raises:
             NonFiniteLossError: the loss of the update before this one was NaN or infinite.
+            UsageError: the agent logs something that is no number.
         """
         if batch is None or (self._max_staleness is not None and self._is_too_old(batch.params_version)):
             return None
@@ -149,6 +150,7 @@ class Learner:
             self._resumed_from = None
         self._publish(version, published)
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
+        _check_are_numbers(logs)
         self._unchecked = (self._learner_steps, logs, keys)
         if priorities is not None:
             self._check_loss()  # they are fetched here in any case, and a buffer takes no NaN
@@ -215,7 +217,7 @@ class Learner:
         Any thread may ask, and waits for no update and for no server: the logs are of the update before the one that
         is under way, and the replay's counters the newest that came.
         """
-        logs = {name: float(np.asarray(value)) for name, value in dict(self._logs).items()}
+        logs = {name: float(np.asarray(value).reshape(())) for name, value in dict(self._logs).items()}
         replay = {f"replay_{name}": value for name, value in self._replay_stats().items()}
         counters = {"learner_steps": self._learner_steps, "params_version": self.params_version}
         return {**logs, **replay, **counters, "finished": self._finished.is_set()}
@@ -392,6 +394,17 @@ class Learner:
         if self._checkpointer is None or not steps:
             return " Nothing was saved before."
         return f" The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."
+
+
+def _check_are_numbers(logs: Logs) -> None:
+    """Raises here, where an error ends the run: whoever reads them may be another process's call, or a row of a file."""
+    for name, value in logs.items():
+        array = value if hasattr(value, "dtype") else np.asarray(value)  # nothing is fetched from the device
+        if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and the like
+            raise UsageError(
+                f"The agent's learner_step logs {name!r} as {array.dtype} of shape {array.shape}; a log is one number. "
+                "Log its mean, or leave it out."
+            )
 
 
 def _copy(tree: Tree) -> Tree:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.errors import UsageError
 from rlframe.types import Logs
 
 
@@ -51,7 +50,7 @@ class Window:
             values["episodes"] = self._episodes
         seconds = time.monotonic() - self._start
         values["steps_per_second"] = (env_steps - self._env_steps) / max(seconds, 1e-9)
-        values.update({name: _number(name, value) for name, value in (self._learner_logs or {}).items()})
+        values.update({name: float(np.asarray(value).reshape(())) for name, value in (self._learner_logs or {}).items()})
         self._clear(env_steps)
         return values
 
@@ -61,13 +60,3 @@ class Window:
         self._episodes = 0
         self._returns = self._lengths = 0.0
         self._learner_logs = None
-
-
-def _number(name: str, value: Any) -> float:
-    array = np.asarray(value)
-    if array.size != 1 or array.dtype.kind not in "fiub":
-        raise UsageError(
-            f"The agent's learner_step logs {name!r} as {array.dtype} of shape {array.shape}; a log is one number. "
-            "Log its mean, or leave it out."
-        )
-    return float(array.reshape(()))

@@ -15,7 +15,17 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, Learner, LearnerConfig, replay_files, saver
 from rlframe.learners.snapshot import Snapshot
 from rlframe.replay import ReplayBuffer
-from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent, reward_batch
+from tests.fakes import (
+    ACTION_SPEC,
+    OBSERVATION_SPEC,
+    CountingAgent,
+    CountingConfig,
+    CountingEnv,
+    FixedParams,
+    RecordingBuffer,
+    counting_agent,
+    reward_batch,
+)
 
 
 def make(tmp_path=None, buffer=None, **config) -> Learner:
@@ -365,6 +375,23 @@ def test_stats_are_numbers_and_wait_for_no_update(tmp_path):
     assert time.monotonic() - began < 5.0  # half a second; not the minute that the others take
     go_on.set()
     thread.join(60.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [(np.zeros(3, np.float32), r"float32 of shape \(3,\)"), ("high", r"<U4 of shape \(\)")]
+)
+def test_a_log_that_is_no_number_is_named_by_the_update_and_not_by_who_asks(value, what):
+    class Logs(CountingAgent):
+        jit_learner_step = False
+
+        def learner_step(self, *args):
+            params, learner_state, logs = super().learner_step(*args)
+            return params, learner_state, {**logs, "errors": value}
+
+    learner = Learner(LearnerConfig(), Logs(CountingConfig(), OBSERVATION_SPEC, ACTION_SPEC), RecordingBuffer())
+    with pytest.raises(UsageError, match=f"logs 'errors' as {what}; a log is one number"):
+        learner.step(reward_batch([1, 1, 1, 1]))
+    assert learner.stats()["learner_steps"] == 1
 
 
 def test_a_snapshot_gives_the_newest_answer_that_came():
