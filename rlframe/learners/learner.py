@@ -14,7 +14,7 @@ import numpy as np
 
 from rlframe import compilation, handles
 from rlframe.agents.base import LearnerState
-from rlframe.errors import NonFiniteLossError, UsageError
+from rlframe.errors import NonFiniteLossError, StoppedError, UsageError
 from rlframe.interprocess.memory import SUPPORTED, Name
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.learners.saver import Saver
@@ -171,6 +171,16 @@ class Learner:
             handles.stop_program()
 
     def _learn(self) -> None:
+        try:
+            self._learn_from_dataset()
+        except StoppedError:  # while it waited for the replay's server
+            if not self._stop.is_set():
+                raise
+        if self._saver is not None:
+            self._saver.wait()
+            self._saver.save(final=True)
+
+    def _learn_from_dataset(self) -> None:
         if self._max_staleness is not None:
             self._replay_buffer.forget_before(self.params_version - self._max_staleness)
         self._dataset = dataset = self._replay_buffer.make_dataset()
@@ -192,9 +202,6 @@ class Learner:
                     break
         finally:
             dataset.close()
-        if self._saver is not None:
-            self._saver.wait()
-            self._saver.save(final=True)
 
     @property
     def _is_done(self) -> bool:
@@ -223,10 +230,12 @@ class Learner:
         return {**logs, **replay, **counters, "finished": self._finished.is_set()}
 
     def stop(self) -> None:
-        """Ends `run()` after the update under way, or while it waits for a batch. Any thread may call it."""
+        """Ends `run()` after the update under way, or while that waits for the replay. Any thread may call it."""
         self._stop.set()
         if self._dataset is not None:
             self._dataset.close()
+        if self._owns_buffer:
+            self._replay_buffer.close()
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
         """The newest parameters for acting, as a tree of numpy arrays that nobody may write to.
@@ -322,8 +331,6 @@ class Learner:
     def close(self) -> None:
         """Ends the threads that checkpointing and publishing opened."""
         self.stop()
-        if self._owns_buffer:
-            self._replay_buffer.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
         if self._publisher is not None:

@@ -115,7 +115,7 @@ class Connection:
                 drawn.append(samplers[0].GetNextTrajectory())
 
         try:
-            _within(seconds, run)
+            self._within(seconds, run)
         except RuntimeError as error:
             if not self.has_lost(error):
                 raise
@@ -146,7 +146,7 @@ class Connection:
         while True:
             self.info(name)
             try:
-                if _within(self.timeout, lambda: result.append(function())):
+                if self._within(self.timeout, lambda: result.append(function())):
                     return result[0]
             except RuntimeError as error:
                 if not self.has_lost(error):
@@ -164,6 +164,27 @@ class Connection:
             f"The Reverb server at {self.address} did not answer {call} for {waited:.0f} s. "
             "Look at that node's output: it may have failed, hang, or listen at another address."
         )
+
+    def _within(self, seconds: float, function: Callable[[], Any]) -> bool:
+        """Runs `function` in a thread for up to `seconds`, or until the buffer is closed.
+
+        Returns whether it ended. Raises what it raised.
+        """
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                raised.append(error)
+
+        thread, end = threading.Thread(target=run, name="rlframe reverb call", daemon=True), time.monotonic() + seconds
+        thread.start()
+        while thread.is_alive() and (left := end - time.monotonic()) > 0 and not self.closed.is_set():
+            thread.join(min(left, _PAUSE))
+        if raised:
+            raise raised[0]
+        return not thread.is_alive()
 
     def _again(self, call: str, began: float) -> None:
         """Pauses before the next attempt. Raises where the time is up."""
@@ -241,21 +262,3 @@ class Inserter:
                 ) from error
             return False
         return True
-
-
-def _within(seconds: float, function: Callable[[], Any]) -> bool:
-    """Runs `function` in a thread for up to `seconds`, and returns whether it ended. Raises what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="rlframe reverb call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    return not thread.is_alive()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import pickle
 import re
+import signal
 import socket
 import threading
 import time
@@ -447,6 +448,33 @@ def test_a_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
     learner.stop()
     running.join(timeout=10.0)
     assert result == [None]
+    learner.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_saves(
+    own_process: Any, tmp_path: Path, how: signal.Signals
+) -> None:
+    import reverb
+
+    agent, process = counting_agent(prioritised=True), own_process()
+    client = reverb.Client(process.start(ReverbReplayBuffer.tables(agent)))
+    learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), agent, client)
+    inferencer = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.0)}))
+    actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, client)
+    for _ in range(4):
+        actor.step()
+    actor.close()
+    buffer = learner._replay_buffer
+    batch = buffer.sample()
+    process.process.send_signal(how)
+    buffer.make_dataset = lambda: (each for each in [batch])  # drawn before the server left
+    running, result = in_thread(learner.run)
+    wait_until(lambda: learner.learner_steps == 1)
+    learner.stop()
+    running.join(timeout=10.0)
+    assert result == [None]
+    assert (tmp_path / "1").is_dir()
     learner.close()
 
 
