@@ -27,14 +27,15 @@ class Census:
 
     Attributes:
         goes_on: whether the file is of this session already.
+        evaluated: environment steps at which the newest evaluation began whose values are written.
     """
 
     def __init__(self, path: pathlib.Path, session: str) -> None:
         self._path, self._session = path, session
         self._counts: dict[str, list[float]] = {}  # "rank.incarnation" -> its counters
-        self.goes_on = False
+        self.goes_on, self.evaluated = False, 0
         if path.exists():
-            saved_session, self._counts = self._read()
+            saved_session, self._counts, self.evaluated = self._read()
             self.goes_on = saved_session == session
             if not self.goes_on:
                 self._counts = {"before": list(self.total().values())}
@@ -52,21 +53,22 @@ class Census:
         """Writes the file in one piece. Raises CheckpointError where it cannot be written."""
         temporary = self._path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps({"session": self._session, "counts": self._counts}))
+            content = {"session": self._session, "evaluated": self.evaluated, "counts": self._counts}
+            temporary.write_text(json.dumps(content))
             os.replace(temporary, self._path)
         except OSError as error:
             raise CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.") from error
 
-    def _read(self) -> tuple[str, dict[str, list[float]]]:
+    def _read(self) -> tuple[str, dict[str, list[float]], int]:
         try:
             saved = json.loads(self._path.read_text())
             counts = {who: [each + 0 for each in values] for who, values in saved["counts"].items()}
             if any(len(values) != len(COUNTERS) for values in counts.values()):
                 raise ValueError(f"not every actor has {len(COUNTERS)} counters")
-            return saved["session"], counts
+            return saved["session"], counts, int(saved["evaluated"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"{self._path} is damaged: {type(error).__name__}: {error}. It must hold what the run's actors have "
-                'done: {"session": ..., "counts": {"RANK.INCARNATION": [' + ", ".join(COUNTERS) + "]}}. Put back a copy "
+                'done: {"session": ..., "evaluated": STEPS, "counts": {"RANK.INCARNATION": [' + ", ".join(COUNTERS) + "]}}. Put back a copy "
                 "of it, or remove it: what was learned stays, but steps are counted from 0, and the logs begin anew."
             ) from error

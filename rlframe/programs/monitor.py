@@ -44,6 +44,7 @@ class Monitor:
         self._stop = threading.Event()
         self._learner = handles.resolve(learner, "learner", stop=self._stop)
         self._ask_learner = handles.Poll(self._learner, "stats")
+        self._tell_learner = handles.Poll(self._learner, "finish")
         self._ask_actors = [handles.Poll(handles.resolve(actor, "actor"), "stats") for actor in actors]
         self._evaluations = Evaluations(self._described, run.agent, self._learner)
         self._evaluation: _Evaluation | None = None  # under way
@@ -97,7 +98,9 @@ class Monitor:
     def _watch(self) -> bool:
         """Returns True when the last step was taken, False when it was stopped before."""
         described, at_start = self._described, self.env_steps
-        row_due, evaluation_due = self._next(described.row_every), self._next(described.eval_every)
+        row_due = self._next(described.row_every)
+        # One that was due when a monitor before this one died, or was stopped, is due still.
+        evaluation_due = _next(described.eval_every, self._census.evaluated)
         while not self._stop.wait(_LOOK_EVERY):
             self._look()
             now = self.env_steps
@@ -110,10 +113,10 @@ class Monitor:
                 self._write_row()
                 row_due = self._next(described.row_every)
             if self._evaluation is None and now >= evaluation_due:
-                self._evaluation = _Evaluation(self._evaluations)
+                self._evaluation = _Evaluation(self._evaluations, now)
                 evaluation_due = self._next(described.eval_every)
             elif self._evaluation is not None and self._evaluation.is_over:
-                self._write_evaluation(self._evaluation.result())
+                self._write_evaluation(self._evaluation)
                 self._evaluation = None
         self._look()
         self._write_row()
@@ -130,6 +133,28 @@ class Monitor:
 
     def _finish(self) -> Logs:
         """Has the learner finish, and evaluates what it ends with."""
+        self._learner_stats = self._wait_until_finished()
+        self._write_row()
+        if self._learner_stats["learner_steps"] == 0:
+            _log.warning(
+                "No update was made in %d steps. Run for more steps, or let learning begin earlier.", self.env_steps
+            )
+        if self._evaluation is not None:
+            self._write_evaluation(self._evaluation)
+        while True:
+            evaluation = _Evaluation(self._evaluations, self.env_steps)
+            while not evaluation.is_over:
+                self._tell_learner()  # it may die and come back meanwhile, and would learn on
+                evaluation.wait(_LOOK_EVERY)
+            values = evaluation.result()
+            evaluated, self._learner_stats = self._learner_stats, self._wait_until_finished()
+            if self._learner_stats["learner_steps"] == evaluated["learner_steps"]:
+                self._write_evaluation(evaluation)
+                return values
+            _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
+
+    def _wait_until_finished(self) -> dict[str, Any]:
+        """Tells the learner to finish until it has; returns its stats."""
         deadline = time.monotonic() + _FINISH_WITHIN
         while not (stats := self._learner.stats())["finished"]:
             self._learner.finish()
@@ -137,21 +162,10 @@ class Monitor:
                 raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
             if self._stop.wait(_LOOK_EVERY):
                 raise StoppedError("Told to stop before the learner had finished.")
-        self._learner_stats = stats
-        self._write_row()
-        if stats["learner_steps"] == 0:
-            _log.warning(
-                "No update was made in %d steps. Run for more steps, or let learning begin earlier.", self.env_steps
-            )
-        if self._evaluation is not None:
-            self._write_evaluation(self._evaluation.result())
-        evaluation = self._evaluations.evaluate()
-        self._write_evaluation(evaluation)
-        return evaluation
+        return stats
 
     def _next(self, every: int) -> float:
-        """The next multiple of `every` environment steps; never, where that is 0."""
-        return (self.env_steps // every + 1) * every if every else math.inf
+        return _next(every, self.env_steps)
 
     def _write_row(self) -> None:
         now, total, before = time.monotonic(), self._census.total(), self._row_total
@@ -170,9 +184,12 @@ class Monitor:
         self._logger.write(self.env_steps, values)
         self._census.save()
 
-    def _write_evaluation(self, evaluation: Logs) -> None:
-        names = ("return_mean", "return_std", "length_mean", "episodes")
-        self._logger.write(self.env_steps, {name: evaluation[name] for name in names})
+    def _write_evaluation(self, evaluation: _Evaluation) -> None:
+        """Waits for it, and writes it; raises what it raised."""
+        names, values = ("return_mean", "return_std", "length_mean", "episodes"), evaluation.result()
+        self._logger.write(self.env_steps, {name: values[name] for name in names})
+        self._census.evaluated = evaluation.began_at
+        self._census.save()
 
     def _result(self, evaluation: Logs | None) -> Result:
         (began, first), (ended, last) = self._first or self._last, self._last
@@ -189,10 +206,21 @@ class Monitor:
         )
 
 
-class _Evaluation:
-    """An evaluation beside the watch."""
+def _next(every: int, after: int) -> float:
+    """The next multiple of `every` environment steps; never, where that is 0."""
+    return (after // every + 1) * every if every else math.inf
 
-    def __init__(self, evaluations: Evaluations) -> None:
+
+class _Evaluation:
+    """An evaluation beside the watch.
+
+    Args:
+        evaluations: what makes it.
+        began_at: environment steps that had been taken when it was begun.
+    """
+
+    def __init__(self, evaluations: Evaluations, began_at: int) -> None:
+        self.began_at = began_at
         self._values: Logs | BaseException | None = None
 
         def run() -> None:
@@ -207,6 +235,10 @@ class _Evaluation:
     @property
     def is_over(self) -> bool:
         return not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it is over, so long at most."""
+        self._thread.join(seconds)
 
     def result(self) -> Logs:
         """Waits for it, and gives what `Evaluator.evaluate` gave, or raises what that did."""

@@ -34,6 +34,15 @@ def test_a_restarted_monitor_goes_on_counting_the_same_actors(tmp_path):
     again = Census(tmp_path / "progress.json", "first")
     again.add(stats(0, 0, 12))
     assert again.total()["env_steps"] == 12
+    assert again.goes_on and not Census(tmp_path / "progress.json", "second").goes_on
+
+
+def test_when_the_newest_evaluation_began_is_kept(tmp_path):
+    census = Census(tmp_path / "progress.json", "first")
+    assert census.evaluated == 0
+    census.evaluated = 300
+    census.save()
+    assert Census(tmp_path / "progress.json", "second").evaluated == 300
 
 
 def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tmp_path):
@@ -49,8 +58,8 @@ def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tm
 
 @pytest.mark.parametrize(
     "content",
-    ["", '{"session": "first", "cou', "[]", '{"counts": {}}', '{"session": "a", "counts": {"0.0": [1, 2]}}']
-    + ['{"session": "a", "counts": {"0.0": ["1", 2, 3, 4]}}', '{"session": "a", "counts": {"0.0": null}}'],
+    ["", '{"session": "first", "cou', "[]", '{"counts": {}}', '{"session": "a", "counts": {}}']
+    + [f'{{"session": "a", "evaluated": 0, "counts": {{"0.0": {counts}}}}}' for counts in ("[1]", "[0, 0, 0, {}]", "0")],
 )
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
