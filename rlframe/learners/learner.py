@@ -404,7 +404,7 @@ class Learner:
 
 
 def _check_are_numbers(logs: Logs) -> None:
-    """Raises here, where an error ends the run: whoever reads them may be another process's call, or a row of a file."""
+    """Raises where an error ends the run: who reads them later may be in the middle of another process's call."""
     for name, value in logs.items():
         array = value if hasattr(value, "dtype") else np.asarray(value)  # nothing is fetched from the device
         if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and the like

@@ -67,8 +67,10 @@ class Census:
                 raise ValueError(f"not every actor has {len(COUNTERS)} counters")
             return saved["session"], counts, int(saved["evaluated"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            counters = ", ".join(COUNTERS)
             raise CheckpointError(
                 f"{self._path} is damaged: {type(error).__name__}: {error}. It must hold what the run's actors have "
-                'done: {"session": ..., "evaluated": STEPS, "counts": {"RANK.INCARNATION": [' + ", ".join(COUNTERS) + "]}}. Put back a copy "
-                "of it, or remove it: what was learned stays, but steps are counted from 0, and the logs begin anew."
+                f'done: {{"session": ..., "evaluated": STEPS, "counts": {{"RANK.INCARNATION": [{counters}]}}}}. Put '
+                "back a copy of it, or remove it: what was learned stays, but steps are counted from 0, and the logs "
+                "begin anew."
             ) from error

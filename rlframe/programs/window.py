@@ -50,7 +50,8 @@ class Window:
             values["episodes"] = self._episodes
         seconds = time.monotonic() - self._start
         values["steps_per_second"] = (env_steps - self._env_steps) / max(seconds, 1e-9)
-        values.update({name: float(np.asarray(value).reshape(())) for name, value in (self._learner_logs or {}).items()})
+        for name, value in (self._learner_logs or {}).items():
+            values[name] = float(np.asarray(value).reshape(()))
         self._clear(env_steps)
         return values
 

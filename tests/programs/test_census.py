@@ -59,7 +59,7 @@ def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tm
 @pytest.mark.parametrize(
     "content",
     ["", '{"session": "first", "cou', "[]", '{"counts": {}}', '{"session": "a", "counts": {}}']
-    + [f'{{"session": "a", "evaluated": 0, "counts": {{"0.0": {counts}}}}}' for counts in ("[1]", "[0, 0, 0, {}]", "0")],
+    + [f'{{"session": "a", "evaluated": 0, "counts": {{"0.0": {it}}}}}' for it in ("[1]", "[0, 0, 0, {}]", "0")],
 )
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
