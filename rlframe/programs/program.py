@@ -15,6 +15,8 @@ from typing import Any
 
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
+from rlframe.errors import ProgramError
+from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
 from rlframe.programs.assemble import make_agent, make_pool
 from rlframe.programs.census import Census
@@ -39,7 +41,10 @@ def train(
     notes: dict[str, Any] | None = None,
     listen: int | None = None,
 ) -> Result:
-    """See `rlframe.programs.train`; ProgramError says that a node failed more often than it may."""
+    """See `rlframe.programs.train`.
+
+    ProgramError says that a node failed more often than it may, or did not save when the program was stopped.
+    """
     described, directory = open_session(described, run_dir, resume, stop_at)
     with contextlib.ExitStack() as undo:
         if not resume:
@@ -60,8 +65,11 @@ def train(
         undo.pop_all()
     directory.result.unlink(missing_ok=True)
     loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
-    with _Rows(directory.metrics, MultiLogger(loggers)):
-        number = engine.run()
+    try:
+        with _Rows(directory.metrics, MultiLogger(loggers)):
+            number = engine.run()
+    except ProgramError as error:
+        raise ProgramError(f"{error}\n{_what_is_saved(directory)}") from error
     result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
     directory.write_result(result.to_json())
     if directory.metrics.exists():  # not where it was stopped at once
@@ -76,6 +84,14 @@ def agent_of(described: Experiment) -> Agent:
         return make_agent(described, pool.observation_spec, pool.action_spec)
     finally:
         pool.close()
+
+
+def _what_is_saved(directory: RunDir) -> str:
+    steps = Checkpointer(directory.checkpoints).steps()
+    if not steps:
+        return "Nothing was saved."
+    newest = directory.checkpoints / str(steps[-1])
+    return f"What was saved last is {newest}. Go on from there: rlframe train --resume --run-dir {directory.path}"
 
 
 def _read_result(directory: RunDir, run: Run) -> Result:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rlframe.learners import Checkpointer
 from tests.programs.running import IMPALA, RunningProgram, stop_signal
 
 pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
@@ -87,6 +88,43 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path, topology):
     assert resumed is not None and resumed["env_steps"] >= result["env_steps"] + 2_000
     assert resumed["learner_steps"] > result["learner_steps"]
     assert resumed["params_version"] > result["params_version"]
+
+
+@pytest.mark.system
+def test_a_learner_that_does_not_end_in_time_is_told_with_what_was_saved_last(tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        f"""
+import pathlib
+import time
+
+from rlframe.agents import IMPALA
+
+PATH = pathlib.Path({str(tmp_path)!r})
+
+class Slow(IMPALA):
+    jit_learner_step = False
+
+    def learner_step(self, params, learner_state, batch):
+        if (PATH / "be slow").exists():
+            (PATH / "is slow").touch()
+            time.sleep(30.0)
+        return super().learner_step(params, learner_state, batch)
+"""
+    )
+    arguments = ["--agent", f"{agent}:Slow", "--num-envs", "8", *LONG, "--checkpoint-every", "100"]
+    with RunningProgram(tmp_path / "run", *arguments, "--topology", "heavy_env") as program:
+        checkpoints = Checkpointer(tmp_path / "run" / "checkpoints")
+        program.wait_until(checkpoints.steps)
+        (tmp_path / "be slow").touch()
+        program.wait_until((tmp_path / "is slow").exists)
+        newest = checkpoints.steps()[-1]
+        assert stop_signal(program) < 12.0
+        code, result = program.finish()
+    assert code == 1 and result is None
+    assert "The node learner was killed by SIGKILL while the program ended: what it had not" in program.errors()
+    assert f"What was saved last is {tmp_path}/run/checkpoints/{newest}. Go on from there" in program.errors()
+    assert "everything is saved" not in program.errors()
 
 
 @pytest.mark.parametrize("topology", GRID)

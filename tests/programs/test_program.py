@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import threading
 
 import pytest
 
 from rlframe.agents.networks import MLPConfig
-from rlframe.errors import ProgramError, UsageError
+from rlframe.errors import CheckpointError, ProgramError, UsageError
+from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.engines.threads import ThreadsEngine
@@ -67,6 +70,31 @@ def test_a_resumed_program_goes_on_with_its_counts(tmp_path):
     assert again.params_version > first.params_version
     steps = [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")]
     assert steps == sorted(steps)
+
+
+def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path, monkeypatch):
+    described = experiment("impala", "heavy_env", unroll_length=8, batch_size=4, steps=10**8, log_every=100)
+
+    def session(**more):
+        rows = []
+
+        def callback(step, values):
+            if not rows and values.get("learner_steps", 0) > 0:
+                rows.append(step)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return train(described, run_dir=tmp_path / "run", callback=callback, **more)
+
+    assert session().signal == signal.SIGINT
+    newest = Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
+
+    def fail(*args, **kwargs):
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(Checkpointer, "save", fail)
+    ended = "The node learner failed while the program ended: CheckpointError: the disk is full"
+    with pytest.raises(ProgramError, match=rf"{ended}\nWhat was saved last is .*run/checkpoints/{newest}. Go on from"):
+        session(resume=True)
 
 
 def test_a_replay_that_does_not_suit_the_topology_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import signal
 import subprocess
@@ -101,6 +102,57 @@ def test_a_node_that_ignores_sigterm_is_killed_after_the_grace(monkeypatch):
     assert program.run() is None
     assert time.monotonic() - began < 10.0
     assert "[deaf] did not end within 0.5 s: killed" in output.getvalue()
+
+
+FAILS = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: 1 / 0)")
+DEAF = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)")
+
+
+def interrupted(*nodes: NodeProcess, once: str, times: int = 1) -> tuple[int | None, str]:
+    """Ctrl-C as soon as `once` is in the output."""
+    output = io.StringIO()
+
+    def interrupt() -> None:
+        wait_for(lambda: once in output.getvalue())
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for(lambda: "SIGINT: ending" in output.getvalue())  # two at once would be one
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        return Supervisor(nodes, output).run(), output.getvalue()
+    finally:
+        thread.join()
+
+
+def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have(monkeypatch):
+    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+    assert interrupted(node("learner", SERVES, saves=True), once="[learner] up")[0] == signal.SIGINT
+    result, output = interrupted(node("actor", FAILS), node("learner", SERVES, saves=True), once="[actor] up")
+    assert result == signal.SIGINT and "[actor] failed with exit code 1 while the program ended" in output
+    lost = "while the program ended: what it had not saved is lost. Its last lines:\n"
+    with pytest.raises(ProgramError, match=rf"^The node learner failed with exit code 1 {lost}Traceback(.|\n)*ZeroDiv"):
+        interrupted(node("learner", FAILS, saves=True), once="[learner] up")
+    with pytest.raises(ProgramError, match=rf"^The node learner was killed by SIGKILL {lost}up"):
+        interrupted(node("learner", DEAF, saves=True), once="[learner] up")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(node("learner", DEAF, saves=True), once="[learner] up", times=2)
+
+
+def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_program_is_stopped(monkeypatch):
+    monkeypatch.setattr(supervisor, "_BACKOFF", 5.0)
+    dies = node("learner", "1 / 0", saves=True, max_restarts=1)
+    with pytest.raises(ProgramError, match="The node learner had died, and was not back yet when the program was stop"):
+        interrupted(dies, node("actor", SERVES), once="restart 1 of 1")
+
+
+def test_who_saved_before_the_program_was_complete_need_not_end_well(tmp_path: pathlib.Path):
+    path = str(tmp_path / "up")
+    fails = FAILS.replace("print(", f"open({path!r}, 'w'); print(")
+    ends = node("monitor", f"import os, time\nwhile not os.path.exists({path!r}): time.sleep(0.01)", decides=True)
+    result, output = run(ends, node("learner", fails, saves=True))
+    assert result is None and "[learner] failed with exit code 1 while the program ended" in output
 
 
 LAUNCHER = """

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from rlframe.errors import ProgramError
+from rlframe.programs.engines import SAVING_GROUPS
 from rlframe.programs.stopping import StopSignal
+
+_log = logging.getLogger(__name__)
 
 _JOIN_WITHIN = 30.0  # seconds that the nodes have to end
 
@@ -50,9 +54,10 @@ class ThreadsEngine:
             The number of the signal that ended it, or None.
 
         Raises:
-            ProgramError: a node raised.
+            ProgramError: a node raised; or, when it was stopped by a signal, one that saves did not end well.
         """
         failure: ProgramError | None = None
+        is_complete = False
         threads = [threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}") for node in self._nodes]
         with StopSignal() as stop:
             for thread in threads:
@@ -64,19 +69,37 @@ class ThreadsEngine:
                     except queue.Empty:
                         continue
                     if error is not None:
-                        failure = ProgramError(f"The node {group} failed: {type(error).__name__}: {error}")
-                        failure.__cause__ = error
-                    if error is not None or group == "monitor":
+                        failure = _failed(group, "failed", error)
+                    is_complete = error is None and group == "monitor"
+                    if failure is not None or is_complete:
                         break
             finally:
                 for _, node in self._nodes:
                     node.stop()
                 for thread in threads:
                     thread.join(_JOIN_WITHIN)
+                unsaved = self._how_others_ended(threads)
                 self._close()
+        failure = failure or (None if is_complete else unsaved)
         if failure is not None:
             raise failure
         return stop.number
+
+    def _how_others_ended(self, threads: list[threading.Thread]) -> ProgramError | None:
+        """Tells who failed while the program ended; returns what a failure to save comes to."""
+        unsaved: ProgramError | None = None
+        for (group, _), thread in zip(self._nodes, threads):
+            if thread.is_alive():
+                self._ended.put((group, TimeoutError(f"it did not end within {_JOIN_WITHIN:g} s")))
+        while not self._ended.empty():
+            group, error = self._ended.get()
+            if error is None:
+                continue
+            failed = _failed(group, "failed while the program ended", error)
+            _log.warning("%s", failed)
+            if group in SAVING_GROUPS:
+                unsaved = failed
+        return unsaved
 
     def _run(self, group: str, node: Any) -> None:
         error: BaseException | None = None
@@ -92,6 +115,12 @@ class ThreadsEngine:
                 node.close()
         for resource in self._resources:
             resource.close()
+
+
+def _failed(group: str, how: str, error: BaseException) -> ProgramError:
+    failure = ProgramError(f"The node {group} {how}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 class _Server:

@@ -25,6 +25,7 @@ class GroupPolicy:
 
     max_restarts: int = 0  # how often each node may die and be started again, at the same address
     decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
+    saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of its processes
 
 
@@ -61,7 +62,9 @@ def launch(
         The number of the signal that ended the program, or None where it ended by itself.
 
     Raises:
-        ProgramError: a node failed for good; the message names it and has its traceback.
+        ProgramError: a node failed for good, or one that `saves` while the program was stopped; the message names it
+            and has its traceback.
+        KeyboardInterrupt: a second Ctrl-C came before such a node had ended.
         UsageError: a policy is of a group that the program has not, or a node cannot be pickled.
     """
     policies = policies or {}
@@ -85,6 +88,7 @@ def launch(
                         descriptors=(descriptors[label],),
                         max_restarts=policy.max_restarts,
                         decides=policy.decides,
+                        saves=policy.saves,
                     )
                 )
         return Supervisor(nodes, output).run()

@@ -42,6 +42,7 @@ class NodeProcess:
     descriptors: Sequence[int] = ()  # that it inherits
     max_restarts: int = 0  # how often it may die and be started again
     decides: bool = False  # the program is over, and well, when this process has ended well
+    saves: bool = False  # when it ends: a program that is stopped has ended well only if this process has
 
 
 class Supervisor:
@@ -64,7 +65,10 @@ class Supervisor:
         self._signal: int | None = None
         self._stopping_since: float | None = None
         self._out_of_patience = False
+        self._is_complete = False  # those that decide have ended well
+        self._is_cut_short = False  # by a second Ctrl-C
         self._failure: str | None = None
+        self._unsaved: str | None = None
 
     def stop(self) -> None:
         """Ends the program, and well. Any thread may call it."""
@@ -77,7 +81,9 @@ class Supervisor:
             The number of the signal that ended it (the first Ctrl-C or SIGTERM), or None where it ended by itself.
 
         Raises:
-            ProgramError: a node failed, more often than it may; the message has its name and its traceback.
+            ProgramError: a node failed, more often than it may, or before it had saved what it should when the program
+                was stopped; the message has its name and its traceback.
+            KeyboardInterrupt: a second Ctrl-C or SIGTERM came before that was saved.
         """
         with self._signals():
             try:
@@ -90,6 +96,10 @@ class Supervisor:
                 self._kill_all()
         if self._failure is not None:
             raise ProgramError(self._failure)
+        if self._unsaved is not None and not self._is_complete:
+            if self._is_cut_short:
+                raise KeyboardInterrupt
+            raise ProgramError(self._unsaved)
         return self._signal
 
     def _is_over(self) -> bool:
@@ -114,6 +124,7 @@ class Supervisor:
             self._stop()
         elif kind == "signal":
             if self._signal is not None:
+                self._is_cut_short = True
                 self._kill_all()
             elif self._stopping_since is None:
                 name = signal.Signals(value).name
@@ -136,11 +147,15 @@ class Supervisor:
         if self._stopping_since is not None:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
                 self._say(node.name, f"{_how(code)} while the program ended")
+            # One that SIGTERM kills had not begun.
+            if node.saves and code not in (0, -signal.SIGTERM):
+                self._lose(node, f"{_how(code)} while the program ended", running.last_words())
             return
         if code == 0:
             self._ended_well.add(node.name)
             deciding = [other.name for other in self._nodes if other.decides]
             if node.decides and self._ended_well.issuperset(deciding):
+                self._is_complete = True
                 self._stop()
             return
         if time.monotonic() - running.began > _HEALTHY:
@@ -171,9 +186,15 @@ class Supervisor:
     def _stop(self) -> None:
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
+            for node in self._nodes:
+                if node.saves and node.name in self._restart_at:
+                    self._lose(node, "had died, and was not back yet when the program was stopped", "")
             for running in self._running.values():
                 running.send(signal.SIGTERM)
                 running.send(signal.SIGCONT)  # one that was paused would not hear of it
+
+    def _lose(self, node: NodeProcess, how: str, last_words: str) -> None:
+        self._unsaved = f"The node {node.name} {how}: what it had not saved is lost.{last_words}"
 
     def _kill_all(self) -> None:
         for running in self._running.values():
