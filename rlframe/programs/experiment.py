@@ -28,6 +28,18 @@ _REPLAYS: dict[str, tuple[str, ...]] = {
     "distributed": ("reverb",),
 }
 
+_PROGRAMS, _WITH_SERVICES = ("heavy_env", "light_env", "distributed"), ("light_env", "distributed")
+
+# The topologies that read a field which the others do not.
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "num_actors": _PROGRAMS,
+    "engine": _PROGRAMS,
+    "max_restarts": _PROGRAMS,
+    "num_inferencers": _WITH_SERVICES,
+    "num_pools": _WITH_SERVICES,
+    "replay_checkpoint_every": ("single_process",),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
@@ -48,7 +60,7 @@ class Experiment:
     num_pools: int = 1  # of each actor's environments; of 2 one steps while a service answers for the other
     replay: Replay = "auto"  # where experience lies; auto: as the topology is meant
     engine: EngineName = "launchpad"  # what runs the nodes of a topology; threads: all in this process
-    max_restarts: int = 3  # how often each node of a topology may die and be started again
+    max_restarts: int = 3  # how often each node of the engine launchpad may die and be started again
     env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop
     num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
@@ -56,8 +68,10 @@ class Experiment:
     network: Union[str, None] = None  # mlp, nature_cnn or file.py:make_net; None: what suits the observation
     eval_every: int = 0  # environment steps between two evaluations; 0: only the one at the end
     eval_episodes: int = 20
-    checkpoint_every: int = 100_000  # environment steps between two checkpoints; 0: only when the run stops
-    replay_checkpoint_every: int = 1_000_000  # the same for a replay too large to go into each checkpoint
+    # environment steps between two checkpoints; 0: only when the run stops. (A topology of several processes
+    # saves every 30 s in any case: its learner may die, and must not begin anew.)
+    checkpoint_every: int = 100_000
+    replay_checkpoint_every: int = 1_000_000  # of a single process: the same for a replay too large to go into each
     schedule_steps: int = 0  # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
     log_every: int = 0  # environment steps between two rows of the logs; 0: a 100th of the run, 10,000 at most
     agent_config: Any = None
@@ -82,8 +96,7 @@ class Experiment:
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
 
-        if self.num_pools > 1 and self.topology not in ("light_env", "distributed"):
-            raise UsageError(f"num_pools is for actors that ask a service: not with the topology {self.topology}.")
+        self._check_is_read()
         shares = 1 if self.topology == "single_process" else self.num_actors * self.num_pools
         if self.num_envs % shares:
             raise UsageError(
@@ -95,6 +108,20 @@ class Experiment:
             raise UsageError(
                 f"The topology {self.topology} keeps its experience in {' or '.join(kinds)}, "
                 f"got replay={self.replay!r}."
+            )
+
+    def _check_is_read(self) -> None:
+        for name, topologies in _READ_BY.items():
+            value, default = getattr(self, name), getattr(Experiment, name)
+            if value != default and self.topology not in topologies:
+                raise UsageError(
+                    f"{name}={value!r} is for the topology {' or '.join(topologies)}: {self.topology} does not read "
+                    f"it. Leave it at {default!r}, or choose another topology."
+                )
+        if self.max_restarts != Experiment.max_restarts and self.engine != "launchpad":
+            raise UsageError(
+                f"max_restarts={self.max_restarts} is for the engine launchpad: nothing is started again by "
+                f"{self.engine}. Leave it at {Experiment.max_restarts}, or choose another engine."
             )
 
     @property

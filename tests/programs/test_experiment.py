@@ -13,6 +13,8 @@ from rlframe.programs.experiment import (
     save_experiment,
     total_learner_steps,
 )
+from rlframe.programs.program import agent_of
+from rlframe.programs.topologies import Run, learner_config
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 
@@ -57,6 +59,34 @@ def test_a_missing_config_is_explained(tmp_path):
 def test_counts_are_at_least_one(field):
     with pytest.raises(UsageError, match=f"{field} must be at least 1, got 0"):
         Experiment(**{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "topology", "others"),
+    [
+        ("num_actors", 4, "single_process", "heavy_env or light_env or distributed"),
+        ("engine", "threads", "single_process", "heavy_env or light_env or distributed"),
+        ("max_restarts", 0, "single_process", "heavy_env or light_env or distributed"),
+        ("num_inferencers", 2, "heavy_env", "light_env or distributed"),
+        ("num_pools", 2, "heavy_env", "light_env or distributed"),
+        ("replay_checkpoint_every", 1_000, "distributed", "single_process"),
+    ],
+)
+def test_an_option_that_the_topology_does_not_read_is_refused(field, value, topology, others):
+    with pytest.raises(UsageError, match=f"^{field}={value!r} is for the topology {others}: {topology} does not read"):
+        Experiment(topology=topology, **{field: value})
+    assert getattr(Experiment(topology=others.split()[-1], **{field: value}), field) == value
+
+
+def test_threads_are_not_started_again():
+    with pytest.raises(UsageError, match="max_restarts=1 is for the engine launchpad"):
+        Experiment(topology="heavy_env", engine="threads", max_restarts=1)
+
+
+def test_a_learner_that_may_die_saves_whatever_checkpoint_every_is(tmp_path):
+    described = make_experiment("impala", topology="heavy_env", checkpoint_every=0)
+    run = Run(described, agent_of(described), tmp_path, until=described.steps, began=0.0)
+    assert learner_config(run).checkpoint_seconds == 30.0
 
 
 def test_a_run_of_unrolls_makes_one_update_for_each():
