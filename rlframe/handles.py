@@ -15,11 +15,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rlframe import errors
 from rlframe.errors import PeerError, RemoteError, RlframeError, StoppedError, UnavailableError, UsageError
+from rlframe.program_end import program_stop as program_stop
+from rlframe.program_end import stop_program as stop_program
+from rlframe.program_end import stopped_by_program as stopped_by_program
 
 CALL_TIMEOUT = 5.0  # seconds for one attempt; a stop waits for no longer than this
 DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
@@ -261,45 +264,6 @@ class Poll:
         if answer is not None or _listens(address):  # as in `Remote._repeat`
             self._future = getattr(client.futures, self._method)()
         return answer
-
-
-def program_stop() -> threading.Event | None:
-    """The event that is set when Launchpad's program is to end, where this thread runs a node of one."""
-    manager = sys.modules.get("launchpad.launch.worker_manager")
-    try:
-        return manager.stop_event() if manager is not None else None
-    except RuntimeError:  # not a node's thread
-        return None
-
-
-def stop_program() -> None:
-    """Ends Launchpad's program, where this thread runs a node of one."""
-    if program_stop() is not None:
-        sys.modules["launchpad"].stop()
-
-
-@contextlib.contextmanager
-def stopped_by_program(stop: Callable[[], None]) -> Iterator[None]:
-    """Has `stop()` called (by another thread) when the program that this node belongs to ends."""
-    event = program_stop()
-    if event is None:
-        yield
-        return
-    left = threading.Event()
-
-    def watch() -> None:
-        while not left.is_set():
-            if event.wait(0.1):
-                stop()
-                return
-
-    watcher = threading.Thread(target=watch, name="rlframe program stop", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        left.set()
-        watcher.join()
 
 
 def _dereference(target: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import threading
 from typing import Any
 
@@ -14,40 +12,19 @@ import numpy as np
 
 from rlframe import compilation, handles
 from rlframe.agents.base import LearnerState
-from rlframe.errors import NonFiniteLossError, StoppedError, UsageError
-from rlframe.interprocess.memory import SUPPORTED, Name
+from rlframe.errors import StoppedError, UsageError
+from rlframe.interprocess.memory import Name
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
+from rlframe.learners.checks import check_are_numbers, check_loss, check_params
+from rlframe.learners.config import LearnerConfig
+from rlframe.learners.publication import Publication
 from rlframe.learners.saver import Saver
-from rlframe.learners.shared_params import ParamsPublisher
 from rlframe.learners.snapshot import Snapshot
 from rlframe.packing import Packing
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class LearnerConfig:
-    """How a Learner starts, stops and saves."""
-
-    seed: int = 0
-    max_learner_steps: int | None = None  # `run()` ends there, and the Launchpad program with it; None: at `stop()`
-    checkpoint_dir: str | None = None  # None: nothing is saved
-    checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
-    checkpoint_seconds: float = 30.0  # or so long, whichever is shorter: what a learner that is killed loses
-    checkpoints_kept: int = 3
-    resume: bool = False  # begin with the latest checkpoint, where there is one
-    log_every: int = 100  # learner steps between two rows of `run()`'s logger
-
-    def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "checkpoints_kept", "log_every"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"LearnerConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        if self.checkpoint_seconds <= 0:
-            raise UsageError(f"LearnerConfig.checkpoint_seconds must be more than 0, got {self.checkpoint_seconds}.")
-        if self.resume and not self.checkpoint_dir:
-            raise UsageError("LearnerConfig.resume needs a checkpoint_dir.")
 
 
 class Learner:
@@ -82,8 +59,7 @@ class Learner:
         self._learner_steps = 0
         self._logs: Logs = {}  # of the newest update that is known to be done
         self._unchecked: tuple[int, Logs, Any] | None = None  # (learner step, logs, keys) of the update before
-        self._update_lock, self._publish_lock = threading.RLock(), threading.Lock()
-        self._new_version = threading.Condition()
+        self._update_lock = threading.RLock()
         buffer = self._replay_buffer
         self._max_staleness = buffer.spec.max_staleness if isinstance(buffer, BaseReplayBuffer) else None
         self._resumed_from: int | None = None  # the version whose parameters those of the first version after it are
@@ -98,9 +74,8 @@ class Learner:
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._copy_for_actors = jax.jit(self._pack_for_actors)
         self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
-        self._published = (self._versions.value, self._copy_for_actors(self._params, self._learner_state))
-        self._numpy: tuple[int, Tree] = (-1, None)
-        self._publisher: ParamsPublisher | None = None  # once another process of this machine has asked for it
+        published = self._copy_for_actors(self._params, self._learner_state)
+        self._publication = Publication(self._packing, self._versions.value, published)
         is_buffer = isinstance(self._replay_buffer, BaseReplayBuffer)
         self._replay_stats = Snapshot(self._replay_buffer.stats if is_buffer else dict)
         self._saver: Saver | None = None
@@ -118,7 +93,7 @@ class Learner:
     @property
     def params_version(self) -> int:
         """The version that `get_params` gives now."""
-        return self._published[0]
+        return self._publication.version
 
     def step(self, batch: Batch | None) -> Logs | None:
         """One update from `batch`; does nothing and returns None where there is none.
@@ -148,9 +123,9 @@ class Learner:
             jax.block_until_ready(published)  # actors wait for it, and a call of theirs must not
             self._replay_buffer.forget_before(version - self._max_staleness)
             self._resumed_from = None
-        self._publish(version, published)
+        self._publication.publish(version, published)
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
-        _check_are_numbers(logs)
+        check_are_numbers(logs)
         self._unchecked = (self._learner_steps, logs, keys)
         if priorities is not None:
             self._check_loss()  # they are fetched here in any case, and a buffer takes no NaN
@@ -243,30 +218,18 @@ class Learner:
         Returns:
             (version, tree), or (version, None) where `known_version` is that version already.
         """
-        version, published = self._published
-        if version == known_version:
-            return version, None
-        with self._publish_lock:
-            if self._numpy[0] != version:  # fetched once per version, however many ask
-                self._numpy = (version, self._packing.unpack_numpy(published))
-            return self._numpy
+        return self._publication.get_params(known_version)
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most)."""
-        with self._new_version:
-            self._new_version.wait_for(lambda: self.params_version > known_version, min(timeout, 1.0))
-            return self.params_version
+        return self._publication.wait_for_version(known_version, timeout)
 
     def shared_params(self) -> Name | None:
         """Where processes of this machine read what `get_params` gives; see `rlframe.learners.shared_params`.
 
         None where there is no such memory, or the Learner was closed.
         """
-        with self._publish_lock:
-            if self._publisher is None and SUPPORTED:
-                self._publisher = ParamsPublisher(self._packing, lambda: self._published)
-                self._publisher.announce()
-        return self._publisher.name if self._publisher is not None else None
+        return self._publication.shared_params()
 
     def save(self, extras: Any = None, *, final: bool = False) -> None:
         """Writes a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
@@ -286,7 +249,7 @@ class Learner:
         with self._update_lock:
             self._check_loss()
             tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
-            self._check_finite(tree[0])
+            check_params(tree[0], self._learner_steps, self._last_good)
             counters = {"learner_steps": self._learner_steps, "version": self.params_version}
             self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "extras": extras})
             if final:
@@ -326,22 +289,14 @@ class Learner:
 
     def _publish_past(self, version: int) -> None:
         self._versions.resume(version)
-        self._publish(self._versions.value, self._copy_for_actors(self._params, self._learner_state))
+        self._publication.publish(self._versions.value, self._copy_for_actors(self._params, self._learner_state))
 
     def close(self) -> None:
         """Ends the threads that checkpointing and publishing opened."""
         self.stop()
         if self._checkpointer is not None:
             self._checkpointer.close()
-        if self._publisher is not None:
-            self._publisher.close()
-
-    def _publish(self, version: int, published: list[jax.Array]) -> None:
-        with self._new_version:
-            self._published = (version, published)
-            if self._publisher is not None:
-                self._publisher.announce()
-            self._new_version.notify_all()
+        self._publication.close()
 
     def _is_too_old(self, versions: np.ndarray) -> bool:
         """Whether a batch that `versions` [B] acted in was drawn before the buffer knew of newer ones."""
@@ -379,39 +334,15 @@ class Learner:
         if self._unchecked is None:
             return
         step, logs, keys = self._unchecked
-        self._unchecked, loss = None, logs.get("loss")
-        if loss is not None and not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"The loss of learner step {step} is {float(loss)}, on a batch of {len(keys)} items whose first is "
-                f"(rank, incarnation, number) {tuple(int(part) for part in keys[0])}.{self._last_good()} "
-                "Look for NaN in its rewards and observations, or lower the learning rate."
-            )
+        self._unchecked = None
+        check_loss(logs, step, keys, self._last_good)
         self._logs = logs
-
-    def _check_finite(self, params: Tree) -> None:
-        for path, leaf in jax.tree.leaves_with_path(params):
-            if not np.all(np.isfinite(leaf)):
-                name = jax.tree_util.keystr(path)
-                raise NonFiniteLossError(
-                    f"Parameter {name} is not finite after learner step {self._learner_steps}.{self._last_good()}"
-                )
 
     def _last_good(self) -> str:
         steps = self._checkpointer.steps() if self._checkpointer is not None else []
         if self._checkpointer is None or not steps:
-            return " Nothing was saved before."
-        return f" The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."
-
-
-def _check_are_numbers(logs: Logs) -> None:
-    """Raises where an error ends the run: who reads them later may be in the middle of another process's call."""
-    for name, value in logs.items():
-        array = value if hasattr(value, "dtype") else np.asarray(value)  # nothing is fetched from the device
-        if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and the like
-            raise UsageError(
-                f"The agent's learner_step logs {name!r} as {array.dtype} of shape {array.shape}; a log is one number. "
-                "Log its mean, or leave it out."
-            )
+            return "Nothing was saved before."
+        return f"The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."
 
 
 def _copy(tree: Tree) -> Tree:

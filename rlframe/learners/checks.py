@@ -1,0 +1,42 @@
+"""What stops a Learner: a loss, parameters or logs that are not what they must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from rlframe.errors import NonFiniteLossError, UsageError
+from rlframe.types import Logs, Tree
+
+
+def check_are_numbers(logs: Logs) -> None:
+    """Raises where an error ends the run: who reads them later may be in the middle of another process's call."""
+    for name, value in logs.items():
+        array = value if hasattr(value, "dtype") else np.asarray(value)  # nothing is fetched from the device
+        if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and the like
+            raise UsageError(
+                f"The agent's learner_step logs {name!r} as {array.dtype} of shape {array.shape}; a log is one number. "
+                "Log its mean, or leave it out."
+            )
+
+
+def check_loss(logs: Logs, step: int, keys: np.ndarray, last_good: Callable[[], str]) -> None:
+    """Raises NonFiniteLossError for the loss of learner step `step`, on the items `keys` [B, 3]."""
+    loss = logs.get("loss")
+    if loss is not None and not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"The loss of learner step {step} is {float(loss)}, on a batch of {len(keys)} items whose first is "
+            f"(rank, incarnation, number) {tuple(int(part) for part in keys[0])}. {last_good()} "
+            "Look for NaN in its rewards and observations, or lower the learning rate."
+        )
+
+
+def check_params(params: Tree, step: int, last_good: Callable[[], str]) -> None:
+    """Raises NonFiniteLossError for the first array of `params` that is not finite after learner step `step`."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not np.all(np.isfinite(leaf)):
+            name = jax.tree_util.keystr(path)
+            raise NonFiniteLossError(f"Parameter {name} is not finite after learner step {step}. {last_good()}")
