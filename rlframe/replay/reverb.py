@@ -10,33 +10,28 @@ second.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import json
 import os
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from rlframe.errors import CheckpointError, StoppedError, UsageError
-from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError, override
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.dataset import Dataset
 from rlframe.replay.prioritised import LOWEST, check_priorities
-from rlframe.replay.reverb_connection import Connection, Inserter
-from rlframe.replay.reverb_items import Assembler, Drawn, Remembered
+from rlframe.replay.reverb_connection import Connection
+from rlframe.replay.reverb_items import Drawn, Remembered
 from rlframe.replay.reverb_registry import Registry
 from rlframe.replay.reverb_stream import Stream
 from rlframe.replay.reverb_tables import HIGHEST, REPLAY, Tables, block_size, default_run_ahead, inserted, may_sample
+from rlframe.replay.reverb_writer import Writer
 from rlframe.replay.rows import ItemRows
 from rlframe.replay.shares import Shares, WriterState
-from rlframe.types import AgentSpecs, Batch, Step, split_env_ids
+from rlframe.types import AgentSpecs, Batch, Step
 
-_LOOK_FOR_STOP = 0.2  # seconds
-_LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
 _DRAW_SECONDS = 2.0  # for what the server said it has; another reader may have been quicker
 
 
@@ -69,13 +64,9 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._connection = Connection(address, timeout)
         self._registry = Registry(self._connection, timeout)
         self._block = 0  # items per row of the table; 0 before the server was asked
-        self._write_lock, self._read_lock = threading.RLock(), threading.RLock()
-        self._inserter: Inserter | None = None
-        self._claimed: dict[int, int] = {}  # rank -> its incarnation here
-        self._assemblers: dict[int, Assembler] = {}
-        self._told_to_stop: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
-        self._steps = self._dropped = 0
-        self._looked = 0.0
+        self._writer = Writer(self._agent, self._connection, self._registry, self._rows, patience)
+        self._read_lock = threading.RLock()
+        self._dropped = 0
         is_queue = self.spec.kind == "queue"
         self._drawn = Drawn(self._rows, queue=is_queue, by_rank=is_queue and self.spec.batch_size is None)
         self._shares = Shares(self.spec.lapse_after)
@@ -116,30 +107,10 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     # --- writing
 
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
-        self._connect()
-        with self._write_lock:
-            rank, incarnation = self._registry.claim(rank)
-            self._claimed[rank] = incarnation
-            self._assemblers.pop(rank, None)
-            if num_envs is not None:
-                self.open_segment(rank, num_envs)
-            return rank, incarnation
+        return self._writer.claim(self._connect(), num_envs, rank)
 
     def open_segment(self, rank: int, num_envs: int) -> None:
-        if num_envs < 1:
-            raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
-        block = self._connect()
-        if num_envs % block:
-            raise UsageError(
-                f"The queue at {self._connection.address} holds blocks of {block} items, which a writer of {num_envs} "
-                f"environments cannot fill. Make its tables with a block that divides {num_envs}."
-            )
-        with self._write_lock:
-            incarnation = self._claimed[rank]
-            self._told_to_stop[rank] = threading.Event()
-            self._assemblers[rank] = Assembler(self._agent, rank, incarnation, num_envs)
-            if self.spec.batch_size is None:
-                self._registry.open(rank, incarnation, num_envs)
+        self._writer.open(self._connect(), rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
@@ -147,55 +118,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         Raises:
             StoppedError: it was told to, by `end_waits`, or the buffer was closed.
         """
-        assembler = self._find(env_ids)
-        stop = self._told_to_stop[assembler.rank]
-        with self._writing(stop):
-            if self._connection.closed.is_set():
-                raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
-            batch = assembler.add(env_ids, step)
-            self._steps += len(env_ids)
-            if batch is None:
-                return
-            before, priority = 0, 1.0
-            if self.spec.kind == "prioritised":
-                info = self._connection.info("add", stop)
-                before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
-            # Numbers follow the order in which a prioritised table got its items, so that they tell which have left.
-            batch = assembler.number(batch, at_least=before)
-            if self._inserter is None:
-                self._inserter = Inserter(self._connection, REPLAY, self._options["patience"])
-            rows = self._rows.pack(batch)
-            if rest := -len(rows) % self._block:
-                rows = np.concatenate([rows, self._rows.padding(rest)])
-            self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority, stop)
-            if time.monotonic() - self._looked > _LOOK_EVERY:
-                self._looked = time.monotonic()
-                self._registry.watch(self._connection.info("add", stop))
+        self._writer.add(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
         """See `BaseReplayBuffer`. What `add` had on its way is still sent, until the buffer is closed."""
-        self._told_to_stop[rank].set()
-
-    @contextlib.contextmanager
-    def _writing(self, stop: threading.Event) -> Iterator[None]:
-        """Holds the lock of writers: another one, held back by the server, may have it for long."""
-        while not self._write_lock.acquire(timeout=_LOOK_FOR_STOP):
-            if stop.is_set():
-                raise StoppedError("Told to stop while add waited for another writer of this process.")
-        try:
-            yield
-        finally:
-            self._write_lock.release()
-
-    def _find(self, env_ids: np.ndarray) -> Assembler:
-        rank = int(split_env_ids(env_ids[:1])[0][0]) if len(env_ids) else -1
-        if rank not in self._assemblers:
-            claimed = ", ".join(f"{r} ({it.num_envs} environments)" for r, it in self._assemblers.items()) or "none"
-            raise UsageError(
-                f"add() got the env_ids {env_ids!r}; they must be of one claimed rank. Claimed: {claimed}. "
-                "Call claim_rank(num_envs) first and use rlframe.types.global_env_ids(rank, indices)."
-            )
-        return self._assemblers[rank]
+        self._writer.end_waits(rank)
 
     # --- reading
 
@@ -327,7 +254,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         evicted = added - size - (sampled if self.spec.kind == "queue" else 0)
         return {
             "items": size * block + waiting,
-            "steps": self._steps,
+            "steps": self._writer.steps,
             "added": added * block,
             "sampled": sampled * block - waiting - forgotten,
             "evicted": evicted * block + forgotten,
@@ -379,9 +306,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         for dataset in self._datasets:
             dataset.close()
         self._datasets.clear()
-        with self._write_lock:
-            if self._inserter is not None:
-                self._inserter.close()
+        self._writer.close()
 
     def _connect(self) -> int:
         """Returns how many items a block holds. Raises where the server's tables are none of this agent's."""

@@ -96,8 +96,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def is_adding(buffer: ReverbReplayBuffer) -> bool:
-    if buffer._write_lock.acquire(blocking=False):
-        buffer._write_lock.release()
+    if buffer._writer._lock.acquire(blocking=False):
+        buffer._writer._lock.release()
         return False
     return True
 

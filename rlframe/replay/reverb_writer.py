@@ -1,0 +1,136 @@
+"""The writers of one process to a Reverb replay: their ranks, the items that are not complete yet, and their waits."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlframe.errors import StoppedError, UsageError
+from rlframe.replay.base import ReplayClosedError
+from rlframe.replay.reverb_connection import Connection, Inserter
+from rlframe.replay.reverb_items import Assembler
+from rlframe.replay.reverb_registry import Registry
+from rlframe.replay.reverb_tables import HIGHEST, REPLAY, inserted
+from rlframe.replay.rows import ItemRows
+from rlframe.types import AgentSpecs, Step, split_env_ids
+
+_LOOK_FOR_STOP = 0.2  # seconds
+_LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
+
+
+class Writer:
+    """What `ReverbReplayBuffer` adds with; its methods of these names say what they do. Any thread may call it.
+
+    Args:
+        agent: what is learned from.
+        connection: to the server.
+        registry: of the ranks of all processes.
+        rows: how an item is packed.
+        patience: seconds that `add` waits for a server which holds it back.
+
+    Attributes:
+        steps: that were added here.
+    """
+
+    def __init__(
+        self, agent: AgentSpecs, connection: Connection, registry: Registry, rows: ItemRows, patience: float
+    ) -> None:
+        self._agent, self._connection, self._registry, self._rows = agent, connection, registry, rows
+        self._patience = patience
+        self.steps = 0
+        self._block = 1  # items per row of the table
+        self._lock = threading.RLock()
+        self._inserter: Inserter | None = None
+        self._claimed: dict[int, int] = {}  # rank -> its incarnation here
+        self._assemblers: dict[int, Assembler] = {}
+        self._told_to_stop: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
+        self._looked = 0.0
+
+    def claim(self, block: int, num_envs: int | None, rank: int | None) -> tuple[int, int]:
+        """See `BaseReplayBuffer.claim_rank`; rows of the server's table hold `block` items."""
+        with self._lock:
+            rank, incarnation = self._registry.claim(rank)
+            self._claimed[rank] = incarnation
+            self._assemblers.pop(rank, None)
+            if num_envs is not None:
+                self.open(block, rank, num_envs)
+            return rank, incarnation
+
+    def open(self, block: int, rank: int, num_envs: int) -> None:
+        """See `BaseReplayBuffer.open_segment`."""
+        if num_envs < 1:
+            raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
+        if num_envs % block:
+            raise UsageError(
+                f"The queue at {self._connection.address} holds blocks of {block} items, which a writer of {num_envs} "
+                f"environments cannot fill. Make its tables with a block that divides {num_envs}."
+            )
+        with self._lock:
+            self._block, incarnation = block, self._claimed[rank]
+            self._told_to_stop[rank] = threading.Event()
+            self._assemblers[rank] = Assembler(self._agent, rank, incarnation, num_envs)
+            if self._agent.replay_spec.batch_size is None:
+                self._registry.open(rank, incarnation, num_envs)
+
+    def add(self, env_ids: np.ndarray, step: Step) -> None:
+        """See `ReverbReplayBuffer.add`."""
+        assembler = self._find(env_ids)
+        stop = self._told_to_stop[assembler.rank]
+        with self._writing(stop):
+            if self._connection.closed.is_set():
+                raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
+            batch = assembler.add(env_ids, step)
+            self.steps += len(env_ids)
+            if batch is None:
+                return
+            before, priority = 0, 1.0
+            if self._agent.replay_spec.kind == "prioritised":
+                info = self._connection.info("add", stop)
+                before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
+            # Numbers follow the order in which a prioritised table got its items, so that they tell which have left.
+            batch = assembler.number(batch, at_least=before)
+            if self._inserter is None:
+                self._inserter = Inserter(self._connection, REPLAY, self._patience)
+            rows = self._rows.pack(batch)
+            if rest := -len(rows) % self._block:
+                rows = np.concatenate([rows, self._rows.padding(rest)])
+            self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority, stop)
+            if time.monotonic() - self._looked > _LOOK_EVERY:
+                self._looked = time.monotonic()
+                self._registry.watch(self._connection.info("add", stop))
+
+    def end_waits(self, rank: int) -> None:
+        """See `ReverbReplayBuffer.end_waits`."""
+        self._told_to_stop[rank].set()
+
+    def close(self) -> None:
+        """Gives up what was not confirmed; the connection is closed already."""
+        with self._lock:
+            if self._inserter is not None:
+                self._inserter.close()
+
+    @contextlib.contextmanager
+    def _writing(self, stop: threading.Event) -> Iterator[None]:
+        """Holds the lock of writers: another one, held back by the server, may have it for long."""
+        while not self._lock.acquire(timeout=_LOOK_FOR_STOP):
+            if stop.is_set():
+                raise StoppedError("Told to stop while add waited for another writer of this process.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _find(self, env_ids: np.ndarray) -> Assembler:
+        rank = int(split_env_ids(env_ids[:1])[0][0]) if len(env_ids) else -1
+        if rank not in self._assemblers:
+            claimed = ", ".join(f"{r} ({it.num_envs} environments)" for r, it in self._assemblers.items()) or "none"
+            raise UsageError(
+                f"add() got the env_ids {env_ids!r}; they must be of one claimed rank. Claimed: {claimed}. "
+                "Call claim_rank(num_envs) first and use rlframe.types.global_env_ids(rank, indices)."
+            )
+        return self._assemblers[rank]
