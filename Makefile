@@ -24,7 +24,7 @@ demo: $(CORE) ## train PPO on CartPole-v1 and evaluate it
 	$(BIN)/rlframe train --agent ppo --env CartPole-v1 --seed 1
 
 test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 test-system: $(ALL) ## the tests that run whole programs
 	$(BIN)/python -m pytest -m system $(PYTEST_ARGS)
