@@ -19,9 +19,11 @@ BENCHMARKS = {
     "replay": "insert and sample, against Stable-Baselines3, cpprb and flashbax",
     "inference": "the inference service, against its jitted call alone and against unbatched calls",
     "shared_memory": "replay between processes, against the buffer in one process",
+    "reverb": "Reverb through rlframe's buffer, against Reverb alone; shared memory against its inserts",
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",
+    "impala_pong": "IMPALA on Pong-v5 with two actors, against its parts alone on the same cores",
 }
 
 

@@ -98,12 +98,14 @@ class Drawn:
         # As samplers give them: [key, probability, size of the table, priority, rows [block, nbytes]].
         self._samples: collections.deque[list[np.ndarray]] = collections.deque()
         self._oldest = -1
+        self._single = True  # each draw is one item: none was a block of several yet
         self.came: collections.Counter[int] = collections.Counter()
         self.size = self.forgotten = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
         """Notes what a sampler gave."""
         if samples and len(samples[0][_ROWS]) > 1:
+            self._single = False
             for sample in samples:
                 if not self._rows.numbers(sample[_ROWS])[-1] >= 0:  # padding comes last
                     sample[_ROWS] = sample[_ROWS][self._rows.numbers(sample[_ROWS]) >= 0]
@@ -111,7 +113,7 @@ class Drawn:
             for sample in samples:
                 self.came.update(self._rows.ranks(sample[_ROWS]).tolist())
         self._samples.extend(samples)
-        self.size += sum(map(len, [sample[_ROWS] for sample in samples]))
+        self.size += len(samples) if self._single else sum([len(sample[_ROWS]) for sample in samples])
         if self._oldest >= 0:
             self.forget_before(self._oldest)
 
@@ -138,6 +140,8 @@ class Drawn:
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Returns (rows [count, nbytes] uint8, probabilities [count] float32, the server's key of each)."""
+        if self._single and count <= len(self._samples):
+            return self._take_single(count)
         samples, missing = [], count
         while missing > 0:
             sample = self._samples.popleft()
@@ -152,8 +156,17 @@ class Drawn:
         if self._queue:  # each has its turn: the chance of a draw among those that were there
             chances = [1.0 / (max(1, int(sample[_SIZE])) * len(own)) for sample, own in zip(samples, rows)]
         keys = [sample[_KEY] for sample in samples]
-        if len(samples) == count:
-            return np.concatenate(rows), np.array(chances, np.float32), keys
         lengths = [len(own) for own in rows]
         all_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
         return all_rows, np.repeat(np.array(chances, np.float32), lengths), keys
+
+    def _take_single(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """The same where each draw is one item: there are hundreds in a batch, so each line of a loop counts."""
+        pop = self._samples.popleft
+        keys, chances, sizes, _, rows = zip(*[pop() for _ in range(count)])
+        self.size -= count
+        if self._queue:
+            probabilities = (1.0 / np.maximum(np.fromiter(sizes, np.int64, count), 1)).astype(np.float32)
+        else:
+            probabilities = np.fromiter(chances, np.float32, count)
+        return np.concatenate(rows), probabilities, list(keys)

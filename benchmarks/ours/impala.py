@@ -1,0 +1,238 @@
+"""Times IMPALA on EnvPool's Pong: a whole program, or its parts alone on the same cores. Prints one JSON object.
+
+python -m benchmarks.ours.impala program heavy_env --seconds 60
+python -m benchmarks.ours.impala part learner --processes 2 --threads 1 --seconds 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+ACTORS = 2
+ENV = "Pong-v5"
+FOREVER = 100_000_000  # environment steps
+WARM_UP = 6  # updates before the clock of a program starts; the first compiles
+START_WITHIN = 240.0  # seconds until a program has made these, or a part is compiled
+
+
+def main() -> None:
+    """Measures."""
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("program")
+    command.add_argument("topology", choices=("heavy_env", "light_env", "distributed"))
+    command.add_argument("--seconds", type=float, default=60.0)
+    command.add_argument("--options", nargs="*", default=[], help="of rlframe train, without --: num-pools=2")
+    command = commands.add_parser("part")
+    command.add_argument("part", choices=PARTS)
+    command.add_argument("--processes", type=int, default=1, help="which do not communicate; rates are of all")
+    command.add_argument("--threads", type=int, default=2, help="of each, for the environments and for XLA")
+    command.add_argument("--seconds", type=float, default=10.0)
+    args = parser.parse_args()
+    if args.command == "program":
+        print(json.dumps(program(args.topology, args.seconds, args.options)))
+    else:
+        print(json.dumps({"steps_per_second": parts(args.part, args.processes, args.threads, args.seconds)}))
+
+
+# The program
+
+
+def program(topology: str, seconds: float, options: list[str]) -> dict[str, float]:
+    """Runs `rlframe train` until so many seconds after its warm-up; the rate is between two rows of its logs."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = pathlib.Path(directory) / "run"
+        command = [sys.executable, "-m", "rlframe", "train", "--agent", "impala", "--env", ENV]
+        command += ["--topology", topology, "--num-actors", ACTORS, "--steps", FOREVER, "--log-every", 200]
+        command += ["--checkpoint-every", 0, "--run-dir", run_dir, *(f"--{option}" for option in options)]
+        with open(pathlib.Path(directory) / "output", "w+") as output:
+            process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output)
+            try:
+                first, last = _watch(process, run_dir / "metrics.jsonl", seconds)
+            except RuntimeError:
+                output.seek(0)
+                sys.stderr.write(output.read()[-2000:])
+                raise
+            finally:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(60.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    took = last["wall_seconds"] - first["wall_seconds"]
+    return {
+        "steps_per_second": (last["step"] - first["step"]) / took,
+        "updates_per_second": (last["learner_steps"] - first["learner_steps"]) / took,
+        "staleness": last["staleness"],
+    }
+
+
+def _watch(process: subprocess.Popen, path: pathlib.Path, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the first row after the warm-up, the first so many seconds later)."""
+    deadline, warm = time.monotonic() + START_WITHIN + seconds, None
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"The program ended with {process.returncode}.")
+        row = _last_row(path)
+        if row is not None and row["learner_steps"] >= WARM_UP:
+            warm = warm or row
+            if row["wall_seconds"] >= warm["wall_seconds"] + seconds:
+                return warm, row
+        time.sleep(0.5)
+    raise RuntimeError(f"The program was not through its warm-up within {START_WITHIN:.0f} s.")
+
+
+def _last_row(path: pathlib.Path) -> dict[str, Any] | None:
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return json.loads(lines[-1]) if lines else None
+
+
+# Its parts
+
+
+def parts(part: str, processes: int, threads: int, seconds: float) -> float:
+    """Environment steps per second of so many processes that each do `part` over and over."""
+    os.environ.update(NPROC=str(threads), OMP_NUM_THREADS=str(threads))  # XLA reads NPROC
+    context = multiprocessing.get_context("spawn")
+    ready, rates = context.Barrier(processes), context.SimpleQueue()
+    arguments = (part, processes, threads, seconds, ready, rates)
+    children = [context.Process(target=_measure, args=arguments, daemon=True) for _ in range(processes)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(START_WITHIN + 4 * seconds)
+        if child.exitcode != 0:
+            raise RuntimeError(f"A process that measured {part} ended with {child.exitcode}.")
+    return sum(rates.get() for _ in children)
+
+
+def _measure(part: str, processes: int, threads: int, seconds: float, ready: Any, rates: Any) -> None:
+    call, steps = PARTS[part](processes, threads)
+    for _ in range(3):  # the first compile
+        call()
+    ready.wait(START_WITHIN)
+    calls, began = 0, time.perf_counter()
+    while (now := time.perf_counter()) < began + seconds:
+        call()
+        calls += 1
+    rates.put(calls * steps / (now - began))
+
+
+def _objects(processes: int, threads: int) -> tuple[Any, Any, Any, Any]:
+    """(agent, pool of a process's share of the environments, learner, inferencer), as the preset says."""
+    from rlframe.inferencers import Inferencer, InferencerConfig
+    from rlframe.learners import Learner, LearnerConfig
+    from rlframe.programs import make_experiment
+    from rlframe.programs.assemble import make_agent, make_pool
+
+    described = make_experiment("impala", ENV, num_workers=threads, steps=FOREVER)
+    pool = make_pool(described, described.num_envs // processes, described.env_kwargs, seed=0)
+    agent = make_agent(described, pool.observation_spec, pool.action_spec)
+    learner = Learner(LearnerConfig(), agent, None)
+    return agent, pool, learner, Inferencer(InferencerConfig(), agent, learner)
+
+
+def _env(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
+    _, pool, _, _ = _objects(processes, threads)
+    pool.reset()
+    # Not always the same action: the game goes on as it does when it is learned.
+    actions = np.random.default_rng(0).integers(0, pool.action_spec.num_values, (97, pool.num_envs), np.int32)
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        pool.step(actions[count % 97])
+        count += 1
+
+    return step, pool.num_envs
+
+
+def _inference(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
+    """Batches of an actor's environments, however many processes there are."""
+    _, pool, _, inferencer = _objects(ACTORS, threads)
+    timestep, env_ids = pool.reset(), np.arange(pool.num_envs)
+    return lambda: inferencer.inference(env_ids, timestep, ()), pool.num_envs
+
+
+def _learner(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
+    agent, pool, learner, inferencer = _objects(processes, threads)
+    batch, steps = _Unrolls(agent, pool, inferencer).next()
+    return lambda: float(learner.step(batch)["loss"]), steps
+
+
+def _loop(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
+    """All three in turns: what a program would do that had nothing to send or to wait for."""
+    agent, pool, learner, inferencer = _objects(processes, threads)
+    unrolls = _Unrolls(agent, pool, inferencer)
+
+    def turn() -> None:
+        batch, _ = unrolls.next()
+        float(learner.step(batch)["loss"])
+
+    return turn, agent.cfg.batch_size * agent.cfg.unroll_length
+
+
+PARTS = {"env": _env, "inference": _inference, "learner": _learner, "loop": _loop}
+
+
+class _Unrolls:
+    """Acts, and keeps a batch of unrolls in plain arrays."""
+
+    def __init__(self, agent: Any, pool: Any, inferencer: Any) -> None:
+        self._pool, self._inferencer = pool, inferencer
+        self._length, self._batch_size = agent.cfg.unroll_length, agent.cfg.batch_size
+        self._env_ids, self._timestep = np.arange(pool.num_envs), pool.reset()
+        shape, length = (self._batch_size, self._length), self._length
+        observation = agent.step_spec.observation
+        self._observation = np.empty((shape[0], length + 1, *observation.shape), observation.dtype)
+        self._step_type = np.empty((shape[0], length + 1), np.uint8)
+        self._action = np.empty(shape, agent.step_spec.action.dtype)
+        self._reward, self._discount, self._log_prob = (np.empty(shape, np.float32) for _ in range(3))
+
+    def next(self) -> tuple[Any, int]:
+        """(a batch, the environment steps that it took)."""
+        from rlframe.types import Batch, SequenceBatch
+
+        for first in range(0, self._batch_size, len(self._env_ids)):
+            self._act(slice(first, first + len(self._env_ids)))
+        data = SequenceBatch(
+            observation=self._observation,
+            step_type=self._step_type,
+            action=self._action,
+            reward=self._reward,
+            discount=self._discount,
+            extras={"log_prob": self._log_prob},
+            agent_state=(),
+        )
+        ones = np.ones(self._batch_size)
+        batch = Batch(data, np.zeros((len(ones), 3), np.int64), ones.astype(np.float32), ones.astype(np.int64))
+        return batch, self._batch_size * self._length
+
+    def _act(self, rows: slice) -> None:
+        for t in range(self._length + 1):
+            timestep = self._timestep
+            self._observation[rows, t], self._step_type[rows, t] = timestep.observation, timestep.step_type
+            if t == self._length:
+                return
+            output, _ = self._inferencer.inference(self._env_ids, timestep, ())
+            self._timestep = after = self._pool.step(output.action)
+            self._action[rows, t], self._log_prob[rows, t] = output.action, output.extras["log_prob"]
+            self._reward[rows, t], self._discount[rows, t] = after.reward, after.discount
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Reverb through rlframe's buffer: steps/s in, items/s out, beside Reverb alone; and shared memory beside its inserts.
+
+Everything is CartPole's size. The server is a process of its own.
+"""
+
+from __future__ import annotations
+
+from benchmarks.context import Context, in_turns
+from benchmarks.report import Row, Table, middle
+from benchmarks.shared_memory import WORKLOADS, shared
+
+INSERTS = {
+    "ours": "rlframe, unrolls of 64 environments and 20 steps",
+    "blocks": "the same arrays by Reverb's writer alone",
+    "appends": "one step an append, an item of 20 steps every 20",
+    "transitions": "one step an append, an item of 2 steps each",
+}
+SHARED = "shared memory, 64 steps an insert, from another process"
+SAMPLES = {
+    "transitions": "Reverb: sample batches of 256 transitions",
+    "unrolls": "Reverb: sample batches of 32 unrolls of 20 steps from a queue",
+    "blocks": "Reverb: the same, 16 unrolls an item as `distributed` holds them",
+}
+LEAST, AHEAD, OF_BARE = 1e6, 100.0, 0.9  # steps/s of unrolls; times Reverb's single steps; of a bare sampler
+
+
+def run(context: Context, say=print) -> list[Table]:
+    """Measures; see `benchmarks.runner`."""
+    return [*_inserts(context, say), *(_sample(context, workload, title, say) for workload, title in SAMPLES.items())]
+
+
+def _inserts(context: Context, say) -> list[Table]:
+    seconds = context.steps(3, 1)
+    contenders = {way: lambda way=way: context.ours("reverb", "insert", way, "--seconds", seconds) for way in INSERTS}
+    contenders["shared"] = lambda: {"steps_per_second": 64e6 / shared(*WORKLOADS["cartpole"], context.steps(1, 0.1))[0]}
+    results, failures = in_turns(contenders, context.repeats, say)
+
+    def row(way: str, wanted: float | None = None, name: str = "") -> Row:
+        value = middle(result["steps_per_second"] for result in results[way])
+        return Row(name or INSERTS[way], value, wanted, failures.get(way, ""))
+
+    unrolls = Table(
+        "Reverb: insert", "environment steps/s", row("ours", LEAST), (row("blocks"), row("appends"), row("transitions"))
+    )
+    title = "Shared memory against Reverb's per-step inserts"
+    others = (row("appends", AHEAD), row("transitions", AHEAD))
+    return [unrolls, Table(title, "environment steps/s", row("shared", name=SHARED), others)]
+
+
+def _sample(context: Context, workload: str, title: str, say) -> Table:
+    size = (
+        ("--seconds", context.steps(3, 1)) if workload == "transitions" else ("--items", context.steps(64_000, 4_000))
+    )
+    contenders = {workload: lambda: context.ours("reverb", "sample", workload, *size)}
+    results, failures = in_turns(contenders, context.repeats, say)
+    ours, bare = (middle(result[way] for result in results[workload]) for way in ("ours", "bare"))
+    note = failures.get(workload, "")
+    return Table(title, "items/s", Row("rlframe's dataset", ours, None, note), (Row("a bare sampler", bare, OF_BARE),))

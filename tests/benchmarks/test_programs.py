@@ -1,0 +1,101 @@
+"""The benchmarks of Reverb and of whole programs: what their scripts measure, and how a limit is made of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks import impala_pong, reverb
+from benchmarks.context import Context
+from benchmarks.report import NotMeasured
+
+
+class Given(Context):
+    """Scripts whose figures are known: (script, arguments up to the first option) -> what it prints."""
+
+    figures: dict[tuple[Any, ...], dict[str, float]]
+
+    def ours(self, name: str, *arguments: Any, env: dict[str, str] | None = None) -> dict[str, Any]:
+        options = [i for i, argument in enumerate(arguments) if str(argument).startswith("--")]
+        ways = tuple(
+            arguments[i + 1] for i in options if name == "impala" and arguments[i] in ("--processes", "--threads")
+        )
+        key = (name, *arguments[: options[0]], *ways)
+        if key not in self.figures:
+            raise NotMeasured("it failed")
+        return self.figures[key]
+
+
+def given(figures: dict[tuple[Any, ...], dict[str, float]]) -> Given:
+    context = Given(repeats=1, quick=True)
+    object.__setattr__(context, "figures", figures)
+    return context
+
+
+def steps(value: float) -> dict[str, float]:
+    return {"steps_per_second": value}
+
+
+def impala(heavy: float, loop: float) -> dict[tuple[Any, ...], dict[str, float]]:
+    parts = {"env": (3000.0, 4000.0), "inference": (2000.0, 1000.0), "learner": (900.0, 1000.0), "loop": (loop, 1.0)}
+    measured = {("impala", "program", topology): steps(heavy) for topology in impala_pong.TOPOLOGIES}
+    for part, values in parts.items():
+        for way, value in zip(impala_pong.WAYS, values):
+            measured[("impala", "part", part, *way)] = steps(value)
+    return measured
+
+
+def test_the_limit_does_one_part_after_the_other_each_at_its_best():
+    heavy, light = impala_pong.run(given(impala(heavy=400.0, loop=500.0)), lambda _: None)
+    limit, loop, *parts = heavy.others
+    assert [row.value for row in parts] == [4000.0, 2000.0, 1000.0]
+    assert math.isclose(limit.value, 1 / (1 / 4000 + 1 / 2000 + 1 / 1000))
+    assert loop.value == 500.0
+    assert [row.note for row in parts] == ["one process", "2 processes", "one process"]
+    assert heavy.misses() == ["IMPALA on Pong-v5, Nature CNN, 2 actors, heavy_env: 0.70 times the limit: the better of "
+                              "the two ways, wanted 0.8"]  # fmt: skip
+    assert light.title.endswith("light_env")
+
+
+def test_the_limit_is_the_bare_loop_where_that_is_quicker():
+    heavy, _ = impala_pong.run(given(impala(heavy=400.0, loop=600.0)), lambda _: None)
+    assert heavy.others[0].value == 600.0
+
+
+def test_there_is_no_limit_without_one_of_the_parts():
+    figures = impala(heavy=400.0, loop=600.0)
+    for way in impala_pong.WAYS:
+        del figures[("impala", "part", "learner", *way)]
+    heavy, _ = impala_pong.run(given(figures), lambda _: None)
+    assert heavy.others[0].value == 600.0
+    assert (heavy.others[-1].value, heavy.others[-1].note) == (None, "not measured: it failed")
+    assert impala_pong.in_turn([4000.0, None]) is None
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("way", ["ours", "blocks", "appends", "transitions"])
+def test_every_way_into_reverb_runs(way):
+    assert Context().ours("reverb", "insert", way, "--seconds", 0.1)["steps_per_second"] > 0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("workload", reverb.SAMPLES)
+def test_every_way_out_of_reverb_runs(workload):
+    found = Context().ours("reverb", "sample", workload, "--seconds", 0.1, "--items", 1280)
+    assert set(found) == {"ours", "bare"} and min(found.values()) > 0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("part", ["env", "inference", "learner", "loop"])
+def test_every_part_of_impala_runs_alone(part):
+    found = Context().ours("impala", "part", part, "--processes", 2, "--threads", 1, "--seconds", 0.1)
+    assert found["steps_per_second"] > 0
+
+
+@pytest.mark.system
+def test_a_program_is_measured_after_its_warm_up():
+    found = Context().ours("impala", "program", "heavy_env", "--seconds", 2)
+    # Every step is learned from once: an update takes 640 of them.
+    assert found["updates_per_second"] * 640 == pytest.approx(found["steps_per_second"], rel=0.5)
