@@ -56,7 +56,7 @@ def program(topology: str, seconds: float, options: list[str]) -> dict[str, floa
     with tempfile.TemporaryDirectory() as directory:
         run_dir = pathlib.Path(directory) / "run"
         command = [sys.executable, "-m", "rlframe", "train", "--agent", "impala", "--env", ENV]
-        command += ["--topology", topology, "--num-actors", ACTORS, "--steps", FOREVER, "--log-every", 200]
+        command += ["--topology", topology, "--num-actors", ACTORS, "--steps", FOREVER, "--log-every", 1280]
         command += ["--checkpoint-every", 0, "--run-dir", run_dir, *(f"--{option}" for option in options)]
         with open(pathlib.Path(directory) / "output", "w+") as output:
             process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output)
@@ -106,7 +106,9 @@ def _last_row(path: pathlib.Path) -> dict[str, Any] | None:
 
 def parts(part: str, processes: int, threads: int, seconds: float) -> float:
     """Environment steps per second of so many processes that each do `part` over and over."""
-    os.environ.update(NPROC=str(threads), OMP_NUM_THREADS=str(threads))  # XLA reads NPROC
+    from rlframe.programs.launching.launcher import KEEP_MEMORY
+
+    os.environ.update(NPROC=str(threads), OMP_NUM_THREADS=str(threads), **KEEP_MEMORY)  # as a program's learner
     context = multiprocessing.get_context("spawn")
     ready, rates = context.Barrier(processes), context.SimpleQueue()
     arguments = (part, processes, threads, seconds, ready, rates)
