@@ -1,4 +1,4 @@
-"""`make test` runs two tests at a time; those that start whole programs, or look at all processes, one after another."""
+"""`make test` runs two tests at a time, but one after another those that start programs or look at all processes."""
 
 from __future__ import annotations
 
