@@ -106,9 +106,7 @@ def _last_row(path: pathlib.Path) -> dict[str, Any] | None:
 
 def parts(part: str, processes: int, threads: int, seconds: float) -> float:
     """Environment steps per second of so many processes that each do `part` over and over."""
-    from rlframe.programs.launching.launcher import KEEP_MEMORY
-
-    os.environ.update(NPROC=str(threads), OMP_NUM_THREADS=str(threads), **KEEP_MEMORY)  # as a program's learner
+    os.environ.update(NPROC=str(threads), OMP_NUM_THREADS=str(threads))
     context = multiprocessing.get_context("spawn")
     ready, rates = context.Barrier(processes), context.SimpleQueue()
     arguments = (part, processes, threads, seconds, ready, rates)

@@ -17,6 +17,7 @@ from rlframe.interprocess.memory import Name
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.learners.checks import check_are_numbers, check_loss, check_params
 from rlframe.learners.config import LearnerConfig
+from rlframe.learners.freed_memory import keep_freed_memory
 from rlframe.learners.publication import Publication
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
@@ -41,6 +42,7 @@ class Learner:
     """
 
     def __init__(self, cfg: LearnerConfig, agent: Any, replay_buffer: Any, logger: Any = None) -> None:
+        keep_freed_memory()
         self._cfg = cfg
         self._agent = agent
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()

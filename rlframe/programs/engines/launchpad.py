@@ -8,7 +8,7 @@ from typing import Any
 
 from rlframe.programs.door import OPEN_GROUPS
 from rlframe.programs.engines import SAVING_GROUPS
-from rlframe.programs.launching.launcher import KEEP_MEMORY, ON_CPU, GroupPolicy, launch
+from rlframe.programs.launching.launcher import ON_CPU, GroupPolicy, launch
 from rlframe.programs.launching.ports import KnownAddress, check_free
 
 
@@ -73,7 +73,7 @@ class LaunchpadEngine:
 
     def _policy(self, label: str) -> GroupPolicy:
         # The accelerators are the learner's, and the cores that others leave: more threads than cores slow each other.
-        env = {"NPROC": str(self._cores_left()), **KEEP_MEMORY} if label == "learner" else ON_CPU
+        env = {"NPROC": str(self._cores_left())} if label == "learner" else ON_CPU
         max_restarts = 0 if label == "guest" else self._max_restarts  # it has its own deadline
         decides, saves = label == self._decides, label in SAVING_GROUPS
         return GroupPolicy(max_restarts=max_restarts, decides=decides, saves=saves, env=env)

@@ -39,15 +39,6 @@ ON_CPU = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 
-# For a learner: an update of a convolutional network allocates and frees hundreds of MB, which glibc gives back to the
-# kernel each time. To fault them in again took two fifths of IMPALA's update on Pong.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    "MALLOC_ARENA_MAX": "1",
-}
-
 
 def launch(
     program: Any,
