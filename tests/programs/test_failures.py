@@ -31,7 +31,7 @@ def steps_of(program: RunningProgram) -> int:
 
 @pytest.mark.parametrize("topology", GRID)
 def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, topology):
-    steps = 60_000
+    steps = 200_000  # seconds longer than it takes to kill them
     arguments = [*IMPALA, "--topology", topology, "--steps", str(steps), "--log-every", "500"]
     with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
         at = 0

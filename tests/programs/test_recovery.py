@@ -127,18 +127,18 @@ def assert_learner_went_on(program: Program, lives: int, steps: int) -> None:
 
 @pytest.mark.system
 def test_a_killed_learner_goes_on_from_its_checkpoint_and_versions_rise(start: Callable[..., Program]):
-    program = start("heavy_env", 400)
+    program = start("heavy_env", 2000)
     kill_learner(program, 1)
-    assert_learner_went_on(program, 2, 400)
+    assert_learner_went_on(program, 2, 2000)
     assert "[learner] was killed by SIGKILL: restart 1 of 2" in program.output
 
 
 @pytest.mark.system
 def test_a_learner_may_be_killed_again(start: Callable[..., Program]):
-    program = start("heavy_env", 600)
+    program = start("heavy_env", 4000)
     for life in (1, 2):
         kill_learner(program, life)
-    assert_learner_went_on(program, 3, 600)
+    assert_learner_went_on(program, 3, 4000)
 
 
 @pytest.mark.system
