@@ -21,6 +21,7 @@ COMMANDS = {
     "plot": "draw the learning curves of runs",
     "envs": "list the environments that can be named",
     "agents": "list the agents, their options and their presets",
+    "serve": "serve trajectories to environments and trainers over HTTP",
     "bench": "measure this project and its peers, side by side in one run",
 }
 

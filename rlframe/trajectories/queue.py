@@ -26,6 +26,7 @@ from rlframe.trajectories.answers import (
     Registration,
     Report,
     Status,
+    Waiting,
 )
 from rlframe.trajectories.envs import check_env
 from rlframe.trajectories.epoch import Epoch
@@ -256,6 +257,37 @@ class Queue:
         if epoch.registration is None:
             return False
         return bool(epoch.leases.returned) or self.due(now) or (not epoch.barren and views.formable(epoch))
+
+    @property
+    def started(self) -> bool:
+        """The trainer has asked for a batch."""
+        return self._epoch.started
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all groups whose payloads are needed, as told with `add`."""
+        return self._epoch.stored_bytes
+
+    def knows(self, resume_token: str | None) -> bool:
+        """Whether an environment would come back with this token."""
+        return self._epoch.envs.known(resume_token) is not None
+
+    def silence(self, env_id: int, now: float) -> float | None:
+        """Seconds since the environment was heard of, None where it is unknown or has left."""
+        env = self._epoch.envs.get(env_id)
+        return now - env.last_heard if env is not None and env.connected else None
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._epoch.policy_version
+
+    def recalls(self, consumer: str | None, request: str | None) -> bool:
+        """Whether `take` would give this request the batch that it was given before."""
+        return consumer is not None and self._epoch.leases.recall(consumer, request) is not None
+
+    def waiting(self) -> list[Waiting]:
+        """What waits, and for what; O(environments)."""
+        return views.waiting(self._epoch)
 
     def status(self) -> Status:
         return views.status(self._epoch, self._epoch_number)

@@ -124,7 +124,7 @@ def report(epoch: Epoch, now: float) -> Report:
     tally = epoch.tally
     return Report(
         envs=[_env_report(epoch, env, now) for env in epoch.envs.all],
-        waiting=_waiting(epoch),
+        waiting=waiting(epoch),
         batches_served=tally.batches,
         sequences_served=tally.sequences,
         batches_out=epoch.leases.outstanding,
@@ -178,11 +178,11 @@ def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
     )
 
 
-def _waiting(epoch: Epoch) -> list[Waiting]:
+def waiting(epoch: Epoch) -> list[Waiting]:
     if epoch.registration is None:
         return []
     batch_size = epoch.registration.batch_size
-    waiting = []
+    found = []
     sizes = set(flowing(epoch))
     for lane in epoch.lanes.in_order():
         if lane.size > batch_size:
@@ -191,14 +191,14 @@ def _waiting(epoch: Epoch) -> list[Waiting]:
             why = f"set aside: with the sizes that are sent, no sum is exactly batch_size {batch_size}"
         else:
             continue
-        waiting.append(Waiting(lane.env_id, lane.size, lane.groups, why))
+        found.append(Waiting(lane.env_id, lane.size, lane.groups, why))
     for env_id, odd in sorted(epoch.buffers.items()):
         if odd.groups:
             size = epoch.envs.all[env_id].group_size
             why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
-            waiting.append(Waiting(env_id, size, odd.groups, why))
+            found.append(Waiting(env_id, size, odd.groups, why))
     for share in scaled(batch_size, shares(epoch)):
         if share.sequences and not epoch.lanes.of_env(share.env_id):
             why = f"every batch waits for its minimum share of {share.sequences} sequences"
-            waiting.append(Waiting(share.env_id, share.unit_size, 0, why))
-    return waiting
+            found.append(Waiting(share.env_id, share.unit_size, 0, why))
+    return found

@@ -1,0 +1,104 @@
+"""The FastAPI application of the trajectory service."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import rlframe
+from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
+from rlframe.trajectories import models
+from rlframe.trajectories.endpoints import routers
+from rlframe.trajectories.endpoints.common import named_run, service_of
+from rlframe.trajectories.endpoints.groups import RAW
+from rlframe.trajectories.http import Compress, ReadBody, RequireToken, answer, retry_later
+from rlframe.trajectories.service import Service
+from rlframe.trajectories.settings import Settings
+from rlframe.trajectories.stores import Store, open_store
+from rlframe.trajectories.wire import InvalidGroupError
+
+_DESCRIPTION = """Stands between environments, which send groups of sequences, and trainers, which pull batches of them.
+
+Every path is there for the run `default`, and as `/runs/{run}/…` for any number of others."""
+
+
+def make_app(settings: Settings, store: Store | None = None) -> FastAPI:
+    """The application. It opens the store when it starts, unless it is given one, and closes it when it ends."""
+    token = settings.token()
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        service = Service(store or open_store(settings.store), max_bytes=settings.max_queue_mb << 20)
+        await service.start()
+        app.state.service = service
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(
+        title="rlframe trajectories",
+        version=rlframe.__version__,
+        description=_DESCRIPTION,
+        lifespan=life,
+        strict_content_type=False,
+    )
+    app.get("/", response_model=models.Root, tags=["service"])(_root)
+    app.get("/runs", response_model=models.Runs, tags=["service"])(_runs)
+    for router in routers(settings.reset):
+        app.include_router(router)
+        app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)])
+    _handle_errors(app)
+    # The last one added is the first that a request meets.
+    app.add_middleware(Compress)
+    app.add_middleware(ReadBody, limit=settings.max_body_mb << 20, raw=RAW)
+    if token is not None:
+        app.add_middleware(RequireToken, token=token)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+async def _root() -> Response:
+    """That the service is there."""
+    return answer({"message": "rlframe trajectories"})
+
+
+async def _runs(request: Request) -> Response:
+    """The runs that there are."""
+    return answer({"runs": service_of(request).runs})
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid_request(_: Request, error: RequestValidationError) -> Response:
+        # Without what was sent: it may be long, or hold what JSON does not have.
+        details = [{"loc": list(one["loc"]), "msg": one["msg"], "type": one["type"]} for one in error.errors()]
+        return answer({"detail": details}, 422)
+
+    @app.exception_handler(InvalidGroupError)
+    async def invalid_group(_: Request, error: InvalidGroupError) -> Response:
+        return answer({"detail": [{"loc": ["body", *error.loc], "msg": str(error), "type": error.kind}]}, 422)
+
+    @app.exception_handler(UsageError)
+    async def invalid_value(_: Request, error: UsageError) -> Response:
+        return answer({"detail": [{"loc": ["body"], "msg": str(error), "type": "value_error"}]}, 422)
+
+    @app.exception_handler(UnavailableError)
+    async def unavailable(_: Request, error: UnavailableError) -> Response:
+        return retry_later(str(error))
+
+    @app.exception_handler(PeerError)
+    async def unanswered(_: Request, error: PeerError) -> Response:
+        return retry_later(str(error), "failure")
+
+    @app.exception_handler(StoreError)
+    async def failed(_: Request, error: StoreError) -> Response:
+        return retry_later(str(error), "failure", 10)

@@ -1,0 +1,84 @@
+"""The service as a process of its own: where it listens, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+import uvicorn
+
+from rlframe.errors import UsageError
+from rlframe.trajectories.app import make_app
+from rlframe.trajectories.settings import Settings
+from rlframe.trajectories.stores import open_store
+
+DRAIN = 10  # seconds for requests that are under way when the service is told to end
+
+
+def serve(settings: Settings, host: str, port: int, max_connections: int) -> None:
+    """Serves until SIGTERM or Ctrl-C, then answers what is under way and closes the store.
+
+    Raises:
+        UsageError: it cannot listen there; a setting cannot be.
+        StoreError, PeerError: as `open_store`.
+    """
+    listener = _listen(host, port)
+    try:
+        store = open_store(settings.store)
+    except BaseException:
+        listener.close()
+        raise
+    app = make_app(settings, store)
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_level="warning",
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=DRAIN,
+        timeout_keep_alive=60,
+        server_header=False,
+        ws="none",
+    )
+    server = _Server(config, app)
+    print(f"Trajectories at http://{_address(listener)}  (endpoints: /docs)", flush=True)
+    print(f"Store {settings.store.partition(':')[0]}: {store.durability}", flush=True)
+    server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: Any) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        super().handle_exit(sig, frame)
+        self._captured_signals.clear()  # else uvicorn ends the process by them: having drained is a success
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.service.stop_waiting()
+        await super().shutdown(sockets)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, OverflowError) as error:
+        raise UsageError(f"{host}:{port} is no address to listen at: {error}.") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(f"Port {port} of {host} is in use. Choose another with --port, or 0 for a free one.") from error
+        raise UsageError(f"{host}:{port} cannot be listened at: {error.strerror}.") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,72 @@
+"""What the trajectory service can be told."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from rlframe.errors import UsageError, suggest
+
+PREFIX = "RLFRAME_TRAJECTORIES_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The service's options. `rlframe serve trajectories` takes them as --store and so on; under uvicorn,
+    `RLFRAME_TRAJECTORIES_STORE` and so on set them."""
+
+    store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT
+    token_file: str | None = None  # file with the bearer token that every request has to carry
+    max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
+    max_body_mb: int = 64  # megabytes of one request, decompressed
+    reset: bool = True  # whether /reset_data is there
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue_mb", "max_body_mb"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is at least 1 megabyte; got {getattr(self, name)}.")
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Settings:
+        """Raises `UsageError` for a variable that names no setting, or whose value cannot be."""
+        settings = cls()
+        names = {f.name: f for f in fields(cls)}
+        for variable, text in variables.items():
+            if not variable.startswith(PREFIX):
+                continue
+            name = variable[len(PREFIX) :].lower()
+            if name not in names:
+                known = [PREFIX + known.upper() for known in names]
+                raise UsageError(f"{variable} names no setting of the trajectory service.{suggest(variable, known)}")
+            settings = replace(settings, **{name: _value(variable, getattr(settings, name), text)})
+        return settings
+
+    def token(self) -> str | None:
+        """The bearer token. Raises `UsageError` where the file cannot be read or is empty."""
+        if self.token_file is None:
+            return None
+        try:
+            token = pathlib.Path(self.token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"The token file {self.token_file} cannot be read: {error}.") from error
+        if not token:
+            raise UsageError(f"The token file {self.token_file} is empty. Put a secret into it, on one line.")
+        return token
+
+
+def _value(variable: str, default: object, text: str) -> object:
+    if isinstance(default, bool):
+        if text.lower() not in ("0", "1", "false", "true"):
+            raise UsageError(f"{variable} is true or false; got {text!r}.")
+        return text.lower() in ("1", "true")
+    if isinstance(default, int):
+        try:
+            return int(text)
+        except ValueError:
+            raise UsageError(f"{variable} is a whole number; got {text!r}.") from None
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
