@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlframe.errors import UsageError, suggest
 
@@ -67,8 +67,7 @@ class RegisteredEnv:
     resume_token: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(NamedTuple):
     """`status` is "received", "buffered" (not of its environment's group size) or "refused" (nothing was kept).
 
     A repeated idempotency key gets the first answer again, with `duplicate` set.

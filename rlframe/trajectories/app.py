@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -13,33 +14,32 @@ from starlette.responses import Response
 import rlframe
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories import models
+from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.endpoints import routers
 from rlframe.trajectories.endpoints.common import named_run, service_of
 from rlframe.trajectories.endpoints.groups import RAW
-from rlframe.trajectories.http import Compress, ReadBody, RequireToken, answer, retry_later
+from rlframe.trajectories.middleware import Compress, ReadBody, RequireToken, answer, retry_later
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.settings import Settings
-from rlframe.trajectories.stores import Store, open_store
-from rlframe.trajectories.wire import InvalidGroupError
+from rlframe.trajectories.stores import open_store
 
 _DESCRIPTION = """Stands between environments, which send groups of sequences, and trainers, which pull batches of them.
 
 Every path is there for the run `default`, and as `/runs/{run}/…` for any number of others."""
 
 
-def make_app(settings: Settings, store: Store | None = None) -> FastAPI:
-    """The application. It opens the store when it starts, unless it is given one, and closes it when it ends."""
+def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
+    """The application. It opens the store when it starts, unless it is given a restored service, and closes it."""
     token = settings.token()
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        service = Service(store or open_store(settings.store), max_bytes=settings.max_queue_mb << 20)
-        await service.start()
-        app.state.service = service
+        app.state.service = service or await asyncio.to_thread(open_service, settings)
+        await app.state.service.start()
         try:
             yield
         finally:
-            await service.close()
+            await app.state.service.close()
 
     app = FastAPI(
         title="rlframe trajectories",
@@ -64,6 +64,18 @@ def make_app(settings: Settings, store: Store | None = None) -> FastAPI:
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     return app
+
+
+def open_service(settings: Settings) -> Service:
+    """With what the store holds. Raises as `open_store` and `Service.restore`."""
+    store = open_store(settings.store)
+    service = Service(store, max_bytes=settings.max_queue_mb << 20)
+    try:
+        service.restore()
+    except BaseException:
+        store.close()
+        raise
+    return service
 
 
 async def _root() -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import astuple
 from typing import Any
 
 from rlframe.trajectories.answers import Added
@@ -31,10 +30,12 @@ class Answers:
             self._answers.popitem(last=False)
 
     def to_state(self) -> list[Any]:
-        return [[key, at, list(astuple(answer))] for key, (at, answer) in self._answers.items()]
+        """Quick, however many there are: the answers themselves, which do not change."""
+        return [list(self._answers), list(self._answers.values())]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Answers:
         answers = cls()
-        answers._answers = OrderedDict((key, (at, Added(*answer))) for key, at, answer in state)
+        keys, values = state
+        answers._answers = OrderedDict((key, (at, Added(*answer))) for key, (at, answer) in zip(keys, values))
         return answers

@@ -146,7 +146,8 @@ class Lanes:
         return sum(sums[size] - (self._packs(own[size], largest) if size in own else 0) for size in sizes)
 
     def to_state(self) -> list[Any]:
-        return [[lane.env_id, lane.size, [unit.to_state() for unit in lane.units]] for lane in self.in_order()]
+        """Quick, however much waits: the units themselves, which do not change and are lists to MessagePack."""
+        return [[lane.env_id, lane.size, list(lane.units)] for lane in self.in_order()]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Lanes:

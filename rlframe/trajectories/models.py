@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field
 
@@ -21,8 +21,10 @@ class Registration(BaseModel):
     save_checkpoint_interval: Int64
     starting_step: Int64
     num_steps: Int64
-    max_staleness: Optional[Int64] = Field(None, description="Policy versions by which a group may be older.")
-    stale: Literal["keep", "discard"] = Field("keep", description="What becomes of a group that is too old at its turn.")
+    max_staleness: Int64 | None = Field(None, description="Policy versions by which a group may be older.")
+    stale: Literal["keep", "discard"] = Field(
+        "keep", description="What becomes of a group that is too old at its turn."
+    )
     lapse_after: float = Field(120.0, description="Seconds of silence after which no batch waits for an environment.")
 
 
@@ -31,8 +33,8 @@ class RegisterEnv(BaseModel):
     desired_name: Text
     weight: float
     group_size: Int64 = Field(description="Sequences in each of its groups.")
-    min_batch_allocation: Optional[float] = Field(None, ge=0, le=1, description="The part of each batch that is its own.")
-    resume_token: Optional[Text] = Field(None, description="From an earlier answer: the same id and name again.")
+    min_batch_allocation: float | None = Field(None, ge=0, le=1, description="The part of each batch that is its own.")
+    resume_token: Text | None = Field(None, description="From an earlier answer: the same id and name again.")
 
 
 class EnvIdentifier(BaseModel):
@@ -56,8 +58,8 @@ class Registered(BaseModel):
 
 
 class WandbInfo(BaseModel):
-    group: Optional[str]
-    project: Optional[str]
+    group: str | None
+    project: str | None
 
 
 class Info(BaseModel):
@@ -74,7 +76,7 @@ class Status(BaseModel):
     leased: int
     epoch: int
     paused: bool
-    policy_version: Optional[int]
+    policy_version: int | None
     stored_bytes: int
 
 
@@ -86,7 +88,7 @@ class EnvRegistered(BaseModel):
     starting_step: int
     checkpoint_interval: int
     num_steps: int
-    resume_token: Optional[str]
+    resume_token: str | None
 
 
 class Wait(BaseModel):
@@ -134,25 +136,25 @@ class Item(BaseModel):
     tokens: list[list[int]]
     masks: list[list[int]] = Field(description="-100 where there is no loss.")
     scores: list[float]
-    advantages: Optional[list[list[float]]] = None
-    ref_logprobs: Optional[list[list[float]]] = None
-    messages: Optional[list[list[dict[str, Any]]]] = Field(None, description="Each has a role and content.")
-    generation_params: Optional[dict[str, Any]] = None
-    inference_logprobs: Optional[list[list[float]]] = Field(None, description="1.0 where there is no loss.")
-    overrides: Optional[list[dict[str, Any]]] = None
-    group_overrides: Optional[dict[str, Any]] = None
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = Field(None, description="Each has a role and content.")
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = Field(None, description="1.0 where there is no loss.")
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
     images: Any = None
-    env_id: Optional[Annotated[int, Field(ge=0, lt=2**63)]] = None
-    distill_token_ids: Optional[list[list[list[int]]]] = Field(None, description="[sequence][position][k]")
-    distill_logprobs: Optional[list[list[list[float]]]] = Field(None, description="[sequence][position][k]")
-    policy_version: Optional[Int64] = Field(None, description="That the group was sampled from.")
+    env_id: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    distill_token_ids: list[list[list[int]]] | None = Field(None, description="[sequence][position][k]")
+    distill_logprobs: list[list[list[float]]] | None = Field(None, description="[sequence][position][k]")
+    policy_version: Int64 | None = Field(None, description="That the group was sampled from.")
 
 
 class Batch(BaseModel):
-    batch: Optional[list[Item]]
-    batch_id: Optional[int] = Field(None, description="With lease or consumer only.")
-    step: Optional[int] = Field(None, description="With lease or consumer only.")
-    redelivered: Optional[bool] = Field(None, description="With lease or consumer only.")
+    batch: list[Item] | None
+    batch_id: int | None = Field(None, description="With lease or consumer only.")
+    step: int | None = Field(None, description="With lease or consumer only.")
+    redelivered: bool | None = Field(None, description="With lease or consumer only.")
 
 
 class Latest(BaseModel):

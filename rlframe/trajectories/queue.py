@@ -12,7 +12,6 @@ Units of one size from one environment are never reordered.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from rlframe.errors import UsageError
@@ -168,7 +167,7 @@ class Queue:
         known = epoch.answers.get(key, self._now) if key is not None else None
         if known is not None:
             epoch.tally.duplicates += 1
-            return replace(known, duplicate=True)
+            return known._replace(duplicate=True)
         refusal = views.refusal(epoch, sequences, policy_version)
         if refusal is not None:
             epoch.tally.refused += 1
@@ -302,7 +301,8 @@ class Queue:
         return views.report(self._epoch, max(self._now, now))
 
     def get_state(self) -> dict[str, Any]:
-        """Everything, as plain data that MessagePack can carry."""
+        """Everything, as plain data that MessagePack can carry; no later command changes anything in it. Quick: what is
+        long is a list of what does not change."""
         ids = {"now": self._now, "next_group": self._next_group, "next_batch": self._next_batch}
         return {"format": 1, "number": self._epoch_number, **ids, "epoch": self._epoch.to_state()}
 

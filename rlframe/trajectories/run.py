@@ -74,11 +74,11 @@ class Run:
         self._waiters.discard(waiter)
 
     def get_state(self) -> dict[str, Any]:
-        return {"queue": self.queue.get_state(), "positions": list(self._positions.items())}
+        return {"queue": self.queue.get_state(), "positions": [list(self._positions), list(self._positions.values())]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Run:
         run = cls()
         run.queue.set_state(state["queue"])
-        run._positions = dict(state["positions"])
+        run._positions = dict(zip(*state["positions"]))
         return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import logging
@@ -15,12 +16,13 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from rlframe.errors import RlframeError, StoreError, UnavailableError, UsageError
+from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
+from rlframe.trajectories import snapshots
 from rlframe.trajectories.latest import Latest
 from rlframe.trajectories.leases import Batch
 from rlframe.trajectories.queue import Queue
@@ -67,7 +69,8 @@ class Service:
         self.latest: dict[str, Latest] = {}
         self.stored_bytes = 0  # of all groups whose payloads are needed
         self.pending_bytes = 0  # of those that are being written
-        self.failed: StoreError | None = None
+        self.failed: StoreError | None = None  # what the store takes nothing more for
+        self.on_failure: Callable[[], None] = lambda: None
         self._runs: dict[str, Run] = {}
         self._position = 0  # up to which the log is applied
         self._max_bytes = max_bytes
@@ -81,17 +84,35 @@ class Service:
         self._closing = False
         self._background: set[asyncio.Task[None]] = set()
         self._threads: list[threading.Thread] = []
+        self._left: list[int] = []  # payloads that nobody needed when this process started
 
     # Life
 
+    def restore(self) -> None:
+        """Brings back what the store holds, before `start`. Raises `StoreError` or `PeerError` where that cannot be."""
+        while True:
+            if (snapshot := self.store.load()) is not None:
+                self._set_state(*snapshot)
+            try:
+                while records := self.store.read(self._position):
+                    for position, record in records:
+                        run, command, arguments, _, _ = _decode(record)
+                        self._change(position, run, command, arguments)
+                break
+            except RecordsDroppedError:  # another process took a snapshot meanwhile
+                continue
+        needed = {position for run in self._runs.values() for position in run.positions.values()}
+        self._left = [at for at in self.store.held() if at <= self._position and at not in needed]
+
     async def start(self) -> None:
-        """Brings back what the store holds. Raises `StoreError` or `PeerError` where that cannot be."""
+        """Begins to take commands."""
         self._loop = asyncio.get_running_loop()
-        await self._loop.run_in_executor(None, self._restore)
         self._later(self._tick())
         if self.store.shared:
             self._threads = [threading.Thread(target=self._follow, name="follower of the log", daemon=True)]
             self._threads[0].start()
+        # What a crash left behind; another process may just be reading what it took.
+        self._loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
 
     def stop_waiting(self) -> None:
         """Nobody waits for data any more: the service is about to end."""
@@ -108,13 +129,14 @@ class Service:
         self.stop_waiting()
         for task in self._background:
             task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         answers = [pending.answer for pending in self._pending.values()]
         if answers:
             await asyncio.wait(answers, timeout=10.0)
         for thread in self._threads:
             await self._loop.run_in_executor(None, thread.join, 10.0)
         if self.failed is None and self._position > self._snapshot_position:
-            self.store.snapshot(self._position, _encode(self._state()))
+            await self._snapshot()
         await self._loop.run_in_executor(None, self.store.close)
 
     # Commands
@@ -198,7 +220,9 @@ class Service:
     def check_room(self, size: int) -> None:
         """Raises `FullError` where so many bytes more are too much."""
         if self.stored_bytes + self.pending_bytes + size > self._max_bytes:
-            raise FullError(f"The service keeps {self.stored_bytes >> 20} MB, its limit. Trainers have to take some first.")
+            raise FullError(
+                f"The service keeps {self.stored_bytes >> 20} MB, its limit. Trainers have to take some first."
+            )
 
     @property
     def nearly_full(self) -> bool:
@@ -261,9 +285,8 @@ class Service:
         self._loop.call_soon(self._drain)
 
     def _fail(self, number: int, error: BaseException) -> None:
-        if isinstance(error, StoreError) and self.failed is None:
-            self.failed = error
-            _logger.error("%s", error)
+        if isinstance(error, StoreError):
+            self._lost(error)
         if (pending := self._settle(number)) is not None:
             pending.answer.set_exception(error)
 
@@ -285,7 +308,7 @@ class Service:
         self._runs[run].wake()
         if position - self._snapshot_position >= self._snapshot_records and not self._closing:
             self._snapshot_position = position
-            self.store.snapshot(position, _encode(self._state()))
+            self._later(self._snapshot())
 
     def _change(self, position: int, run: str, command: str, arguments: Mapping[str, Any]) -> Applied:
         state = self._runs.setdefault(run, Run())
@@ -298,43 +321,26 @@ class Service:
         return applied
 
     def _forget(self, positions: list[int]) -> None:
-        if positions and self.failed is None:
-            self.store.forget(positions)
+        if positions:
+            with contextlib.suppress(RlframeError):  # the next start sweeps what is left
+                self.store.forget(positions)
 
     # State
 
-    def _state(self) -> dict[str, Any]:
-        return {"format": 1, "runs": {name: run.get_state() for name, run in self._runs.items()}}
+    async def _snapshot(self) -> None:
+        """Keeps the state as it is now, so that the next start need not read the log before it."""
+        position = self._snapshot_position = self._position
+        state = {name: run.get_state() for name, run in self._runs.items()}
+        encoded = await self._loop.run_in_executor(None, snapshots.encode, state)
+        try:
+            await asyncio.wrap_future(self.store.snapshot(position, encoded))
+        except RlframeError as error:
+            _logger.warning("No snapshot was taken: %s", error)
 
-    def _set_state(self, position: int, state: Mapping[str, Any]) -> None:
-        if state["format"] != 1:
-            raise StoreError(f"The store's snapshot is of format {state['format']}; this version reads format 1.")
-        self._runs = {name: Run.from_state(run) for name, run in state["runs"].items()}
+    def _set_state(self, position: int, encoded: bytes) -> None:
+        self._runs = {name: Run.from_state(state) for name, state in snapshots.decode(encoded).items()}
         self.stored_bytes = sum(run.queue.stored_bytes for run in self._runs.values())
         self._position = self._snapshot_position = position
-
-    def _restore(self) -> None:
-        while True:
-            snapshot = self.store.load()
-            if snapshot is not None:
-                self._set_state(snapshot[0], msgspec.msgpack.decode(snapshot[1], strict=False))
-            try:
-                for position, record in self._records():
-                    run, command, arguments, _, _ = _decode(record)
-                    self._change(position, run, command, arguments)
-                break
-            except RecordsDroppedError:
-                continue
-        needed = {position for run in self._runs.values() for position in run.positions.values()}
-        left = [position for position in self.store.held() if position <= self._position and position not in needed]
-        if self.store.shared:
-            self._loop.call_soon_threadsafe(self._loop.call_later, _GRACE, self._forget, left)
-        else:
-            self._forget(left)
-
-    def _records(self) -> Iterator[tuple[int, bytes]]:
-        while records := self.store.read(self._position):
-            yield from records
 
     # What goes on beside
 
@@ -360,14 +366,16 @@ class Service:
                     continue
                 records = self.store.read(after)
             except RecordsDroppedError:
-                self._hand_over(self._reload)
+                self._reload()
                 after = self._position
                 continue
             except StoreError as error:
                 self._hand_over(functools.partial(self._lost, error))
+                self._hand_over(functools.partial(self._fail_all, error))
                 return
             except RlframeError as error:
-                _logger.warning("%s", error)
+                if not self._closing:
+                    _logger.warning("%s", error)
                 time.sleep(_RETRY)
                 continue
             self._hand_over(functools.partial(self._apply_records, records))
@@ -394,16 +402,26 @@ class Service:
             self._apply(position, run, command, arguments, number if origin == self._origin else None)
 
     def _reload(self) -> None:
+        """On the follower's thread: goes on from a snapshot that another process has taken."""
         snapshot = self.store.load()
         if snapshot is None:
             raise StoreError("The store dropped records without a snapshot.")
-        waiting = self._runs
-        self._set_state(snapshot[0], msgspec.msgpack.decode(snapshot[1]))
-        for run in waiting.values():
-            run.wake()
 
-    def _lost(self, error: StoreError) -> None:
-        self.failed = error
-        _logger.error("%s", error)
+        def replace() -> None:
+            runs = self._runs
+            self._set_state(*snapshot)
+            self._fail_all(PeerError("This process was too far behind the others to tell what became of the request."))
+            for run in runs.values():
+                run.wake()
+
+        self._hand_over(replace)
+
+    def _fail_all(self, error: RlframeError) -> None:
         for number in list(self._pending):
             self._fail(number, error)
+
+    def _lost(self, error: StoreError) -> None:
+        """The store takes nothing more."""
+        if self.failed is None:
+            self.failed = error
+            self.on_failure()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
-from typing import Any
+from collections.abc import Iterator
 
 import uvicorn
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.app import make_app
+from rlframe.trajectories.app import make_app, open_service
+from rlframe.trajectories.service import Service
 from rlframe.trajectories.settings import Settings
-from rlframe.trajectories.stores import open_store
 
 DRAIN = 10  # seconds for requests that are under way when the service is told to end
 
@@ -21,17 +22,16 @@ def serve(settings: Settings, host: str, port: int, max_connections: int) -> Non
 
     Raises:
         UsageError: it cannot listen there; a setting cannot be.
-        StoreError, PeerError: as `open_store`.
+        StoreError, PeerError: as `open_service`.
     """
     listener = _listen(host, port)
     try:
-        store = open_store(settings.store)
+        service = open_service(settings)
     except BaseException:
         listener.close()
         raise
-    app = make_app(settings, store)
     config = uvicorn.Config(
-        app,
+        make_app(settings, service),
         access_log=False,
         log_level="warning",
         limit_concurrency=max_connections,
@@ -40,23 +40,32 @@ def serve(settings: Settings, host: str, port: int, max_connections: int) -> Non
         server_header=False,
         ws="none",
     )
-    server = _Server(config, app)
+    server = _Server(config, service)
+    service.on_failure = server.give_up
     print(f"Trajectories at http://{_address(listener)}  (endpoints: /docs)", flush=True)
-    print(f"Store {settings.store.partition(':')[0]}: {store.durability}", flush=True)
+    print(f"Store {settings.store.partition(':')[0]}: {service.store.durability}", flush=True)
     server.run(sockets=[listener])
+    if service.failed is not None:
+        raise service.failed
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: Any) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._app = app
+        self._service = service
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        super().handle_exit(sig, frame)
-        self._captured_signals.clear()  # else uvicorn ends the process by them: having drained is a success
+    def give_up(self) -> None:
+        """The store failed: who watches over the process can start it again."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()  # else uvicorn ends the process by them: having drained is a success
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.service.stop_waiting()
+        self._service.stop_waiting()
         await super().shutdown(sockets)
 
 
@@ -73,7 +82,9 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"Port {port} of {host} is in use. Choose another with --port, or 0 for a free one.") from error
+            raise UsageError(
+                f"Port {port} of {host} is in use. Choose another with --port, or 0 for a free one."
+            ) from error
         raise UsageError(f"{host}:{port} cannot be listened at: {error.strerror}.") from error
     listener.setblocking(False)
     return listener

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 from rlframe.errors import UsageError, suggest
 
@@ -32,7 +33,7 @@ class Settings:
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Settings:
         """Raises `UsageError` for a variable that names no setting, or whose value cannot be."""
-        settings = cls()
+        told: dict[str, Any] = {}
         names = {f.name: f for f in fields(cls)}
         for variable, text in variables.items():
             if not variable.startswith(PREFIX):
@@ -41,8 +42,8 @@ class Settings:
             if name not in names:
                 known = [PREFIX + known.upper() for known in names]
                 raise UsageError(f"{variable} names no setting of the trajectory service.{suggest(variable, known)}")
-            settings = replace(settings, **{name: _value(variable, getattr(settings, name), text)})
-        return settings
+            told[name] = _value(variable, names[name].default, text)
+        return cls(**told)
 
     def token(self) -> str | None:
         """The bearer token. Raises `UsageError` where the file cannot be read or is empty."""

@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from rlframe.trajectories import models
 from rlframe.trajectories.endpoints.common import MAX_NAME, WRITES, run_of, service_of
-from rlframe.trajectories.http import MSGPACK, answer
 from rlframe.trajectories.latest import KEPT
 from rlframe.trajectories.leases import Batch
+from rlframe.trajectories.middleware import MSGPACK, answer
 from rlframe.trajectories.service import Service
-from rlframe.trajectories.wire import is_packed, join_json, join_packed, to_json, to_packed
+from rlframe.trajectories.wire import as_json, as_packed, join_json, join_packed
 
 router = APIRouter(tags=["batches"])
 
@@ -45,7 +45,7 @@ async def batch(
         str | None,
         Query(alias="request", min_length=1, max_length=MAX_NAME, description="The same again gets the same batch."),
     ] = None,
-    policy_version: models.Int64 | None = Query(None, description="That the trainer has now."),
+    policy_version: Annotated[models.Int64 | None, Query(description="That the trainer has now.")] = None,
 ) -> Response:
     """The next batch, of exactly batch_size sequences, or null."""
     service, run = service_of(request), run_of(request)
@@ -91,8 +91,8 @@ async def latest_example(request: Request) -> Response:
     if not groups:
         return answer(_NONE_YET)
     if _wants_packed(request):
-        return Response(groups[0] if is_packed(groups[0]) else to_packed(groups[0]), media_type=MSGPACK)
-    return Response(to_json(groups[0]) if is_packed(groups[0]) else groups[0], media_type="application/json")
+        return Response(as_packed(groups[0]), media_type=MSGPACK)
+    return Response(as_json(groups[0]), media_type="application/json")
 
 
 @router.get("/latest", response_model=models.Latest, responses=WRITES)
@@ -132,4 +132,6 @@ def _wants_packed(request: Request) -> bool:
 def _settled(batch_id: int, known: bool) -> Response:
     if known:
         return answer({"status": "success"})
-    return answer({"status": "failure", "error": f"Batch {batch_id} is not out: it was acknowledged, or never was."}, 404)
+    return answer(
+        {"status": "failure", "error": f"Batch {batch_id} is not out: it was acknowledged, or never was."}, 404
+    )

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from rlframe.errors import UsageError
 from rlframe.trajectories import models
-from rlframe.trajectories.http import answer
+from rlframe.trajectories.middleware import answer
 from rlframe.trajectories.service import Service
 
 DEFAULT_RUN = "default"
@@ -31,7 +31,9 @@ def service_of(request: Request) -> Service:
     return request.app.state.service
 
 
-def named_run(run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="A namespace of its own.")]) -> None:
+def named_run(
+    run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="A namespace of its own.")],
+) -> None:
     """Refuses what cannot be the name of a run."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import Union
+from typing import Annotated, Union
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -14,7 +14,6 @@ from starlette.responses import Response
 from rlframe.trajectories import models
 from rlframe.trajectories.endpoints.common import (
     KEY_PARAMETER,
-    UNAVAILABLE,
     WRITES,
     idempotency_key,
     invalid,
@@ -24,7 +23,7 @@ from rlframe.trajectories.endpoints.common import (
     service_of,
 )
 from rlframe.trajectories.envs import check_env
-from rlframe.trajectories.http import answer
+from rlframe.trajectories.middleware import answer
 from rlframe.trajectories.service import Service
 
 router = APIRouter(tags=["environments"])
@@ -95,7 +94,7 @@ async def heartbeat(env: models.EnvIdentifier, request: Request) -> Response:
 )
 async def status_env(
     request: Request,
-    env_id: models.Int64 | None = Query(None, description="In the body of the GET, or here."),
+    env_id: Annotated[models.Int64 | None, Query(description="In the body of the GET, or here.")] = None,
 ) -> Response:
     """What an environment should know before it starts its next group."""
     if env_id is None:
@@ -103,7 +102,9 @@ async def status_env(
         try:
             env_id = _env_id.decode(body).env_id
         except (msgspec.DecodeError, RecursionError) as error:
-            return invalid(("body", "env_id") if body else ("query", "env_id"), str(error) if body else "Field required")
+            return invalid(
+                ("body", "env_id") if body else ("query", "env_id"), str(error) if body else "Field required"
+            )
     service, run = service_of(request), run_of(request)
     status = service.queue(run).env_status(env_id, hold=service.nearly_full)
     if status is None:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from rlframe.trajectories import models
 from rlframe.trajectories.answers import Added
+from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.endpoints.common import (
     KEY_PARAMETER,
     WRITES,
@@ -20,9 +21,9 @@ from rlframe.trajectories.endpoints.common import (
     run_of,
     service_of,
 )
-from rlframe.trajectories.http import MSGPACK, answer, retry_later
+from rlframe.trajectories.middleware import MSGPACK, answer, retry_later
 from rlframe.trajectories.service import Service
-from rlframe.trajectories.wire import InvalidGroupError, Parsed, parse_group, parse_groups
+from rlframe.trajectories.wire import Parsed, parse_group, parse_groups
 
 router = APIRouter(tags=["groups"])
 RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves

@@ -11,14 +11,14 @@ from starlette.responses import PlainTextResponse, Response
 from rlframe.trajectories import models
 from rlframe.trajectories.answers import Registration
 from rlframe.trajectories.endpoints.common import UNAVAILABLE, WRITES, run_of, service_of
-from rlframe.trajectories.http import answer
+from rlframe.trajectories.middleware import answer
 
 router = APIRouter(tags=["trainer"])
 
 
 @router.post("/register", response_model=models.Registered, responses=WRITES)
 async def register(registration: models.Registration, request: Request) -> Response:
-    """The trainer's settings. The same body again is confirmed; another one starts queue, environments and step afresh."""
+    """The trainer's settings. The same again are confirmed; others start queue, environments and step afresh."""
     settings = registration.model_dump()
     Registration.of(settings)
     name = str(uuid.uuid4().int)  # 128 bits, which MessagePack cannot carry as a number

@@ -1,0 +1,193 @@
+"""What a group has to be, beyond the types of its fields, and how an error says where it is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+
+from rlframe.errors import UsageError
+
+MAX_DEPTH = 32  # of what is in `messages`, `images` and the like; Python's parsers fail at some hundreds
+
+INTS = ("tokens", "masks")
+FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
+_FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+class InvalidGroupError(UsageError):
+    """A group that cannot be. `loc` is the path to the field, as in FastAPI's answers; `kind` is their `type`."""
+
+    def __init__(self, loc: Sequence[str | int], message: str, kind: str = "value_error"):
+        super().__init__(message)
+        self.loc = tuple(loc)
+        self.kind = kind
+
+
+def nested_too_deep(*loc: str) -> InvalidGroupError:
+    return InvalidGroupError(loc, f"A group is nested at most {MAX_DEPTH} levels deep.")
+
+
+def lengths_of(group: Any) -> list[int]:
+    """Tokens of each sequence."""
+    if isinstance(group.tokens, list):
+        return [len(sequence) for sequence in group.tokens]
+    if not isinstance(group.lengths, bytes):
+        message = "Binary tokens need lengths: int32, the tokens of each sequence."
+        raise InvalidGroupError(("lengths",), message, "missing")
+    lengths = _array("lengths", group.lengths, _INT32).tolist()
+    if min(lengths, default=0) < 0:
+        raise InvalidGroupError(("lengths",), f"A length is not negative; got {min(lengths)}.")
+    return lengths
+
+
+def check(group: Any, lengths: list[int]) -> None:
+    """Raises `InvalidGroupError` unless every field fits to sequences of these `lengths`.
+
+    Arrays are lists, bytes, or JSON text whose shape and numbers are known to be right.
+    """
+    if not lengths:
+        raise InvalidGroupError(("tokens",), "A group has at least one sequence; this one is empty.", "too_short")
+    if 0 in lengths:
+        raise InvalidGroupError(("tokens", lengths.index(0)), "A sequence has at least one token.", "too_short")
+    for name in INTS + FLOATS:
+        value = getattr(group, name)
+        if isinstance(value, bytes):
+            _check_binary(name, value, lengths)
+        elif isinstance(value, list):
+            _check_lists(name, value, lengths)
+    scores = group.scores
+    if isinstance(scores, bytes):
+        scores = _array("scores", scores, _FLOAT32).tolist()
+    _check_count("scores", scores, len(lengths))
+    _check_finite(("scores",), scores)
+    _check_distillation(group, len(lengths))
+    for name in _FREE:
+        value = getattr(group, name)
+        if value is not None and value is not UNSET:
+            _check_free(name, value)
+
+
+def _check_binary(name: str, value: bytes, lengths: list[int]) -> None:
+    array = _array(name, value, _INT32 if name in INTS else _FLOAT32)
+    if len(array) != sum(lengths):
+        raise InvalidGroupError((name,), f"The lengths sum to {sum(lengths)} tokens, but {name} holds {len(array)}.")
+    if name in FLOATS and not np.isfinite(array).all():
+        raise InvalidGroupError((name,), f"{name} holds NaN or an infinity.", "finite_number")
+
+
+def _check_lists(name: str, value: list[list[Any]], lengths: list[int]) -> None:
+    _check_count(name, value, len(lengths))
+    for i, (sequence, length) in enumerate(zip(value, lengths)):
+        if len(sequence) != length:
+            message = f"Sequence {i} has {length} tokens, but {len(sequence)} values in {name}."
+            raise InvalidGroupError((name, i), message)
+        if name in FLOATS:
+            _check_finite((name, i), sequence)
+
+
+def _check_count(name: str, value: list[Any], sequences: int) -> None:
+    if len(value) != sequences:
+        raise InvalidGroupError((name,), f"There are {sequences} sequences in tokens, but {len(value)} in {name}.")
+
+
+def _check_finite(loc: tuple[str | int, ...], values: list[float]) -> None:
+    if math.isfinite(sum(values)):  # as it is where all are, but for sums that overflow
+        return
+    for i, value in enumerate(values):
+        if not math.isfinite(value):
+            raise InvalidGroupError((*loc, i), f"{loc[0]} holds finite numbers; got {value}.", "finite_number")
+
+
+def _check_distillation(group: Any, sequences: int) -> None:
+    shapes = {}
+    for name in ("distill_token_ids", "distill_logprobs"):
+        value = getattr(group, name)
+        if value is None or value is UNSET:
+            continue
+        _check_count(name, value, sequences)
+        shapes[name] = [[len(position) for position in sequence] for sequence in value]
+        if name == "distill_logprobs":
+            for i, sequence in enumerate(value):
+                for j, position in enumerate(sequence):
+                    _check_finite((name, i, j), position)
+    if len(shapes) == 2 and shapes["distill_token_ids"] != shapes["distill_logprobs"]:
+        message = "distill_logprobs and distill_token_ids have one shape, [sequence][position][k]."
+        raise InvalidGroupError(("distill_logprobs",), message)
+
+
+def _check_free(name: str, value: Any) -> None:
+    if name == "messages":
+        for i, sequence in enumerate(value):
+            for j, message in enumerate(sequence):
+                if "role" not in message or "content" not in message:
+                    raise InvalidGroupError((name, i, j), "A message has a role and content.", "missing")
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _members(name, outer)]
+        if not level:
+            return
+    raise nested_too_deep(name)
+
+
+def _members(name: str, value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise InvalidGroupError((name,), f"{name} holds a key that is no text, which JSON does not have.")
+        return value.values()
+    if isinstance(value, list):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidGroupError((name,), f"{name} holds {value}, which JSON does not have.", "finite_number")
+    if value is None or isinstance(value, (str, int, float)):
+        return ()
+    raise InvalidGroupError((name,), f"{name} holds {type(value).__name__}, which JSON does not have.")
+
+
+def _array(name: str, value: bytes, dtype: np.dtype) -> np.ndarray:
+    if len(value) % dtype.itemsize:
+        raise InvalidGroupError((name,), f"{name} is {len(value)} bytes, which are no whole {dtype.name} values.")
+    return np.frombuffer(value, dtype)
+
+
+def explained(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidGroupError:
+    """The error of a decoder of `body`, with its path."""
+    message, _, path = str(error).partition(" - at `$")
+    if isinstance(error, msgspec.ValidationError):
+        if message.startswith("Object missing required field"):
+            return InvalidGroupError((*_steps(path), message.split("`")[1]), "Field required", "missing")
+        return InvalidGroupError(_steps(path), message, "type_error")
+    if not packed and (found := _not_finite(body)) is not None:
+        return InvalidGroupError(found, "A number has to be finite; got NaN or an infinity.", "finite_number")
+    name, kind = ("MessagePack", "msgpack_invalid") if packed else ("JSON", "json_invalid")
+    return InvalidGroupError((), f"The body is no valid {name}: {message}.", kind)
+
+
+def _steps(path: str) -> tuple[str | int, ...]:
+    """`.tokens[0][1]` as ("tokens", 0, 1)."""
+    steps = path.rstrip("`").replace("[", ".").replace("]", "").split(".")
+    return tuple(int(step) if step.isdigit() else step for step in steps if step)
+
+
+def _not_finite(body: bytes) -> tuple[str | int, ...] | None:
+    """Where Python's parser, which accepts them, finds NaN or an infinity; None: nowhere, or it fails too."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    stack: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    while stack:
+        loc, value = stack.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return loc
+        if isinstance(value, dict):
+            stack += [((*loc, key), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            stack += [((*loc, i), inner) for i, inner in enumerate(value)]
+    return None
