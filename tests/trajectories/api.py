@@ -1,0 +1,74 @@
+"""What the tests of the service over HTTP share: one run of it, and short ways to say what clients say."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import httpx
+
+SETTINGS = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 4,
+    "max_token_len": 512,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 10,
+    "starting_step": 3,
+    "num_steps": 1000,
+}
+ENV = {"max_token_length": 100, "desired_name": "env", "weight": 1.0, "group_size": 2}
+ITEM_KEYS = {
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "overrides"),
+    *("inference_logprobs", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"),
+}
+_numbers = itertools.count()
+
+
+def group(sequences: int = 2, mark: int = 0, **fields: Any) -> dict[str, Any]:
+    """A group of sequences of one, two, three, ... tokens, the first of which is `mark`."""
+    tokens = [[mark] * (i + 1) for i in range(sequences)]
+    return {"tokens": tokens, "masks": tokens, "scores": [0.5] * sequences, **fields}
+
+
+class Api:
+    """One run: `default`, or one that nobody else uses."""
+
+    def __init__(self, client: httpx.Client, run: str | None = None) -> None:
+        self.client = client
+        self.prefix = "" if run is None else f"/runs/{run}"
+
+    def get(self, path: str, **how: Any) -> httpx.Response:
+        return self.client.request("GET", self.prefix + path, **how)
+
+    def post(self, path: str, json: Any = None, **how: Any) -> httpx.Response:
+        return self.client.post(self.prefix + path, json=json, **how)
+
+    def register(self, **settings: Any) -> int:
+        return self.post("/register", {**SETTINGS, **settings}).json()["uuid"]
+
+    def started(self, **settings: Any) -> Api:
+        """With a trainer that has asked once."""
+        self.register(**settings)
+        assert self.get("/batch").json()["batch"] is None
+        return self
+
+    def join(self, **told: Any) -> dict[str, Any]:
+        return self.post("/register-env", {**ENV, **told}).json()
+
+    def send(self, *marks: int, **fields: Any) -> None:
+        for mark in marks:
+            assert self.post("/scored_data", group(mark=mark, **fields)).json()["status"] in ("received", "buffered")
+
+    def marks(self, **params: Any) -> list[int] | None:
+        """The groups of the next batch."""
+        batch = self.get("/batch", params=params).json()["batch"]
+        return batch and marks_of(batch)
+
+
+def marks_of(items: list[dict[str, Any]]) -> list[int]:
+    return [item["tokens"][0][0] for item in items]
+
+
+def fresh_name() -> str:
+    return f"run-{next(_numbers)}"
