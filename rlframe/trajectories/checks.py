@@ -158,7 +158,8 @@ def _array(name: str, value: bytes, dtype: np.dtype) -> np.ndarray:
 
 def explained(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidGroupError:
     """The error of a decoder of `body`, with its path."""
-    message, _, path = str(error).partition(" - at `$")
+    message, _, where = str(error).partition(" - at ")  # "`$.a[0]`", or "`key` in `$.a`"
+    path = where.partition("$")[2]
     if isinstance(error, msgspec.ValidationError):
         if message.startswith("Object missing required field"):
             return InvalidGroupError((*_steps(path), message.split("`")[1]), "Field required", "missing")

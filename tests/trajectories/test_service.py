@@ -1,0 +1,276 @@
+"""The state machine over its log: after a restart, with several processes on one store, and with a store that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import Future
+
+import msgspec
+import pytest
+
+from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
+from rlframe.trajectories.service import FullError, Service
+from rlframe.trajectories.stores import open_store
+from rlframe.trajectories.stores.memory import MemoryStore
+from tests.trajectories.queues import SETTINGS
+from tests.trajectories.redis_server import redis_server  # noqa: F401
+
+DEADLINE = 60.0
+
+
+@contextlib.asynccontextmanager
+async def serving(store, **options):
+    service = Service(store, **{"max_bytes": 1 << 30, **options})
+    service.restore()
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+def run(test):
+    """Runs a coroutine, with a deadline."""
+    asyncio.run(asyncio.wait_for(test, DEADLINE))
+
+
+async def begin(service, name="run", **settings):
+    registered = await service.submit(name, "register", settings={**SETTINGS, **settings}, uuid="1")
+    await service.submit(name, "note_trainer")
+    return registered
+
+
+async def join(service, name="run", **told):
+    told = {"desired_name": "env", "max_token_length": 9, "weight": 1.0, "group_size": 4, **told}
+    return await service.submit(
+        name, "register_env", **told, min_batch_allocation=None, resume_token=None, token=told["desired_name"]
+    )
+
+
+async def add(service, payload, name="run", sequences=4, key=None):
+    return await service.submit(
+        name,
+        "add",
+        payload,
+        sequences=sequences,
+        tokens=1,
+        size_bytes=len(payload),
+        env_id=None,
+        policy_version=None,
+        key=key,
+    )
+
+
+async def abandoned(store):
+    """What kill -9 leaves: nothing of the service is closed, and all its appends are done."""
+    service = Service(store, max_bytes=1 << 30, snapshot_records=7)
+    service.restore()
+    await service.start()
+    return service
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+def test_a_restart_leads_to_the_same_state(kind, tmp_path):
+    url = "memory" if kind == "memory" else f"sqlite:{tmp_path}/queue.db"
+
+    async def test():
+        store = open_store(url)
+        service = await abandoned(store)
+        await begin(service)
+        await join(service)
+        for i in range(9):
+            await add(service, b"payload %d" % i, key=f"k{i}")
+        await add(service, b"again", key="k3")
+        batch, payloads = await service.take("run", lease_seconds=1000.0, consumer="a", request="1")
+        assert payloads == [b"payload 0", b"payload 1"]
+        assert await service.take("run")
+        await add(service, b"elsewhere", name="other")
+        before = {name: service.queue(name).get_state() for name in service.runs}
+        await asyncio.sleep(0)
+        service.stop_waiting()
+        async with serving(store) as again:
+            after = {name: again.queue(name).get_state() for name in again.runs}
+            assert msgspec.msgpack.encode(after) == msgspec.msgpack.encode(before)
+            assert again.stored_bytes == service.stored_bytes
+            repeated, same = await again.take("run", lease_seconds=1000.0, consumer="a", request="1")
+            assert (repeated.batch_id, same) == (batch.batch_id, payloads)
+            _, payloads = await again.take("run")
+            assert payloads == [b"payload 4", b"payload 5"]
+
+    run(test())
+
+
+def test_payloads_that_nobody_needs_are_swept_at_the_next_start(tmp_path):
+    async def test():
+        store = open_store(f"sqlite:{tmp_path}/queue.db")
+        first = await abandoned(store)
+        await begin(first)
+        for i in range(4):
+            await add(first, b"payload %d" % i)
+        first._forget = lambda positions: None  # as if it was killed between the answer and this
+        await first.take("run")
+        await add(first, b"payload 0", key="k")
+        await add(first, b"payload 0", key="k")
+        assert store.stats().payloads == 6
+        first.stop_waiting()
+        async with serving(store) as service:
+            await asyncio.sleep(0)
+            await add(service, b"last")  # a commit after that of what was forgotten
+            assert store.stats().payloads == 4
+            assert (await service.take("run"))[1] == [b"payload 2", b"payload 3"]
+
+    run(test())
+
+
+def test_refused_repeated_and_invalid_groups_leave_no_payload():
+    async def test():
+        store = MemoryStore()
+        async with serving(store) as service:
+            await begin(service)
+            assert (await add(service, b"large", sequences=9)).too_large
+            with pytest.raises(UsageError):
+                await add(service, b"none", sequences=0)
+            assert (await add(service, b"first", key="k")).group_id == 0
+            assert (await add(service, b"again", key="k")).duplicate
+            assert store.stats().payloads == 1
+            assert (service.stored_bytes, service.pending_bytes) == (5, 0)
+
+    run(test())
+
+
+def test_snapshots_shorten_the_log_and_lead_to_the_same_state():
+    async def test():
+        store = MemoryStore()
+        async with serving(store, snapshot_records=50) as service:
+            await begin(service)
+            for i in range(120):
+                await add(service, b"%d" % i, key=f"k{i}")
+            while store.load() is None or store.load()[0] < 100:
+                await asyncio.sleep(0.01)
+            before = msgspec.msgpack.encode(service.queue("run").get_state())
+            again = Service(store, max_bytes=1)
+            again.restore()
+            assert msgspec.msgpack.encode(again.queue("run").get_state()) == before
+
+    run(test())
+
+
+def test_over_the_limit_there_is_no_room():
+    async def test():
+        async with serving(MemoryStore(), max_bytes=100) as service:
+            await begin(service)
+            service.check_room(100)
+            await add(service, bytes(81))
+            assert service.nearly_full
+            with pytest.raises(FullError):
+                service.check_room(20)
+            await add(service, bytes(10))
+            await service.take("run")
+            assert not service.nearly_full
+            service.check_room(100)
+
+    run(test())
+
+
+def test_leases_end_by_themselves():
+    async def test():
+        async with serving(MemoryStore()) as service:
+            await begin(service)
+            await add(service, b"a")
+            await add(service, b"b")
+            await service.take("run", lease_seconds=0.01)
+            while not service.queue("run").may_take(0.0):
+                await service.changed("run", 10.0)
+            batch, payloads = await service.take("run")
+            assert (batch.delivery, payloads) == (2, [b"a", b"b"])
+
+    run(test())
+
+
+class FailingStore(MemoryStore):
+    """A store whose appends fail as a real one's may: at once, or later."""
+
+    error: Exception | None = None
+    at_once = False
+
+    def append(self, record, payload=None):
+        if self.error is None:
+            return super().append(record, payload)
+        if self.at_once:
+            raise self.error
+        future = Future()
+        future.set_exception(self.error)
+        return future
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("error", [UnavailableError("full"), PeerError("gone")])
+def test_a_store_that_takes_nothing_now_is_an_error_and_the_next_command_works(error, at_once):
+    async def test():
+        store = FailingStore()
+        async with serving(store) as service:
+            await begin(service)
+            store.error, store.at_once = error, at_once
+            with pytest.raises(type(error)):
+                await add(service, b"lost")
+            store.error = None
+            assert service.pending_bytes == 0
+            assert (await add(service, b"kept")).group_id == 0
+
+    run(test())
+
+
+def test_a_store_that_failed_fails_the_service():
+    async def test():
+        store = FailingStore()
+        async with serving(store) as service:
+            told = []
+            service.on_failure = lambda: told.append(service.failed)
+            store.error = StoreError("The disk is gone.")
+            for _ in range(2):
+                with pytest.raises(StoreError, match="The disk is gone"):
+                    await add(service, b"lost")
+            assert told == [store.error]
+
+    run(test())
+
+
+def test_two_services_on_one_redis_lose_and_double_nothing(redis_server):  # noqa: F811
+    async def test():
+        stores = [open_store(redis_server.url.replace("/0", "/3")) for _ in range(2)]
+        async with serving(stores[0], snapshot_records=60) as one, serving(stores[1]) as other:
+            both = [one, other]
+            await begin(one)
+            while other.queue("run").registration is None:
+                await other.changed("run", 1.0)
+                await asyncio.sleep(0.01)
+            groups = [b"%d" % i for i in range(120)]
+            served: list[bytes] = []
+
+            async def produce(service, mine):
+                for payload in mine:
+                    await add(service, payload)
+
+            async def consume(service, consumer):
+                while len(served) < len(groups):
+                    taken = await service.take("run", lease_seconds=100.0, consumer=consumer)
+                    if taken is None:
+                        await service.changed("run", 0.05)
+                        continue
+                    served.extend(taken[1])
+                    assert await service.submit("run", "ack", batch_id=taken[0].batch_id)
+
+            work = [produce(service, groups[i::2]) for i, service in enumerate(both)]
+            work += [consume(service, f"consumer {i}") for i, service in enumerate(both)]
+            await asyncio.gather(*work)
+            assert sorted(served) == sorted(groups)
+            while one._position != other._position:
+                await asyncio.sleep(0.01)
+            states = [msgspec.msgpack.encode(service.queue("run").get_state()) for service in both]
+            assert states[0] == states[1]
+            for service in both:  # a commit after that of what was forgotten
+                await service.submit("run", "pause")
+            assert stores[0].stats().payloads == 0
+
+    run(test())
