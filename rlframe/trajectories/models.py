@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field
 
+from rlframe.trajectories import answers
+
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the log can carry
 Text = Annotated[str, Field(max_length=4096)]
 
@@ -170,6 +172,24 @@ class NotRegistered(BaseModel):
 class Refused(BaseModel):
     status: Literal["full", "too early", "failure"]
     error: str
+
+
+class Report(BaseModel):
+    """Counts are of this epoch; ages and silences in seconds."""
+
+    registration: answers.Registration | None
+    status: answers.Status
+    envs: list[answers.EnvReport]
+    waiting: list[answers.Waiting]
+    batches_served: int
+    sequences_served: int
+    batches_out: int
+    batches_returned: int
+    redelivered: int
+    discarded: int
+    refused: int
+    duplicates: int
+    staleness: answers.Staleness
 
 
 class Problem(BaseModel):

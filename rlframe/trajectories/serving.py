@@ -40,19 +40,23 @@ def serve(settings: Settings, host: str, port: int, max_connections: int) -> Non
         server_header=False,
         ws="none",
     )
-    server = _Server(config, service)
+    server = _Server(config, service, f"Trajectories at http://{_address(listener)}  (endpoints: /docs)")
     service.on_failure = server.give_up
-    print(f"Trajectories at http://{_address(listener)}  (endpoints: /docs)", flush=True)
-    print(f"Store {settings.store.partition(':')[0]}: {service.store.durability}", flush=True)
     server.run(sockets=[listener])
     if service.failed is not None:
         raise service.failed
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, greeting: str) -> None:
         super().__init__(config)
         self._service = service
+        self._greeting = greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:  # from here on it answers, and ends as it should
+            print(f"{self._greeting}\n{self._service.store.durability}", flush=True)
 
     def give_up(self) -> None:
         """The store failed: who watches over the process can start it again."""

@@ -1,0 +1,303 @@
+"""What is opt-in beyond the published contract, against the real command with SQLite."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+
+from tests.trajectories.api import Api, fresh_name, group, marks_of
+from tests.trajectories.serving import running_service
+
+MSGPACK = {"Content-Type": "application/msgpack"}
+DEADLINE = 60.0
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("extensions")
+    with running_service(folder) as service, httpx.Client(base_url=service.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def api(client):
+    return Api(client, fresh_name()).started()
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A service with low limits, without resets, and with a token."""
+    folder = tmp_path_factory.mktemp("narrow")
+    (folder / "token").write_text("secret\n")
+    arguments = ("--max-body-mb", "1", "--max-queue-mb", "2", "--no-reset", "--token-file", "token")
+    with running_service(folder, *arguments) as service:
+        headers = {"Authorization": "Bearer secret"}
+        with httpx.Client(base_url=service.url, timeout=60, headers=headers) as client:
+            yield client
+
+
+# Repeated requests
+
+
+def test_a_group_with_the_same_key_is_the_same_group(api):
+    key = {"Idempotency-Key": "a"}
+    first = api.post("/scored_data", group(mark=1), headers=key)
+    again = api.post("/scored_data", group(mark=2), headers=key)
+    assert first.json() == again.json() == {"status": "received"}
+    assert "Idempotent-Replayed" not in first.headers
+    assert again.headers["Idempotent-Replayed"] == "true"
+    assert api.get("/status").json()["queue_size"] == 1
+    assert api.post("/scored_data", group(), headers={"Idempotency-Key": "x" * 201}).status_code == 422
+
+
+def test_the_groups_of_a_list_have_a_key_each(api):
+    key = {"Idempotency-Key": "a"}
+    groups = [group(mark=1), group(mark=2)]
+    first = api.post("/scored_data_list", groups[:1], headers=key)
+    again = api.post("/scored_data_list", groups, headers=key)
+    assert (first.json()["groups_processed"], again.json()["groups_processed"]) == (1, 2)
+    assert "Idempotent-Replayed" not in again.headers
+    assert api.post("/scored_data_list", groups, headers=key).headers["Idempotent-Replayed"] == "true"
+    assert api.marks() == [1, 2]
+
+
+def test_an_environment_with_the_same_key_or_its_token_is_the_same_environment(api):
+    told = {"max_token_length": 9, "desired_name": "env", "weight": 1.0, "group_size": 2}
+    key = {"Idempotency-Key": "a"}
+    first = api.post("/register-env", told, headers=key)
+    again = api.post("/register-env", told, headers=key)
+    assert first.json() == again.json()
+    assert "Idempotent-Replayed" not in first.headers
+    assert again.headers["Idempotent-Replayed"] == "true"
+    other = api.join()
+    assert (other["env_id"], other["wandb_name"]) == (1, "env_1")
+    back = api.join(resume_token=other["resume_token"], group_size=3)
+    assert (back["env_id"], back["wandb_name"], back["resume_token"]) == (1, "env_1", other["resume_token"])
+    assert api.join(resume_token="of nobody")["env_id"] == 2
+
+
+# Leases
+
+
+def test_a_leased_batch_is_acknowledged(api):
+    api.send(1, 2)
+    taken = api.get("/batch", params={"lease": 100, "consumer": "a"}).json()
+    assert (marks_of(taken["batch"]), taken["step"], taken["redelivered"]) == ([1, 2], 3, False)
+    assert api.get("/status").json()["leased"] == 2
+    path = f"/batch/{taken['batch_id']}"
+    assert api.post(f"{path}/nack", params={"consumer": "b"}).status_code == 404
+    assert api.post(f"{path}/ack").json() == {"status": "success"}
+    again = api.post(f"{path}/ack")
+    assert (again.status_code, again.json()["status"]) == (404, "failure")
+    assert api.get("/batch", params={"lease": 1}).json() == {
+        "batch": None, "batch_id": None, "step": None, "redelivered": None
+    }  # fmt: skip
+
+
+def test_a_batch_that_was_given_back_or_whose_lease_ended_comes_again(api):
+    api.send(1, 2)
+    taken = api.get("/batch", params={"lease": 100, "consumer": "a"}).json()
+    assert api.post(f"/batch/{taken['batch_id']}/nack", params={"consumer": "a"}).json() == {"status": "success"}
+    again = api.get("/batch", params={"lease": 0.01, "consumer": "b"}).json()
+    assert (again["batch_id"], again["redelivered"], again["step"]) == (taken["batch_id"], True, 3)
+    third = api.get("/batch", params={"wait": 30, "consumer": "c"}).json()
+    assert (third["batch_id"], third["redelivered"], marks_of(third["batch"])) == (taken["batch_id"], True, [1, 2])
+
+
+def test_the_same_request_gets_the_same_batch(api):
+    api.send(1, 2, 3, 4)
+    ask = {"consumer": "a", "request": "1"}
+    first = api.get("/batch", params=ask).json()
+    assert api.get("/batch", params=ask).json() == first
+    assert api.marks(consumer="a", request="2") == [3, 4]
+
+
+# Waiting
+
+
+def test_a_waiting_request_is_answered_when_there_is_a_batch(api):
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(api.marks(wait=50)))
+    waiting.start()
+    api.send(1)
+    api.send(2)
+    waiting.join(DEADLINE)
+    assert answers == [[1, 2]]
+    assert api.marks(wait=0.05) is None
+    assert api.get("/batch", params={"wait": 61}).status_code == 422
+
+
+def test_who_left_while_waiting_is_given_nothing(api):
+    with pytest.raises(httpx.ReadTimeout):
+        api.get("/batch", params={"wait": 60}, timeout=0.3)
+    api.send(1, 2)
+    assert api.marks(wait=1) == [1, 2]
+
+
+# Pauses, versions, signs of life
+
+
+def test_pause_tells_every_environment_to_hold(api):
+    api.join()
+    assert api.post("/pause").json() == {"status": "success"}
+    status = api.get("/status-env", params={"env_id": 0}).json()
+    assert status["hold"] is True and status["queue_size"] > 2 * 4
+    assert api.get("/status").json()["paused"] is True
+    api.post("/resume")
+    status = api.get("/status-env", params={"env_id": 0}).json()
+    assert (status["hold"], status["queue_size"]) == (False, 0)
+
+
+def test_groups_that_come_too_early_are_paced(client):
+    api = Api(client, fresh_name()).started(max_staleness=0)
+    assert api.post("/policy-version", {"policy_version": 5}).json() == {"status": "success", "policy_version": 5}
+    api.send(1, policy_version=5)
+    old = api.post("/scored_data", group(policy_version=4))
+    assert (old.status_code, old.json()["status"]) == (503, "too early")
+    assert int(old.headers["Retry-After"]) > 0
+    api.send(2, policy_version=5)
+    item = api.get("/batch").json()["batch"][0]
+    assert item["policy_version"] == 5
+
+
+def test_groups_that_are_too_old_are_discarded_where_that_is_asked_for(client):
+    api = Api(client, fresh_name()).started(max_staleness=1, stale="discard")
+    api.send(1, 2, policy_version=1)
+    api.send(3, 4, policy_version=8)
+    assert api.marks(policy_version=8) == [3, 4]
+    assert api.get("/status").json()["policy_version"] == 8
+    assert api.get("/report").json()["discarded"] == 2
+
+
+def test_a_share_lapses_with_its_environment_and_comes_back_with_it(client):
+    api = Api(client, fresh_name()).started(lapse_after=0.5)
+    api.join(min_batch_allocation=0.5)
+    api.send(1, 2)
+    assert api.marks() is None
+    assert any("minimum share" in why for why in api.get("/status").json()["waiting_for"])
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:  # asking for its status is a sign of life
+        api.get("/status-env", params={"env_id": 0})
+        time.sleep(0.05)
+        assert api.marks() is None
+    assert api.marks(wait=30) == [1, 2]
+    assert api.post("/heartbeat", {"env_id": 0}).json() == {"status": "success"}
+    assert api.post("/heartbeat", {"env_id": 9}).json()["status"] == "failure"
+    while not api.get("/report").json()["envs"][0]["live"]:
+        time.sleep(0.02)
+
+
+def test_the_report_counts(api):
+    api.join()
+    api.send(1, 2, 3, env_id=0)
+    api.marks()
+    report = api.get("/report").json()
+    assert report["registration"]["batch_size"] == 4
+    assert (report["batches_served"], report["sequences_served"]) == (1, 4)
+    env = report["envs"][0]
+    assert (env["added_groups"], env["served_groups"], env["queued_groups"]) == (3, 2, 1)
+
+
+# Formats
+
+
+def binary(mark=1, **fields):
+    tokens = np.asarray([mark, mark, mark], "<i4").tobytes()
+    lengths = np.asarray([1, 2], "<i4").tobytes()
+    return {"tokens": tokens, "masks": tokens, "scores": [0.5, 1.0], "lengths": lengths, **fields}
+
+
+def test_binary_groups_come_out_as_they_went_in_or_as_lists(api):
+    sent = [binary(mark) for mark in (1, 2, 3)]
+    body = msgspec.msgpack.encode(sent[0])
+    assert api.post("/scored_data", content=body, headers=MSGPACK).json() == {"status": "received"}
+    body = msgspec.msgpack.encode(sent[1:])
+    assert api.post("/scored_data_list", content=body, headers=MSGPACK).json()["groups_processed"] == 2
+    api.send(4)
+    answer = api.get("/batch", headers={"Accept": "application/msgpack"})
+    assert answer.headers["content-type"] == "application/msgpack"
+    assert msgspec.msgpack.decode(answer.content) == {"batch": sent[:2]}
+    third, fourth = api.get("/batch").json()["batch"]
+    assert third["tokens"] == [[3], [3, 3]] and fourth["tokens"] == [[4], [4, 4]]
+    assert (third["advantages"], third["scores"]) == (None, [0.5, 1.0])
+    latest = api.get("/latest", params={"count": 2}).json()["groups"]
+    assert marks_of(latest) == [4, 3]
+    answer = api.get("/latest_example", headers={"Accept": "application/msgpack"})
+    assert msgspec.msgpack.decode(answer.content)["tokens"] == [[4], [4, 4]]
+
+
+def test_small_requests_may_be_messagepack(api):
+    body = msgspec.msgpack.encode({"policy_version": 3})
+    assert api.post("/policy-version", content=body, headers=MSGPACK).json()["policy_version"] == 3
+    assert api.post("/policy-version", content=b"\xc1", headers=MSGPACK).status_code == 400
+
+
+@pytest.mark.parametrize("encoding, encode", [("zstd", zstandard.compress), ("gzip", gzip.compress)])
+def test_compressed_bodies(api, encoding, encode):
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    body = encode(json.dumps(group(mark=1)).encode())
+    assert api.post("/scored_data", content=body + body[:0], headers=headers).json() == {"status": "received"}
+    assert api.post("/scored_data", content=b"nonsense", headers=headers).status_code == 400
+    assert api.post("/scored_data", content=body[:-6], headers=headers).status_code in (400, 422)
+    assert api.post("/scored_data", content=body, headers={"Content-Encoding": "br"}).status_code == 415
+
+
+# Limits
+
+
+@pytest.mark.parametrize("encoding, encode", [("zstd", zstandard.compress), ("gzip", gzip.compress)])
+def test_a_small_body_that_would_become_a_large_one(narrow, encoding, encode):
+    bomb = encode(bytes(50 << 20))
+    assert len(bomb) < 1 << 20
+    answer = narrow.post("/scored_data", content=bomb, headers={"Content-Encoding": encoding})
+    assert answer.status_code == 413
+
+
+def test_a_large_body(narrow):
+    assert narrow.post("/scored_data", content=bytes((1 << 20) + 1)).status_code == 413
+    chunks = (bytes(1 << 16) for _ in range(17))
+    assert narrow.post("/scored_data", content=chunks).status_code == 413
+
+
+def test_a_full_queue_is_told_before_it_is_full(narrow):
+    api = Api(narrow, fresh_name()).started(batch_size=1000)
+    api.join()
+    long = {"tokens": [[7] * 20_000] * 2, "masks": [[7] * 20_000] * 2}
+    answers, held = [], []
+    while not answers or answers[-1].status_code == 200:
+        held.append(api.get("/status-env", params={"env_id": 0}).json()["hold"])
+        answers.append(api.post("/scored_data", group(**long)))
+    assert held[0] is False and held[-1] is True
+    full = answers[-1]
+    assert (full.status_code, full.json()["status"]) == (503, "full")
+    assert int(full.headers["Retry-After"]) > 0
+    kept = api.get("/status").json()
+    assert kept["queue_size"] == len(answers) - 1
+    assert kept["stored_bytes"] <= 2 << 20
+
+
+def test_resets_can_be_turned_off(narrow):
+    api = Api(narrow, fresh_name()).started()
+    assert api.get("/reset_data").status_code == api.post("/reset_data").status_code == 403
+    assert api.get("/info").json()["batch_size"] == 4
+
+
+@pytest.mark.parametrize("token", [None, "Bearer wrong", "Basic secret", "secret", "Bearer é"])
+@pytest.mark.parametrize("path", ["/", "/batch", "/docs", "/nowhere"])
+def test_without_the_token_nothing_is_answered(narrow, token, path):
+    headers = {} if token is None else {"Authorization": token.encode()}
+    answer = httpx.get(str(narrow.base_url) + path, headers=headers)
+    assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+
+
+def test_pages_of_other_origins_are_not_let_in(client):
+    answer = client.get("/status", headers={"Origin": "http://elsewhere"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]

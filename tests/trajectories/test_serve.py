@@ -1,0 +1,115 @@
+"""`rlframe serve trajectories` as a process: what it prints, how it ends, what it keeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tests.trajectories.api import Api, group
+from tests.trajectories.serving import ROOT, running_service
+
+DEADLINE = 60.0
+
+
+def refusal(folder, *arguments):
+    """The sentence with which the command ends at once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlframe", "serve", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_says_where_it_listens_and_drains_when_told_to_end(tmp_path, number):
+    with running_service(tmp_path) as service:
+        assert service.url in service.printed
+        assert "survives" in service.printed
+        with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
+            api = Api(client).started()
+            with socket.create_connection(("127.0.0.1", client.base_url.port), DEADLINE) as waiting:
+                waiting.sendall(b"GET /batch?wait=50 HTTP/1.1\r\nHost: x\r\n\r\n")
+                api.send(1)
+                httpx.get(f"{service.url}/status")  # a later connection, so the earlier one has been read
+                assert service.stop(number) == 0
+                assert b'{"batch":null}' in waiting.recv(4096)
+        assert service.log.read_text() == ""
+        service.start()
+        assert httpx.get(f"{service.url}/status").json()["queue_size"] == 1
+
+
+def test_what_was_acknowledged_survives_kill_9(tmp_path):
+    with running_service(tmp_path) as service:
+        with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
+            api = Api(client).started()
+            env = api.join()
+            api.send(1, 2, 3, 4, 5, env_id=0)
+            leased = api.get("/batch", params={"lease": 1000, "consumer": "a", "request": "1"}).json()
+            assert api.marks() == [3, 4]
+        service.restart()
+        with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
+            api = Api(client)
+            assert api.get("/batch", params={"lease": 1000, "consumer": "a", "request": "1"}).json() == leased
+            assert api.post(f"/batch/{leased['batch_id']}/ack").json() == {"status": "success"}
+            status = api.get("/status").json()
+            assert (status["current_step"], status["queue_size"], status["leased"]) == (5, 1, 0)
+            assert api.join(resume_token=env["resume_token"])["wandb_name"] == "env_0"
+            assert api.join()["wandb_name"] == "env_1"
+            api.send(6)
+            assert api.marks() == [5, 6]
+
+
+def test_under_uvicorn_settings_come_from_the_environment(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uvicorn", "rlframe.trajectories.server:app", "--port", str(port)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RLFRAME_TRAJECTORIES_STORE": f"sqlite:{tmp_path}/mine.db"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in process.stderr:
+            if "running on" in line:
+                break
+        answer = httpx.post(f"http://127.0.0.1:{port}/scored_data", json=group())
+        assert answer.json() == {"status": "received"}
+        assert (tmp_path / "mine.db").exists()
+    finally:
+        process.terminate()
+        process.communicate(timeout=DEADLINE)
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"Port {port} of 127.0.0.1 is in use" in refusal(tmp_path, "trajectories", "--port", port)
+
+
+def test_input_that_cannot_be_is_one_sentence(tmp_path):
+    said = refusal(tmp_path, "trajectories", "--port", "0", "--store", "sqlite:no/such/folder/x.db")
+    assert "its directory does not exist" in said
+    assert "Did you mean 'trajectories'?" in refusal(tmp_path, "trajectory")
+    assert "cannot be read" in refusal(tmp_path, "trajectories", "--token-file", "nothing")
+
+
+def test_beyond_loopback_without_a_token_there_is_a_warning(tmp_path):
+    with running_service(tmp_path, "--host", "0.0.0.0", "--store", "memory") as service:
+        assert service.stop() == 0
+        assert "--token-file" in service.log.read_text()
