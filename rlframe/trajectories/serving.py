@@ -11,6 +11,7 @@ import uvicorn
 
 from rlframe.errors import UsageError
 from rlframe.trajectories.app import make_app, open_service
+from rlframe.trajectories.connections import bounded
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.settings import Settings
 
@@ -33,8 +34,8 @@ def serve(settings: Settings, host: str, port: int, max_connections: int) -> Non
     config = uvicorn.Config(
         make_app(settings, service),
         access_log=False,
-        log_level="warning",
-        limit_concurrency=max_connections,
+        log_level="error",
+        http=bounded(max_connections),
         timeout_graceful_shutdown=DRAIN,
         timeout_keep_alive=60,
         server_header=False,

@@ -1,0 +1,93 @@
+"""Clients that send slowly, too much, or nothing, and too many of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+
+import httpx
+import pytest
+import uvicorn
+
+from rlframe.trajectories.connections import bounded
+from rlframe.trajectories.middleware import ReadBody
+
+DEADLINE = 60.0
+
+
+async def _answer(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextlib.contextmanager
+def served(**bounds):
+    """The port of a small server within these bounds."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(_answer, http=bounded(**bounds), lifespan="off", log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE)
+
+
+def said(connection):
+    """All that comes until the other side closes."""
+    text = b""
+    while more := connection.recv(65536):
+        text += more
+    return text
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), DEADLINE)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost:"])
+def test_who_does_not_finish_a_request_is_let_go(sent):
+    with served(limit=8, head_deadline=0.2) as port, connect(port) as connection:
+        connection.sendall(sent)
+        assert said(connection) == b""
+
+
+def test_headers_without_end_are_refused():
+    with served(limit=8) as port, connect(port) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000)
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 400 " in said(connection)
+
+
+def test_one_client_too_many_is_told_so_and_the_others_are_served():
+    with served(limit=2) as port:
+        with connect(port) as first, connect(port) as second, connect(port) as third:
+            answer = said(third)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert b" 503 " in head and b"Retry-After" in head
+            assert f"Content-Length: {len(body)}".encode() in head
+            for connection in (first, second):
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert said(connection).endswith(b"ok")
+        assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
+
+
+def test_a_body_that_does_not_arrive():
+    async def test():
+        sent = []
+
+        async def receive():
+            await asyncio.sleep(DEADLINE)
+
+        async def send(message):
+            sent.append(message)
+
+        reader = ReadBody(_answer, limit=100, raw=(), deadline=0.05)
+        await reader({"type": "http", "path": "/", "headers": [(b"content-length", b"9")]}, receive, send)
+        assert sent[0]["status"] == 408
+
+    asyncio.run(test())
