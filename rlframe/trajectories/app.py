@@ -16,7 +16,7 @@ from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories import models
 from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.endpoints import routers
-from rlframe.trajectories.endpoints.common import named_run, service_of
+from rlframe.trajectories.endpoints.common import InvalidHeaderError, invalid, named_run, service_of
 from rlframe.trajectories.endpoints.groups import RAW
 from rlframe.trajectories.middleware import Compress, ReadBody, RequireToken, answer, retry_later
 from rlframe.trajectories.service import Service
@@ -97,11 +97,15 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(InvalidGroupError)
     async def invalid_group(_: Request, error: InvalidGroupError) -> Response:
-        return answer({"detail": [{"loc": ["body", *error.loc], "msg": str(error), "type": error.kind}]}, 422)
+        return invalid(("body", *error.loc), str(error), error.kind)
+
+    @app.exception_handler(InvalidHeaderError)
+    async def invalid_header(_: Request, error: InvalidHeaderError) -> Response:
+        return invalid(("header", error.header), str(error))
 
     @app.exception_handler(UsageError)
     async def invalid_value(_: Request, error: UsageError) -> Response:
-        return answer({"detail": [{"loc": ["body"], "msg": str(error), "type": "value_error"}]}, 422)
+        return invalid(("body",), str(error))
 
     @app.exception_handler(UnavailableError)
     async def unavailable(_: Request, error: UnavailableError) -> Response:

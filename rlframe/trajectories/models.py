@@ -17,24 +17,29 @@ class Registration(BaseModel):
 
     wandb_group: Text
     wandb_project: Text
-    batch_size: Int64 = Field(description="Sequences in every batch, exactly.")
+    batch_size: int = Field(ge=1, le=answers.MAX_BATCH_SIZE, description="Sequences in every batch, exactly.")
     max_token_len: Int64
     checkpoint_dir: Text
     save_checkpoint_interval: Int64
     starting_step: Int64
     num_steps: Int64
-    max_staleness: Int64 | None = Field(None, description="Policy versions by which a group may be older.")
+    max_staleness: Int64 | None = Field(None, ge=0, description="Policy versions by which a group may be older.")
     stale: Literal["keep", "discard"] = Field(
         "keep", description="What becomes of a group that is too old at its turn."
     )
-    lapse_after: float = Field(120.0, description="Seconds of silence after which no batch waits for an environment.")
+    lapse_after: float = Field(
+        120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds of silence after which no batch waits for an environment.",
+    )
 
 
 class RegisterEnv(BaseModel):
-    max_token_length: Int64
+    max_token_length: Int64 = Field(ge=0)
     desired_name: Text
-    weight: float
-    group_size: Int64 = Field(description="Sequences in each of its groups.")
+    weight: float = Field(allow_inf_nan=False)
+    group_size: Int64 = Field(ge=1, description="Sequences in each of its groups.")
     min_batch_allocation: float | None = Field(None, ge=0, le=1, description="The part of each batch that is its own.")
     resume_token: Text | None = Field(None, description="From an earlier answer: the same id and name again.")
 

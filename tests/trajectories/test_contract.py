@@ -113,7 +113,15 @@ def test_disconnect(api):
 
 
 @pytest.mark.parametrize(
-    "told", [{"min_batch_allocation": 1.5}, {"weight": "heavy"}, {"group_size": None}, {"desired_name": 3}]
+    "told",
+    [
+        {"min_batch_allocation": 1.5},
+        {"group_size": 0},
+        {"max_token_length": -1},
+        {"weight": "heavy"},
+        {"group_size": None},
+        {"desired_name": 3},
+    ],
 )
 def test_register_env_with_a_wrong_field_names_it(api, told):
     assert problem(api.started().post("/register-env", {**ENV, **told})) == ["body", *told]

@@ -46,12 +46,16 @@ def idempotency_key(request: Request) -> str | None:
     """The header; raises where it is too long."""
     key = request.headers.get("idempotency-key")
     if key is not None and not 1 <= len(key) <= MAX_NAME:
-        raise InvalidHeaderError(f"Idempotency-Key has 1 to {MAX_NAME} characters; got {len(key)}.")
+        raise InvalidHeaderError("Idempotency-Key", f"Idempotency-Key has 1 to {MAX_NAME} characters; got {len(key)}.")
     return key
 
 
 class InvalidHeaderError(UsageError):
     """A header that cannot be."""
+
+    def __init__(self, header: str, message: str) -> None:
+        super().__init__(message)
+        self.header = header
 
 
 KEY_PARAMETER = {
@@ -63,10 +67,10 @@ KEY_PARAMETER = {
 }
 
 
-def raw_body(schema: dict[str, Any], *content_types: str) -> dict[str, Any]:
+def raw_body(schema: dict[str, Any], *content_types: str, required: bool = True) -> dict[str, Any]:
     """`openapi_extra` of a route that reads its body itself."""
     types = content_types or ("application/json", "application/msgpack")
-    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in types}}}
+    return {"requestBody": {"required": required, "content": {kind: {"schema": schema} for kind in types}}}
 
 
 def reference(model: type[BaseModel]) -> dict[str, Any]:

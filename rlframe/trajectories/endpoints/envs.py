@@ -90,7 +90,7 @@ async def heartbeat(env: models.EnvIdentifier, request: Request) -> Response:
     "/status-env",
     response_model=models.EnvStatus,
     responses=WRITES | {404: {"model": models.Failure, "description": "There is no such environment."}},
-    openapi_extra=raw_body(reference(models.EnvIdentifier), "application/json") | {"requestBody": {"required": False}},
+    openapi_extra=raw_body(reference(models.EnvIdentifier), "application/json", required=False),
 )
 async def status_env(
     request: Request,
