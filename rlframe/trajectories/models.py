@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from rlframe.trajectories import answers
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the log can carry
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
 
 
@@ -23,7 +24,7 @@ class Registration(BaseModel):
     save_checkpoint_interval: Int64
     starting_step: Int64
     num_steps: Int64
-    max_staleness: Int64 | None = Field(None, ge=0, description="Policy versions by which a group may be older.")
+    max_staleness: Count | None = Field(None, description="Policy versions by which a group may be older.")
     stale: Literal["keep", "discard"] = Field(
         "keep", description="What becomes of a group that is too old at its turn."
     )
@@ -36,10 +37,10 @@ class Registration(BaseModel):
 
 
 class RegisterEnv(BaseModel):
-    max_token_length: Int64 = Field(ge=0)
+    max_token_length: Count
     desired_name: Text
     weight: float = Field(allow_inf_nan=False)
-    group_size: Int64 = Field(ge=1, description="Sequences in each of its groups.")
+    group_size: int = Field(ge=1, lt=2**63, description="Sequences in each of its groups.")
     min_batch_allocation: float | None = Field(None, ge=0, le=1, description="The part of each batch that is its own.")
     resume_token: Text | None = Field(None, description="From an earlier answer: the same id and name again.")
 

@@ -31,8 +31,8 @@ def lengths(text: bytes, *, integers: bool) -> list[int] | None:
     if 0 in commas or brackets.count(b",") != sum(commas) + len(commas) - 1:
         return None
     ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord(","))
-    longest = np.diff(ends, prepend=-1, append=len(text)).max()
-    if longest > (_INT_CHARACTERS if integers else _FLOAT_CHARACTERS):
+    between = (ends[1:] - ends[:-1]).max(initial=0)
+    if max(between, ends[0] + 1, len(text) - ends[-1]) > (_INT_CHARACTERS if integers else _FLOAT_CHARACTERS):
         return None
     if not integers and (b"E" in text or text.count(b"e") != text.count(b"e-")):
         return None
