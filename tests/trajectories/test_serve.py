@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
 
 from tests.trajectories.api import Api, group
+from tests.trajectories.redis_server import running_redis
 from tests.trajectories.serving import ROOT, running_service
 
 DEADLINE = 60.0
@@ -69,6 +72,34 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path):
             assert api.join()["wandb_name"] == "env_1"
             api.send(6)
             assert api.marks() == [5, 6]
+
+
+def test_two_processes_on_one_redis_and_its_loss(tmp_path):
+    folders = [tmp_path / name for name in ("redis", "one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        running_redis(folders[0]) as redis_server,
+        running_service(folders[1], "--store", redis_server.url) as one,
+        running_service(folders[2], "--store", redis_server.url) as other,
+        httpx.Client(base_url=one.url, timeout=DEADLINE) as to_one,
+        httpx.Client(base_url=other.url, timeout=DEADLINE) as to_other,
+    ):
+        Api(to_one).started()
+        while Api(to_other).get("/info").json()["batch_size"] != 4:
+            time.sleep(0.01)
+        Api(to_one).send(1)
+        Api(to_other).send(2)
+        assert Api(to_other).marks(wait=50) == [1, 2]
+        assert one.stop() == 0
+        with socket.create_connection(("127.0.0.1", redis_server.port), DEADLINE) as connection:
+            connection.sendall(b"FLUSHALL\r\n")
+            assert connection.recv(100).startswith(b"+OK")
+        with contextlib.suppress(httpx.TransportError):
+            assert Api(to_other).post("/pause").status_code == 503
+        assert other.process.wait(DEADLINE) == 1
+        said = other.log.read_text()
+        assert "lost records" in said and "Traceback" not in said
 
 
 def test_under_uvicorn_settings_come_from_the_environment(tmp_path):
