@@ -1,12 +1,12 @@
-"""The latest groups of a run, for people who look."""
+"""The latest groups of each run, for people who look."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
-KEPT = 20
-KEPT_BYTES = 16 << 20  # in memory, beside the newest one
+KEPT = 20  # groups of a run
+KEPT_BYTES = 64 << 20  # in memory, of all runs together; the newest group is kept however large it is
 
 
 class Latest:
@@ -14,23 +14,32 @@ class Latest:
     memory is spared: a group that was served is in the store no longer."""
 
     def __init__(self) -> None:
-        self._groups: deque[tuple[int, bytes | None]] = deque(maxlen=KEPT)
+        self._positions: dict[str, deque[int]] = {}
+        self._payloads: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
 
-    def add(self, position: int, payload: bytes | None) -> None:
-        self._groups.append((position, payload))
-        size = 0
-        for i in range(len(self._groups) - 1, -1, -1):
-            kept = self._groups[i][1]
-            size += len(kept or b"")
-            if size > KEPT_BYTES and kept is not None and i < len(self._groups) - 1:
-                self._groups[i] = (self._groups[i][0], None)
+    def add(self, run: str, position: int, payload: bytes | None) -> None:
+        positions = self._positions.setdefault(run, deque(maxlen=KEPT))
+        if len(positions) == KEPT:
+            self._drop(positions[0])
+        positions.append(position)
+        if payload is not None:
+            self._payloads[position] = payload
+            self._bytes += len(payload)
+        while self._bytes > KEPT_BYTES and len(self._payloads) > 1:
+            self._drop(next(iter(self._payloads)))
 
-    def missing(self, count: int) -> list[int]:
+    def missing(self, run: str, count: int) -> list[int]:
         """Positions of the latest `count` groups whose payloads have to be read from the store."""
-        return [position for position, payload in list(self._groups)[-count:] if payload is None]
+        return [position for position in self._newest(run, count) if position not in self._payloads]
 
-    def payloads(self, count: int, found: Mapping[int, bytes | None]) -> list[bytes]:
+    def payloads(self, run: str, count: int, found: Mapping[int, bytes | None]) -> list[bytes]:
         """The latest `count`, newest first, with what the store has `found` of those that were missing."""
-        latest = list(self._groups)[-count:][::-1]
-        known = (payload if payload is not None else found.get(position) for position, payload in latest)
+        known = (self._payloads.get(position) or found.get(position) for position in self._newest(run, count))
         return [payload for payload in known if payload is not None]
+
+    def _newest(self, run: str, count: int) -> list[int]:
+        return list(self._positions.get(run, ()))[: -count - 1 : -1]
+
+    def _drop(self, position: int) -> None:
+        self._bytes -= len(self._payloads.pop(position, b""))

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MSGPACK = "application/msgpack"
 BODY_DEADLINE = 60.0  # seconds for a request's body to arrive
-BODIES_BYTES = 512 << 20  # of all bodies that are being read, as sent
-_IN_THREAD = 64 << 10  # bytes from which on (de)compression leaves the event loop's thread
+BODIES_BYTES = 512 << 20  # of all bodies that are held, as sent and decompressed
+_IN_THREAD = 64 << 10  # bytes of an answer from which on compression leaves the event loop's thread
 _COMPRESSED = 1000  # bytes of an answer from which on it is compressed
 
 
@@ -84,6 +84,7 @@ class ReadBody:
             body = await self._read(headers, receive, taken)
             if "content-encoding" in headers:
                 body = await self._decoded(headers["content-encoding"], body)
+                self._count(taken, len(body))
                 del headers["content-encoding"]
             if headers.get("content-type", "").startswith(MSGPACK) and not scope["path"].endswith(self._raw):
                 body = _as_json(body)
@@ -107,17 +108,20 @@ class ReadBody:
                 if message["type"] == "http.disconnect":
                     raise _Refused("The client left.", 400)
                 part = message.get("body", b"")
-                taken[0] += len(part)
-                self._reading += len(part)
+                self._count(taken, len(part))
                 if taken[0] > self._limit:
                     raise self._too_large()
-                if self._reading > BODIES_BYTES:
-                    raise _Refused("Too much is being sent at once.", 503, {"Retry-After": "1"})
                 parts.append(part)
                 if not message.get("more_body", False):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
         error = f"The body did not arrive within {self._deadline:.0f} s."
         raise _Refused(error, 408, {"Connection": "close"})
+
+    def _count(self, taken: list[int], size: int) -> None:
+        taken[0] += size
+        self._reading += size
+        if self._reading > BODIES_BYTES:
+            raise _Refused("Too much is being sent at once.", 503, {"Retry-After": "1"})
 
     async def _decoded(self, encoding: str, body: bytes) -> bytes:
         names = [name.strip().lower() for name in encoding.split(",")]
@@ -127,9 +131,8 @@ class ReadBody:
             if not body:
                 continue
             decode = functools.partial(_DECODERS[name], body, self._limit)
-            in_thread = len(body) > _IN_THREAD
-            try:
-                body = await asyncio.get_running_loop().run_in_executor(None, decode) if in_thread else decode()
+            try:  # in a thread: however small it is, it may become large
+                body = await asyncio.get_running_loop().run_in_executor(None, decode)
             except (zlib.error, zstandard.ZstdError, EOFError) as error:
                 raise _Refused(f"Invalid {name} payload: {error}.", 400) from None
             if len(body) > self._limit:
@@ -229,7 +232,7 @@ def _gunzip(body: bytes, limit: int) -> bytes:
 
 def _unzstd(body: bytes, limit: int) -> bytes:
     """At most one byte more than `limit`."""
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body, read_across_frames=True)
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 23).stream_reader(body, read_across_frames=True)
     return reader.read(limit + 1)
 
 

@@ -66,7 +66,7 @@ class Service:
 
     def __init__(self, store: Store, *, max_bytes: int, snapshot_records: int = SNAPSHOT_RECORDS) -> None:
         self.store = store
-        self.latest: dict[str, Latest] = {}
+        self._latest = Latest()
         self.stored_bytes = 0  # of all groups whose payloads are needed
         self.pending_bytes = 0  # of those that are being written
         self.failed: StoreError | None = None  # what the store takes nothing more for
@@ -97,7 +97,7 @@ class Service:
                 while records := self.store.read(self._position):
                     for position, record in records:
                         run, command, arguments, _, _ = _decode(record)
-                        self._change(position, run, command, arguments)
+                        self._note(run, command, position, self._change(position, run, command, arguments))
                 break
             except RecordsDroppedError:  # another process took a snapshot meanwhile
                 continue
@@ -253,12 +253,9 @@ class Service:
 
     async def latest_groups(self, run: str, count: int) -> list[bytes]:
         """The payloads of the latest groups, newest first, as far as they are still known."""
-        latest = self.latest.get(run)
-        if latest is None:
-            return []
-        missing = latest.missing(count)
+        missing = self._latest.missing(run, count)
         found = await self._loop.run_in_executor(None, self.store.payloads, missing) if missing else []
-        return latest.payloads(count, dict(zip(missing, found)))
+        return self._latest.payloads(run, count, dict(zip(missing, found)))
 
     # Applying, in the order of the log
 
@@ -303,12 +300,16 @@ class Service:
             pending.answer.set_result(applied)
         if number is not None and not (pending is not None and command == "take"):
             self._forget(applied.freed)
-        if command == "add" and applied.freed[:1] != [position]:
-            self.latest.setdefault(run, Latest()).add(position, payload)
+        self._note(run, command, position, applied, payload)
         self._runs[run].wake()
         if position - self._snapshot_position >= self._snapshot_records and not self._closing:
             self._snapshot_position = position
             self._later(self._snapshot())
+
+    def _note(self, run: str, command: str, position: int, applied: Applied, payload: bytes | None = None) -> None:
+        """Remembers a group that was added, for people who look."""
+        if command == "add" and applied.freed[:1] != [position]:
+            self._latest.add(run, position, payload)
 
     def _change(self, position: int, run: str, command: str, arguments: Mapping[str, Any]) -> Applied:
         state = self._runs.setdefault(run, Run())

@@ -64,7 +64,7 @@ async def add(service, payload, name="run", sequences=4, key=None):
 
 async def abandoned(store):
     """What kill -9 leaves: nothing of the service is closed, and all its appends are done."""
-    service = Service(store, max_bytes=1 << 30, snapshot_records=7)
+    service = Service(store, max_bytes=1 << 30, snapshot_records=1000)
     service.restore()
     await service.start()
     return service
@@ -152,6 +152,24 @@ def test_snapshots_shorten_the_log_and_lead_to_the_same_state():
             again = Service(store, max_bytes=1)
             again.restore()
             assert msgspec.msgpack.encode(again.queue("run").get_state()) == before
+
+    run(test())
+
+
+def test_the_latest_groups_are_known_after_a_restart_as_far_as_the_store_has_them(tmp_path):
+    async def test():
+        store = open_store(f"sqlite:{tmp_path}/queue.db")
+        first = await abandoned(store)
+        await begin(first)
+        for i in range(25):
+            await add(first, b"%d" % i)
+        await first.take("run")
+        assert await first.latest_groups("run", 2) == [b"24", b"23"]
+        assert len(await first.latest_groups("run", 99)) == 20
+        first.stop_waiting()
+        async with serving(store, snapshot_records=10) as again:
+            assert await again.latest_groups("run", 2) == [b"24", b"23"]
+            assert await again.latest_groups("elsewhere", 2) == []
 
     run(test())
 
