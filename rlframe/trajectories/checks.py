@@ -34,6 +34,10 @@ def nested_too_deep(*loc: str) -> InvalidGroupError:
     return InvalidGroupError(loc, f"A group is nested at most {MAX_DEPTH} levels deep.")
 
 
+def not_unicode(error: UnicodeDecodeError) -> InvalidGroupError:
+    return InvalidGroupError((), f"Text has to be UTF-8: {error.reason}.", "string_unicode")
+
+
 def lengths_of(group: Any) -> list[int]:
     """Tokens of each sequence."""
     if isinstance(group.tokens, list):

@@ -14,7 +14,16 @@ import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from rlframe.trajectories import shapes
-from rlframe.trajectories.checks import FLOATS, INTS, InvalidGroupError, check, explained, lengths_of, nested_too_deep
+from rlframe.trajectories.checks import (
+    FLOATS,
+    INTS,
+    InvalidGroupError,
+    check,
+    explained,
+    lengths_of,
+    nested_too_deep,
+    not_unicode,
+)
 
 Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 EnvId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -114,6 +123,8 @@ def parse_group(body: bytes, packed: bool) -> Parsed:
         return _parse_packed(body) if packed else _parse_json(body.strip())
     except RecursionError:
         raise nested_too_deep() from None
+    except UnicodeDecodeError as error:
+        raise not_unicode(error) from None
 
 
 def parse_groups(body: bytes, packed: bool) -> list[Parsed]:
@@ -122,6 +133,8 @@ def parse_groups(body: bytes, packed: bool) -> list[Parsed]:
         items = (_packed_list if packed else _json_list).decode(body)
     except RecursionError:
         raise nested_too_deep() from None
+    except UnicodeDecodeError as error:
+        raise not_unicode(error) from None
     except msgspec.DecodeError as error:
         raise explained(error, body, packed) from None
     groups = []

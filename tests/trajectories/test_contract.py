@@ -332,6 +332,16 @@ def test_numbers_that_are_not_finite(api, number, field):
     assert problem(answer) == ["body", field, *where[field]]
 
 
+@pytest.mark.parametrize(
+    "place", [b'"images":"@"', b'"images":{"@":1}', b'"@":1', b'"messages":[[{"role":"@","content":""}]]']
+)
+@pytest.mark.parametrize("text", [b"\xff", b"\\ud800"])
+def test_text_that_is_no_unicode(api, place, text):
+    body = json.dumps(group()).encode()[:-1] + b"," + place.replace(b"@", text) + b"}"
+    assert problem(api.post("/scored_data", content=body)) == ["body"]
+    assert problem(api.post("/scored_data_list", content=b"[" + body + b"]"))[0] == "body"
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"tokens": [[1]]}', b"[" * 100_000])
 def test_bodies_that_are_no_group(api, body):
     assert problem(api.post("/scored_data", content=body))[0] == "body"

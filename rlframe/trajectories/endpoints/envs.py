@@ -101,7 +101,7 @@ async def status_env(
         body = await request.body()
         try:
             env_id = _env_id.decode(body).env_id
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             return invalid(
                 ("body", "env_id") if body else ("query", "env_id"), str(error) if body else "Field required"
             )
