@@ -47,7 +47,7 @@ EXTRAS = {
     "ray": ["ray"],
     "trajectories": [
         "fastapi>=0.132",  # the first that takes JSON without a Content-Type when told to
-        *("httptools", "msgspec>=0.18.5", "orjson", "pydantic>=2", "redis>=5", "uvicorn", "uvloop", "zstandard"),
+        *("httptools", "httpx", "msgspec>=0.18.5", "orjson", "pydantic>=2", "redis>=5", "uvicorn", "uvloop", "zstandard"),
     ],
     "wandb": ["wandb"],
     "trackio": ["trackio"],

@@ -85,7 +85,7 @@ class Batch(NamedTuple):
     data: Any  # a TransitionBatch or a SequenceBatch, or what another service's items are
     keys: Any  # [B, 3] int64: (writer rank, writer incarnation, sequence number) of each item
     probabilities: Any  # [B] float32: the chance with which each item was drawn (1 / size if uniform or queue)
-    params_version: Any  # [B] int64: the oldest version that acted in the item
+    params_version: Any  # [B] int64: the oldest version that acted in the item; -1 where it is unknown
 
 
 class StepSpec(NamedTuple):

@@ -63,7 +63,8 @@ class Learner:
         self._unchecked: tuple[int, Logs, Any] | None = None  # (learner step, logs, keys) of the update before
         self._update_lock = threading.RLock()
         buffer = self._replay_buffer
-        self._max_staleness = buffer.spec.max_staleness if isinstance(buffer, BaseReplayBuffer) else None
+        self._is_buffer = isinstance(buffer, BaseReplayBuffer)
+        self._max_staleness = buffer.spec.max_staleness if self._is_buffer else None
         self._resumed_from: int | None = None  # the version whose parameters those of the first version after it are
 
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
@@ -78,14 +79,15 @@ class Learner:
         self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
         published = self._copy_for_actors(self._params, self._learner_state)
         self._publication = Publication(self._packing, self._versions.value, published)
-        is_buffer = isinstance(self._replay_buffer, BaseReplayBuffer)
-        self._replay_stats = Snapshot(self._replay_buffer.stats if is_buffer else dict)
+        self._replay_stats = Snapshot(self._replay_buffer.stats if self._is_buffer else dict)
         self._saver: Saver | None = None
         if cfg.checkpoint_dir:
             lock, kept = self._update_lock, cfg.checkpoints_kept
             self._saver = Saver(self, lock, self._replay_buffer, cfg.checkpoint_dir, kept)
         if cfg.resume:
             self._resume()
+        if self._is_buffer:
+            self._replay_buffer.note_update((), self.params_version)
 
     @property
     def learner_steps(self) -> int:
@@ -116,7 +118,7 @@ class Learner:
 
     def _step(self, batch: Batch) -> Logs:
         self._check_loss()
-        keys, staleness = batch.keys, self.params_version - batch.params_version.sum() / len(batch.keys)
+        keys, staleness = batch.keys, self.params_version - _mean_version(batch.params_version)
         params, learner_state, logs, published = self._run_update(batch._replace(keys=(), params_version=()))
         self._params, self._learner_state = params, learner_state
         self._learner_steps += 1
@@ -129,6 +131,8 @@ class Learner:
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
         self._unchecked = (self._learner_steps, logs, keys)
+        if self._is_buffer:
+            self._replay_buffer.note_update(keys, version)
         if priorities is not None:
             self._check_loss()  # they are fetched here in any case, and a buffer takes no NaN
             self._replay_buffer.update_priorities(keys, np.asarray(priorities))
@@ -345,6 +349,15 @@ class Learner:
         if self._checkpointer is None or not steps:
             return "Nothing was saved before."
         return f"The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."
+
+
+def _mean_version(versions: np.ndarray) -> float:
+    """Of those that are known, NaN where none is; -1 stands for one that is not."""
+    # Not `mean`, which costs several times as much.
+    if versions.min() >= 0:
+        return versions.sum() / len(versions)
+    known = versions[versions >= 0]
+    return known.sum() / len(known) if len(known) else np.nan
 
 
 def _copy(tree: Tree) -> Tree:

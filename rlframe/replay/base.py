@@ -57,6 +57,9 @@ class BaseReplayBuffer(abc.ABC):
         They are counted as `evicted_unsampled`. The Learner calls this with each update that makes items too old.
         """
 
+    def note_update(self, keys: Any, version: int) -> None:  # noqa: B027  only few care
+        """The Learner has learned from the items `keys` ([B, 3]; of none when it starts), and is at `version` now."""
+
     @abc.abstractmethod
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None while there is too little."""

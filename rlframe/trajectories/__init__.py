@@ -1,1 +1,41 @@
 """The trajectory service: between environments that send groups of sequences and trainers that pull batches of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rlframe.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlframe.trajectories.buffer import TokenBatch, TrajectoryBuffer
+    from rlframe.trajectories.client import AsyncClient, Client
+    from rlframe.trajectories.groups import Group
+
+# Public name -> module. Resolved on first use (PEP 562): not everyone has what the service and its clients need.
+_PUBLIC = {
+    "AsyncClient": "rlframe.trajectories.client",
+    "Client": "rlframe.trajectories.client",
+    "Group": "rlframe.trajectories.groups",
+    "TokenBatch": "rlframe.trajectories.buffer",
+    "TrajectoryBuffer": "rlframe.trajectories.buffer",
+}
+
+__all__ = ["AsyncClient", "Client", "Group", "TokenBatch", "TrajectoryBuffer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'rlframe.trajectories' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("rlframe"):
+            raise
+        raise UsageError(
+            f"rlframe.trajectories.{name} needs the package {error.name}: pip install 'rlframe[trajectories]'."
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,164 @@
+"""One request until it is answered: what is sent again, when, and what comes of it. No input or output of its own.
+
+Both clients run the same generators ("flows"): a flow yields an `Attempt`, to be sent and answered with a `Reply` or
+`Lost`, or a number of seconds to pause for, and returns what the caller gets.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, Union
+
+import msgspec
+
+from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
+
+MSGPACK = "application/msgpack"
+
+_NOT_NOW = (502, 503, 504)
+_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before the first repetition and before a late one, doubled in between
+_SHOWN = 500  # characters of an answer that nobody expected
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What may be sent any number of times: each request of a client is idempotent, some by a key."""
+
+    method: str
+    path: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    patience: float = 0.0  # seconds that the service is asked to take
+
+
+@dataclass(frozen=True)
+class Attempt:
+    request: Request
+    timeout: float  # seconds
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: Mapping[str, str]  # lower case
+    body: bytes
+
+    @property
+    def content(self) -> Any:
+        """What the body says, or its text where it is neither JSON nor MessagePack."""
+        try:
+            packed = self.headers.get("content-type", "").startswith(MSGPACK)
+            return (msgspec.msgpack if packed else msgspec.json).decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self.body.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """No answer came."""
+
+    reason: str
+
+
+Flow = Generator[Union[Attempt, float], Any, T]
+
+
+def exchange(base: str, request: Request, deadline: float, attempt_timeout: float) -> Flow[Reply]:
+    """Sends a request until there is an answer other than "not now".
+
+    Args:
+        base: URL before the request's path; messages name it.
+        deadline: seconds for all attempts and the pauses between them; one attempt is made in any case.
+        attempt_timeout: seconds for one attempt, beside the request's patience.
+
+    Raises:
+        UnavailableError: at the deadline the service answered that it cannot now, or it says that it will not before.
+        PeerError: at the deadline it did not answer.
+    """
+    began = time.monotonic()
+    attempts = 0
+    while True:
+        left = began + deadline - time.monotonic()
+        attempts += 1
+        answer = yield Attempt(request, min(max(left, 0.1), attempt_timeout + request.patience))
+        if isinstance(answer, Reply) and answer.status not in _NOT_NOW:
+            return answer
+        left = began + deadline - time.monotonic()
+        least = _retry_after(answer)
+        if left <= 0 or least > left:
+            waited = f"{time.monotonic() - began:.1f} s and {attempts} attempts (the deadline is {deadline:g} s)"
+            raise _failure(f"{request.method} {base}{request.path}", waited, answer)
+        # Jitter keeps clients that lost the service together from coming back together.
+        pause = random.uniform(0.5, 1.0) * min(_PAUSE * 2 ** min(attempts - 1, 16), _LONGEST_PAUSE)
+        yield min(least + pause, left)
+
+
+def accepted(base: str, request: Request, reply: Reply) -> dict[str, Any]:
+    """The content of an answer that says yes.
+
+    Raises:
+        UsageError: the service refused the request: it will not do better when sent again.
+        UnavailableError: something has to happen first.
+        RemoteError: the service failed at it.
+        PeerError: that is no trajectory service's answer.
+    """
+    call, content = f"{request.method} {base}{request.path}", reply.content
+    if reply.status >= 500:
+        raise RemoteError(f"{call}: the trajectory service failed with status {reply.status}: {_told(content)}")
+    if 400 <= reply.status < 500:
+        hint = " Give the client the service's token." if reply.status == 401 else ""
+        raise UsageError(f"{call}: the trajectory service refused it ({reply.status}): {_told(content)}{hint}")
+    if reply.status != 200 or not isinstance(content, dict):
+        raise PeerError(
+            f"{call}: a JSON object was expected from a trajectory service, and this came with status {reply.status}: "
+            f"{_told(content)} Is the URL right?"
+        )
+    if content.get("status") == "failure":
+        raise UsageError(f"{call}: the trajectory service refused it: {_told(content)}")
+    if content.get("status") == "error":
+        raise UnavailableError(f"{call}: the trajectory service cannot yet: {_told(content)}")
+    return content
+
+
+def convert(base: str, content: Any, reply_type: type[T]) -> T:
+    """A dataclass from an answer; fields that it has not are left out. Raises `PeerError` where one is missing."""
+    try:
+        return msgspec.convert(content, reply_type)
+    except msgspec.ValidationError as error:
+        raise PeerError(f"{base} answered something else than {reply_type.__name__}: {error}.") from None
+
+
+def _retry_after(answer: Reply | Lost) -> float:
+    """Seconds that the service asks to wait for; 0 where it does not say, or names a date."""
+    try:
+        return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, Reply) else 0.0
+    except (KeyError, ValueError):
+        return 0.0
+
+
+def _failure(call: str, waited: str, answer: Reply | Lost) -> PeerError | UnavailableError:
+    if isinstance(answer, Lost):
+        return PeerError(
+            f"{call}: no answer after {waited}; at last: {answer.reason}. "
+            "Does `rlframe serve trajectories` run there, and is the URL right?"
+        )
+    told = _told(answer.content)
+    return UnavailableError(f"{call}: not accepted after {waited}; at last it answered {answer.status}: {told}")
+
+
+def _told(content: Any) -> str:
+    """What an answer says is wrong, as text."""
+    if isinstance(content, dict):
+        detail = content.get("detail")
+        if isinstance(detail, list) and all(isinstance(one, dict) for one in detail):
+            return "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in detail)[:_SHOWN]
+        for name in ("error", "message", "detail"):
+            if isinstance(content.get(name), str):
+                return content[name][:_SHOWN]
+    return str(content)[:_SHOWN]

@@ -1,0 +1,172 @@
+"""A group: several sequences of tokens that answer one prompt, as an environment sends and a trainer gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rlframe.errors import UsageError
+
+IGNORED = -100  # in masks, of a token that nothing is learned from
+
+INTS = ("tokens", "masks")
+FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
+_REST = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
+_DISTILL = ("distill_token_ids", "distill_logprobs")
+_KINDS = {np.dtype(np.int32): ("iu", "integers"), np.dtype(np.float32): ("iuf", "numbers")}
+_NAMES = (*INTS, "scores", *FLOATS, *_REST, *_DISTILL, "policy_version")
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """S sequences of T_i tokens each. Rows may be given as lists or arrays, and are arrays afterwards.
+
+    Args:
+        tokens: S rows [T_i] int32.
+        masks: S rows [T_i] int32: the token where it is trained on, -100 where not.
+        scores: [S] float64.
+        advantages, ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention logprobs are 1.0
+            where masks are -100.
+        messages, generation_params, overrides, group_overrides, images: JSON that the service only carries.
+        env_id: as `register_env` gave it; None where the sender did not register.
+        distill_token_ids, distill_logprobs: [S][T_i][k] lists, or None.
+        policy_version: of the parameters that the group was sampled with.
+
+    Raises:
+        UsageError: it has no sequences, or rows of unequal lengths, or numbers that are not finite or no int32.
+    """
+
+    tokens: Sequence[Any]
+    masks: Sequence[Any]
+    scores: Any
+    advantages: Sequence[Any] | None = None
+    ref_logprobs: Sequence[Any] | None = None
+    inference_logprobs: Sequence[Any] | None = None
+    messages: list[Any] | None = None
+    generation_params: dict[str, Any] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[Any] | None = None
+    distill_logprobs: list[Any] | None = None
+    policy_version: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in INTS:
+            object.__setattr__(self, name, _rows(name, getattr(self, name), np.dtype(np.int32)))
+        if not self.tokens:
+            raise UsageError("A group has at least one sequence; this one has no tokens.")
+        if 0 in map(len, self.tokens):
+            raise UsageError("A sequence has at least one token; one of this group is empty.")
+        for name in FLOATS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _rows(name, getattr(self, name), np.dtype(np.float32)))
+        for name in ("masks", *FLOATS):
+            self._check_rows(name)
+        object.__setattr__(self, "scores", _row("scores", self.scores, np.dtype(np.float64)))
+        for name in ("scores", *_DISTILL):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self):
+                raise UsageError(f"A group of {len(self)} sequences has as many {name}; got {len(value)}.")
+
+    def __len__(self) -> int:
+        """Its sequences."""
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[S] int32: the tokens of each sequence."""
+        return np.fromiter(map(len, self.tokens), np.int32, len(self))
+
+    def to_dict(self, *, binary: bool) -> dict[str, Any]:
+        """What is sent: the fields that are not None, rows as lists of numbers, or (binary) as bytes, end to end."""
+        fields = {name: getattr(self, name) for name in _NAMES if getattr(self, name) is not None}
+        for name in (*INTS, *FLOATS):
+            if name in fields:
+                rows = fields[name]
+                fields[name] = _joined(rows) if binary else [row.tolist() for row in rows]
+        if binary:
+            fields["lengths"] = _little(self.lengths).tobytes()
+        fields["scores"] = self.scores.tolist()
+        return fields
+
+    def to_json(self) -> bytes:
+        """The body of a `POST /scored_data`, as JSON."""
+        return msgspec.json.encode(self.to_dict(binary=False))
+
+    def to_msgpack(self) -> bytes:
+        """The body of a `POST /scored_data`, as MessagePack with binary arrays."""
+        return msgspec.msgpack.encode(self.to_dict(binary=True))
+
+    @classmethod
+    def from_item(cls, item: Mapping[str, Any]) -> Group:
+        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does."""
+        fields: dict[str, Any] = {name: item.get(name) for name in _NAMES}
+        lengths = item.get("lengths")
+        for name in (*INTS, *FLOATS):
+            if isinstance(fields[name], bytes):
+                if not isinstance(lengths, bytes):
+                    raise UsageError(f"The {name} of a group came as bytes, and no lengths to divide them by.")
+                fields[name] = _divided(name, fields[name], np.frombuffer(lengths, "<i4"))
+        if isinstance(fields["scores"], bytes):
+            fields["scores"] = np.frombuffer(fields["scores"], "<f4")
+        return cls(**fields)
+
+    def _check_rows(self, name: str) -> None:
+        rows = getattr(self, name)
+        if rows is None:
+            return
+        if len(rows) != len(self):
+            raise UsageError(f"A group of {len(self)} sequences has as many rows of {name}; got {len(rows)}.")
+        for index, (row, tokens) in enumerate(zip(rows, self.tokens)):
+            if len(row) != len(tokens):
+                raise UsageError(f"Sequence {index} has {len(tokens)} tokens, but {len(row)} {name}.")
+
+
+def _rows(name: str, rows: Iterable[Any], dtype: np.dtype) -> list[np.ndarray]:
+    if isinstance(rows, (str, bytes)) or not isinstance(rows, Iterable):
+        raise UsageError(f"{name} is a list of rows, one for each sequence; got {type(rows).__name__}.")
+    return [_row(f"{name}[{index}]", row, dtype) for index, row in enumerate(rows)]
+
+
+def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
+    kinds, what = _KINDS.get(dtype, ("iuf", "numbers"))
+    try:
+        array = np.asarray(row)
+    except ValueError:
+        raise UsageError(f"{name} is a row of {what}; got something ragged.") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise UsageError(f"{name} is a row of {what}; got an array of {array.dtype} with {array.ndim} axes.")
+    if array.dtype == dtype and dtype.kind == "i":
+        return array
+    if dtype.kind == "i" and array.size:
+        info = np.iinfo(dtype)
+        if array.min() < info.min or array.max() > info.max:
+            raise UsageError(f"{name} is a row of {dtype}; got numbers from {array.min()} to {array.max()}.")
+    with np.errstate(over="ignore"):  # what is too large for float32 is refused as infinite
+        converted = array.astype(dtype, copy=False)
+    if dtype.kind == "f" and not np.isfinite(converted).all():
+        position = int(np.argmin(np.isfinite(converted)))
+        raise UsageError(f"{name} must be finite {dtype}; got {array[position]} at position {position}.")
+    return converted
+
+
+def _little(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
+
+
+def _joined(rows: Sequence[np.ndarray]) -> bytes:
+    return _little(np.concatenate(rows)).tobytes()
+
+
+def _divided(name: str, data: bytes, lengths: np.ndarray) -> list[np.ndarray]:
+    flat = np.frombuffer(data, "<i4" if name in INTS else "<f4")
+    ends = np.cumsum(lengths)
+    if lengths.min(initial=0) < 0 or (ends[-1] if len(ends) else 0) != len(flat):
+        raise UsageError(f"A group has {len(flat)} {name}, and lengths that sum to {int(lengths.sum())}.")
+    return np.split(flat, ends[:-1])
