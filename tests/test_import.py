@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "wandb", "trackio")
+ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "httpx", "wandb", "trackio")
 PUBLIC = (
-    "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.metrics rlframe.replay"
+    "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.metrics rlframe.replay "
+    "rlframe.trajectories"
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import uuid
 from collections import OrderedDict
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
+from rlframe.trajectories.caller import new_key
 from rlframe.trajectories.client import Client
 from rlframe.trajectories.padding import TokenBatch, bucket_lengths, pad
 from rlframe.trajectories.prefetched import Prefetched
@@ -21,7 +21,7 @@ from rlframe.types import Batch, ReplaySpec, Sequence, Step
 
 __all__ = ["TokenBatch", "TrajectoryBuffer"]
 
-_CLOSING = 5.0  # seconds for each call when the buffer is closed
+_CLOSING = 2.0  # seconds for each call when the buffer is closed
 _REMEMBERED = 4096  # batches that were learned from
 
 _NO_WRITERS = "Actors do not write to a TrajectoryBuffer: environments send their groups to the service (Client.post)."
@@ -86,7 +86,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self.spec = ReplaySpec("queue", Sequence(self._buckets[-1]), info.batch_size, capacity=steps)
         self._lease = lease
         self._drawing = threading.Lock()  # a consumer asks for one batch at a time
-        self._request = _key()  # of the next batch; kept where it is not known whether one was given
+        self._request = new_key()  # of the next batch; kept where it is not known whether one was given
         self._lock = threading.Lock()  # of all below
         self._version: int | None = None
         self._out: set[int] = set()  # batches that were drawn and are not done with
@@ -186,7 +186,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         with self._drawing:
             self._acknowledge(client)
             served = client.batch(wait=wait, lease=self._lease, policy_version=self._version, request=self._request)
-            self._request = _key()
+            self._request = new_key()
             if served is None or self._came_again(served):
                 return None
             data, cut = pad(served.groups, self._buckets)
@@ -287,7 +287,3 @@ def _batch(served: ServedBatch, data: TokenBatch) -> Batch:
     keys = np.stack([np.take(env_ids, data.group), np.full(count, served.batch_id), np.arange(count)], axis=1)
     params_version = np.take(versions, data.group).astype(np.int64)
     return Batch(data, keys.astype(np.int64), np.full(count, 1.0 / count, np.float32), params_version)
-
-
-def _key() -> str:
-    return uuid.uuid4().hex

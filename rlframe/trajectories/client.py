@@ -12,14 +12,19 @@ import anyio
 import httpx
 
 from rlframe.errors import StoppedError
-from rlframe.trajectories.calls import Calls
+from rlframe.trajectories.env_calls import EnvCalls
 from rlframe.trajectories.exchange import Attempt, Flow, Lost, Reply
+from rlframe.trajectories.trainer_calls import TrainerCalls
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT = 5.0  # seconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+
+
+class Calls(TrainerCalls, EnvCalls):
+    """All calls."""
 
 
 class _BaseClient:

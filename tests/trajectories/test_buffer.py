@@ -1,0 +1,288 @@
+"""An ordinary Learner trains from the trajectory service, and each batch counts once, whatever is killed."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.replay.base import STATS
+from rlframe.trajectories import Client, Group, TrajectoryBuffer
+from tests.trajectories.bigrams import Bigram, write
+from tests.trajectories.serving import DEADLINE, running_service
+
+SETTINGS = {"batch_size": 2, "max_token_len": 16, "num_steps": 100}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with running_service(tmp_path_factory.mktemp("service")) as service:
+        yield service
+
+
+@pytest.fixture
+def run():
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def client(service, run):
+    with Client(service.url, run=run, timeout=DEADLINE) as client:
+        client.register(**SETTINGS)
+        yield client
+
+
+@pytest.fixture
+def make_buffer(service, run, client):
+    """Makes buffers, and closes them."""
+    buffers = []
+
+    def make(**options) -> TrajectoryBuffer:
+        buffers.append(TrajectoryBuffer(service.url, run=run, timeout=DEADLINE, **options))
+        return buffers[-1]
+
+    yield make
+    for buffer in buffers:
+        buffer.close()
+
+
+def numbered(number: int, **fields) -> Group:
+    """Two sequences, told apart from others by their scores."""
+    return Group([[number, 1]] * 2, [[-100, 1]] * 2, [float(number)] * 2, **fields)
+
+
+def number_of(batch) -> int:
+    return int(batch.data.scores[0])
+
+
+def until(condition) -> None:
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "It did not become so."
+        time.sleep(0.02)
+
+
+def test_a_batch_says_what_and_whose_it_is(client, make_buffer):
+    buffer = make_buffer()
+    assert buffer.sample() is None
+    env = client.register_env(desired_name="e", group_size=1, max_token_length=16)
+    client.post(Group([[1, 2, 3]], [[-100, 2, 3]], [0.5], env_id=env.env_id, policy_version=4))
+    client.post(Group([[4] * 20], [[4] * 20], [1.0]))
+    batch = buffer.wait_for_batch(DEADLINE)
+    assert batch.data.tokens.shape == (2, 16)
+    np.testing.assert_array_equal(batch.data.mask, [[0, 1, 1] + [0] * 13, [1] * 16])
+    np.testing.assert_array_equal(batch.keys, [[0, 0, 0], [-1, 0, 1]])
+    np.testing.assert_array_equal(batch.params_version, [4, -1])
+    np.testing.assert_array_equal(batch.probabilities, np.float32([0.5, 0.5]))
+    np.testing.assert_array_equal(batch.data.group, [0, 1])
+    assert (batch.keys.dtype, batch.params_version.dtype) == (np.int64, np.int64)
+    stats = buffer.stats()
+    assert set(STATS) < set(stats)
+    expected = dict(batches=1, sampled=2, added=2, steps=19, cut=1, came_again=0, lost_leases=0, items=0)
+    assert {name: stats[name] for name in expected} == expected
+
+
+def test_size_is_of_what_waits_and_fits(client, make_buffer):
+    buffer = make_buffer()
+    client.post([numbered(1), numbered(2)])
+    assert buffer.size == 2
+    assert buffer.stats()["bytes"] > 0
+
+
+def test_the_trainer_registers_first(service):
+    with pytest.raises(UsageError, match=r"No trainer has registered.*Client.register"):
+        TrajectoryBuffer(service.url, run="nobody")
+
+
+def test_actors_do_not_write_to_it(make_buffer):
+    buffer = make_buffer()
+    with pytest.raises(UsageError, match="environments send their groups"):
+        buffer.claim_rank(1)
+    with pytest.raises(UsageError, match="no priorities"):
+        buffer.update_priorities(np.zeros((1, 3)), np.zeros(1))
+
+
+def test_it_goes_to_another_process(client, make_buffer):
+    copy = pickle.loads(pickle.dumps(make_buffer(max_token_len=8)))
+    client.post(numbered(3))
+    assert copy.sample().data.tokens.shape == (2, 8)
+    copy.close()
+
+
+# Leases.
+
+
+def test_a_batch_is_acknowledged_when_the_next_is_asked_for(client, make_buffer):
+    buffer = make_buffer()
+    client.post([numbered(1), numbered(2)])
+    assert number_of(buffer.sample()) == 1
+    assert client.status().leased == 1
+    assert number_of(buffer.sample()) == 2
+    assert client.status().leased == 1
+    assert buffer.sample() is None
+    assert client.status().leased == 0
+
+
+def test_what_was_not_learned_from_is_given_back(client, make_buffer):
+    client.post([numbered(number) for number in range(6)])
+    buffer = make_buffer()
+    dataset = buffer.make_dataset(prefetch=2)
+    assert [number_of(next(dataset)) for _ in range(2)] == [0, 1]
+    until(lambda: client.status().leased == 3)  # the one that is read, and two ahead
+    dataset.close()
+    until(lambda: client.status().queue_size == 2)
+    other = make_buffer()
+    assert [number_of(other.sample()) for _ in range(2)] == [2, 3]
+    buffer.close()  # the reader did not say that it has learned from the second one
+    assert [number_of(other.sample()) for _ in range(3)] == [1, 4, 5]
+    assert other.sample() is None and client.status().leased == 0
+
+
+def test_what_was_learned_from_is_acknowledged_at_the_end(client, make_buffer):
+    client.post([numbered(1), numbered(2)])
+    buffer = make_buffer()
+    with buffer.make_dataset() as dataset:
+        buffer.note_update(next(dataset).keys, 7)
+    other = make_buffer()
+    assert number_of(other.sample()) == 2 and other.sample() is None
+
+
+def test_a_buffer_that_dies_leaves_its_batch_to_the_next(client, make_buffer):
+    client.post(numbered(1))
+    dead = make_buffer(lease=0.3)
+    first = dead.sample()
+    other = make_buffer()
+    batch = other.wait_for_batch(DEADLINE)
+    assert (number_of(batch), batch.keys[0, 1]) == (1, first.keys[0, 1])
+
+
+def test_a_batch_that_comes_again_is_not_given_twice(client, make_buffer):
+    client.post(numbered(1))
+    buffer = make_buffer(lease=0.3)
+    with buffer.make_dataset(prefetch=2) as dataset:
+        until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended while it was waiting to be read
+        assert number_of(next(dataset)) == 1
+        client.post(numbered(2))
+        assert number_of(next(dataset)) == 2
+    assert buffer.stats()["batches"] == 2
+
+
+def test_a_lease_that_somebody_else_has_done_with_is_counted(client, make_buffer):
+    client.post(numbered(1))
+    buffer = make_buffer()
+    batch = buffer.sample()
+    assert client.ack(int(batch.keys[0, 1]))
+    assert buffer.sample() is None
+    assert buffer.stats()["lost_leases"] == 1
+
+
+def test_every_group_is_read_once_though_the_service_is_killed(tmp_path):
+    with running_service(tmp_path) as service, Client(service.url, timeout=DEADLINE) as client:
+        client.register(**SETTINGS)
+        buffer = TrajectoryBuffer(service.url, timeout=DEADLINE)
+
+        def post() -> None:
+            for number in range(40):
+                client.post(numbered(number))
+
+        posting = threading.Thread(target=post)
+        posting.start()
+        read = []
+        with buffer.make_dataset(timeout=DEADLINE) as dataset:
+            for batch in dataset:
+                read.append(number_of(batch))
+                if len(read) in (5, 20):
+                    service.restart()
+                if len(read) == 40:
+                    break
+        posting.join(DEADLINE)
+        buffer.close()
+        assert read == list(range(40))
+
+
+def test_closing_does_not_wait_for_a_service_that_is_gone(tmp_path):
+    with running_service(tmp_path, "--store", "memory") as service, Client(service.url) as client:
+        client.register(**SETTINGS)
+        client.post(numbered(1))
+        buffer = TrajectoryBuffer(service.url, timeout=10 * DEADLINE)
+        dataset = buffer.make_dataset()
+        next(dataset)
+        service.kill()
+        buffer.close()
+        assert buffer.closed and list(dataset) == []
+
+
+# The Learner.
+
+
+def test_a_learner_trains_inline_from_what_its_own_parameters_write(client, make_buffer):
+    client.register(**{**SETTINGS, "batch_size": 32})
+    buffer = make_buffer()
+    learner = Learner(LearnerConfig(), Bigram(), buffer)
+    rng = np.random.default_rng(0)
+    scores = []
+    for _ in range(25):
+        version, params = learner.get_params()
+        client.post([write(params, rng, version) for _ in range(4)])
+        logs = learner.step(buffer.wait_for_batch(DEADLINE))
+        scores.append(float(logs["score"]))
+        assert logs["staleness"] == 0
+    assert learner.step(buffer.sample()) is None
+    assert np.mean(scores[:3]) < 0.4 and np.mean(scores[-3:]) > 0.8
+    status = client.status()
+    assert (status.policy_version, status.current_step, status.leased) == (learner.params_version, 25, 0)
+
+
+def test_a_learner_runs_on_what_environments_send_meanwhile(client, make_buffer):
+    client.register(**{**SETTINGS, "batch_size": 16}, max_staleness=8, stale="discard")
+    buffer = make_buffer()
+    learner = Learner(LearnerConfig(max_learner_steps=60), Bigram(), buffer)
+    assert buffer.sample() is None  # from here on environments may register
+    failures, finished = [], threading.Event()
+
+    def environment(seed: int) -> None:
+        try:
+            rng = np.random.default_rng(seed)
+            env_id = client.register_env(desired_name="e", group_size=8, max_token_length=16).env_id
+            while not finished.is_set():
+                if client.env_status(env_id).queue_size > 8:
+                    finished.wait(0.02)
+                    continue
+                version, params = learner.get_params()
+                client.post(write(params, rng, version, env_id=env_id))
+        except Exception as error:
+            failures.append(error)
+
+    environments = [threading.Thread(target=environment, args=(seed,)) for seed in range(2)]
+    for thread in environments:
+        thread.start()
+    learner.run()
+    finished.set()
+    for thread in environments:
+        thread.join(DEADLINE)
+    learner.close()
+    assert failures == []
+    stats = learner.stats()
+    assert stats["learner_steps"] == 60 and 0 <= stats["staleness"] <= 12
+    rng, (version, params) = np.random.default_rng(9), learner.get_params()
+    assert np.mean(write(params, rng, version, sequences=64).scores) > 0.8
+    buffer.close()
+    status = client.status()
+    assert status.leased == 0 and status.policy_version >= learner.params_version - 2
+    assert status.current_step >= 60
+
+
+def test_staleness_is_of_the_versions_that_are_known(client, make_buffer):
+    client.register(**{**SETTINGS, "batch_size": 4})
+    buffer = make_buffer()
+    learner = Learner(LearnerConfig(), Bigram(), buffer)
+    params, rng = learner.get_params()[1], np.random.default_rng(0)
+    client.post([write(params, rng, version, sequences=2) for version in (None, None, 1, None)])
+    assert np.isnan(learner.step(buffer.wait_for_batch(DEADLINE))["staleness"])
+    assert learner.step(buffer.sample())["staleness"] == 1  # version 2 learns from version 1

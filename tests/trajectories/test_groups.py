@@ -1,0 +1,111 @@
+"""A group of sequences: what is checked before it is sent, and that it comes back as it was."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.trajectories import Group
+
+
+def a_group(**fields) -> Group:
+    tokens = [[1, 2, 3], [4, 5]]
+    masks = [[-100, 2, 3], [-100, 5]]
+    return Group(**{"tokens": tokens, "masks": masks, "scores": [0.1, -1.0], **fields})
+
+
+FULL = {
+    "advantages": [[0.0, 0.5, 0.25], [0.0, -2.0]],
+    "inference_logprobs": [[1.0, -0.5, -1.5], [1.0, -0.125]],
+    "ref_logprobs": [[1.0, -0.25, -1.0], [1.0, -0.5]],
+    "messages": [[{"role": "user", "content": "?"}], [{"role": "user", "content": "!"}]],
+    "env_id": 3,
+    "policy_version": 7,
+    "group_overrides": {"a": 1},
+}
+
+
+def same(one: Group, other: Group) -> None:
+    for name in ("tokens", "masks", "advantages", "inference_logprobs", "ref_logprobs"):
+        rows, others = getattr(one, name), getattr(other, name)
+        assert (rows is None) == (others is None), name
+        for row, expected in zip(rows or (), others or ()):
+            np.testing.assert_array_equal(row, expected)
+            assert row.dtype == expected.dtype
+    np.testing.assert_array_equal(one.scores, other.scores)
+    for name in ("messages", "env_id", "policy_version", "group_overrides", "images", "overrides"):
+        assert getattr(one, name) == getattr(other, name), name
+
+
+def test_rows_become_arrays_of_the_types_that_are_sent():
+    group = a_group(**FULL)
+    assert [row.dtype for row in (*group.tokens, *group.masks)] == [np.int32] * 4
+    assert group.advantages[0].dtype == np.float32
+    np.testing.assert_array_equal(group.tokens[1], [4, 5])
+    np.testing.assert_array_equal(group.lengths, [3, 2])
+    assert len(group) == 2
+
+
+@pytest.mark.parametrize("fields", [{}, FULL])
+def test_a_group_comes_back_from_json_as_it_was(fields):
+    group = a_group(**fields)
+    same(Group.from_item(msgspec.json.decode(group.to_json())), group)
+
+
+@pytest.mark.parametrize("fields", [{}, FULL])
+def test_a_group_comes_back_from_binary_messagepack_as_it_was(fields):
+    group = a_group(**fields)
+    same(Group.from_item(msgspec.msgpack.decode(group.to_msgpack())), group)
+
+
+def test_binary_arrays_are_little_endian_and_end_to_end():
+    sent = msgspec.msgpack.decode(a_group(**FULL).to_msgpack())
+    assert sent["tokens"] == np.array([1, 2, 3, 4, 5], "<i4").tobytes()
+    assert sent["lengths"] == np.array([3, 2], "<i4").tobytes()
+    assert sent["advantages"] == np.array([0, 0.5, 0.25, 0, -2], "<f4").tobytes()
+    assert sent["scores"] == [0.1, -1.0]
+
+
+def test_what_is_none_is_not_sent():
+    assert set(msgspec.json.decode(a_group().to_json())) == {"tokens", "masks", "scores"}
+
+
+def test_binary_scores_are_read():
+    item = msgspec.msgpack.decode(a_group().to_msgpack())
+    item["scores"] = np.array([0.5, 2.0], "<f4").tobytes()
+    np.testing.assert_array_equal(Group.from_item(item).scores, [0.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokens": [], "masks": [], "scores": []}, "at least one sequence"),
+        ({"tokens": [[1, 2, 3], []]}, "at least one token"),
+        ({"masks": [[1, 2, 3]]}, "2 sequences has as many rows of masks; got 1"),
+        ({"masks": [[1, 2, 3], [4]]}, "Sequence 1 has 2 tokens, but 1 masks"),
+        ({"scores": [1.0]}, "2 sequences has as many scores; got 1"),
+        ({"scores": [1.0, float("nan")]}, r"scores must be finite float64; got nan at position 1"),
+        ({"scores": [[1.0], [2.0]]}, "scores is a row of numbers; got an array of float64 with 2 axes"),
+        ({"tokens": [[1, 2, 3], [4, 5.5]]}, r"tokens\[1\] is a row of integers; got an array of float64"),
+        ({"tokens": [[1, 2, 3], [4, 2**31]]}, r"tokens\[1\] is a row of int32; got numbers from 4 to 2147483648"),
+        ({"tokens": [[1, 2, 3], [4, [5]]]}, r"tokens\[1\] is a row of integers; got something ragged"),
+        ({"tokens": "abc"}, "tokens is a list of rows"),
+        ({"inference_logprobs": [[1.0, 0.0, -np.inf], [1.0, 0.0]]}, r"inference_logprobs\[0\] must be finite.*-inf"),
+        ({"advantages": [[1.0, 0.0, 1e39], [1.0, 0.0]]}, r"advantages\[0\] must be finite float32; got 1e\+39"),
+        ({"advantages": [[1.0, 0.0], [1.0, 0.0]]}, "Sequence 0 has 3 tokens, but 2 advantages"),
+        ({"distill_token_ids": [[[1]]]}, "as many distill_token_ids; got 1"),
+    ],
+)
+def test_what_cannot_be_a_group_is_refused_before_it_is_sent(fields, message):
+    with pytest.raises(UsageError, match=message):
+        a_group(**fields)
+
+
+@pytest.mark.parametrize("lengths", [[3, 3], [-1, 6], []])
+def test_lengths_that_do_not_divide_the_arrays_are_refused(lengths):
+    item = msgspec.msgpack.decode(a_group().to_msgpack())
+    item["lengths"] = np.array(lengths, "<i4").tobytes()
+    with pytest.raises(UsageError, match="5 tokens, and lengths that sum to"):
+        Group.from_item(item)
