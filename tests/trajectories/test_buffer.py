@@ -149,6 +149,7 @@ def test_what_was_learned_from_is_acknowledged_at_the_end(client, make_buffer):
     buffer = make_buffer()
     with buffer.make_dataset() as dataset:
         buffer.note_update(next(dataset).keys, 7)
+    buffer.close()
     other = make_buffer()
     assert number_of(other.sample()) == 2 and other.sample() is None
 
@@ -216,6 +217,7 @@ def test_closing_does_not_wait_for_a_service_that_is_gone(tmp_path):
         service.kill()
         buffer.close()
         assert buffer.closed and list(dataset) == []
+        assert "rlframe replay dataset" not in {thread.name for thread in threading.enumerate()}
 
 
 # The Learner.
