@@ -37,7 +37,7 @@ class _BaseClient:
         token: str | None = None,
         run: str | None = None,
         timeout: float = 60.0,
-        attempt_timeout: float = 15.0,
+        attempt_timeout: float = 30.0,
         consumer: str | None = None,
         compress: bool = False,
     ) -> None:
