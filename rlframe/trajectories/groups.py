@@ -15,6 +15,7 @@ IGNORED = -100  # in masks, of a token that nothing is learned from
 
 INTS = ("tokens", "masks")
 FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
+_LARGEST = float(np.finfo(np.float32).max)
 _REST = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {np.dtype(np.int32): ("iu", "integers"), np.dtype(np.float32): ("iuf", "numbers")}
@@ -105,7 +106,10 @@ class Group:
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:
-        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does."""
+        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does.
+
+        Numbers beyond float32, which other clients may have sent as JSON, are the largest that there are.
+        """
         fields: dict[str, Any] = {name: item.get(name) for name in _NAMES}
         lengths = item.get("lengths")
         for name in (*INTS, *FLOATS):
@@ -113,9 +117,11 @@ class Group:
                 if not isinstance(lengths, bytes):
                     raise UsageError(f"The {name} of a group came as bytes, and no lengths to divide them by.")
                 fields[name] = _divided(name, fields[name], np.frombuffer(lengths, "<i4"))
-        if isinstance(fields["scores"], bytes):
-            fields["scores"] = np.frombuffer(fields["scores"], "<f4")
-        return cls(**fields)
+            elif name in FLOATS and fields[name] is not None:
+                fields[name] = [np.clip(row, -_LARGEST, _LARGEST) for row in fields[name]]
+        scores = fields["scores"]
+        scores = np.frombuffer(scores, "<f4") if isinstance(scores, bytes) else np.clip(scores, -_LARGEST, _LARGEST)
+        return cls(**{**fields, "scores": scores})
 
     def _check_rows(self, name: str) -> None:
         rows = getattr(self, name)

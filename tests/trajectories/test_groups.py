@@ -103,6 +103,18 @@ def test_what_cannot_be_a_group_is_refused_before_it_is_sent(fields, message):
         a_group(**fields)
 
 
+def test_what_others_sent_beyond_float32_does_not_stop_a_trainer():
+    item = {
+        **msgspec.json.decode(a_group().to_json()),
+        "scores": [1e300, 0.5],
+        "advantages": [[1e39, 0, 1], [-1e39, 1]],
+    }
+    group = Group.from_item(item)
+    largest = np.finfo(np.float32).max
+    np.testing.assert_array_equal(group.scores, [largest, 0.5])
+    np.testing.assert_array_equal(np.concatenate(group.advantages), [largest, 0, 1, -largest, 1])
+
+
 @pytest.mark.parametrize("lengths", [[3, 3], [-1, 6], []])
 def test_lengths_that_do_not_divide_the_arrays_are_refused(lengths):
     item = msgspec.msgpack.decode(a_group().to_msgpack())
