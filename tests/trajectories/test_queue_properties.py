@@ -209,8 +209,8 @@ class AnyOrder(RuleBasedStateMachine):
         given = self.given.get(consumer) if request is not None else None
         step = self.queue.status().current_step
         batch = self.do("take", now=self.now, lease_seconds=lease, consumer=consumer, request=request)
-        again = given is not None and given[0] == request and self.known(before, given[1])
-        if batch is not None and not again and consumer is not None:
+        again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
+        if consumer is not None and not again:  # his next request, whether or not there was something for it
             self.given[consumer] = (request, batch)
         if again:
             assert (batch.batch_id, batch.group_ids) == (given[1].batch_id, given[1].group_ids)
