@@ -92,7 +92,8 @@ def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path
 
     assert session(resume=False).signal == signal.SIGINT
     newest = Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
-    ended = "The node learner failed while the program ended: CheckpointError: the disk is full"
+    # On a busy machine a periodic save may be due between the signal and the end.
+    ended = "The node learner failed(?: while the program ended)?: CheckpointError: the disk is full"
     with pytest.raises(ProgramError, match=rf"{ended}\nWhat was saved last is .*run/checkpoints/{newest}. Go on from"):
         session(resume=True)
 
