@@ -168,7 +168,7 @@ class Queue:
         if known is not None:
             epoch.tally.duplicates += 1
             return known._replace(duplicate=True)
-        refusal = views.refusal(epoch, sequences, policy_version)
+        refusal = views.refusal(epoch, env_id, sequences, policy_version)
         if refusal is not None:
             epoch.tally.refused += 1
             return refusal

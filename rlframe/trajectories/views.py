@@ -52,7 +52,7 @@ def flowing(epoch: Epoch) -> list[int]:
     return [size for size in counts if size in coming]
 
 
-def refusal(epoch: Epoch, sequences: int, policy_version: int | None) -> Added | None:
+def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: int | None) -> Added | None:
     """Why a group should not be queued, or None. Staleness is foreseen with one new version per batch."""
     registration = epoch.registration
     if registration is None:
@@ -62,7 +62,7 @@ def refusal(epoch: Epoch, sequences: int, policy_version: int | None) -> Added |
         return Added("refused", reason=reason, too_large=True)
     if registration.max_staleness is None or policy_version is None or epoch.policy_version is None:
         return None
-    age = epoch.policy_version - policy_version + _sequences(epoch, flowing(epoch)) // registration.batch_size
+    age = epoch.policy_version - policy_version + _batches_ahead(epoch, env_id)
     if age <= registration.max_staleness:
         return None
     limit = f"the trainer takes at most {registration.max_staleness}"
@@ -139,6 +139,20 @@ def report(epoch: Epoch, now: float) -> Report:
 
 def _sequences(epoch: Epoch, sizes: list[int]) -> int:
     return sum(size * epoch.lanes.counts[size] for size in sizes)
+
+
+def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
+    """The batches before that of a group which comes now. What others sent does not count where a batch may be waiting
+    for this very sender: none can be formed of all that is there, or it has a minimum share (and may have to send more
+    than that, for the batch to be exact)."""
+    assert epoch.registration is not None
+    batch_size = epoch.registration.batch_size
+    sizes = flowing(epoch)
+    own = sum(len(lane.units) * lane.size for lane in epoch.lanes.of_env(env_id) if lane.size in sizes)
+    total = _sequences(epoch, sizes) if formable(epoch) else 0
+    ahead = max(own, total) // batch_size
+    share = share_of(epoch, epoch.envs.all[env_id]) if env_id in epoch.envs.sharing else 0
+    return min(ahead, own // share if own >= batch_size else 0) if share else ahead
 
 
 def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:

@@ -397,6 +397,23 @@ def test_a_group_that_would_be_too_old_by_its_turn_is_refused_and_its_environmen
     assert not queue.env_status(env_id).hold
 
 
+def test_staleness_never_refuses_a_group_that_a_batch_waits_for():
+    queue = started(max_staleness=0)
+    queue.set_policy_version(1)
+    five, three = join(queue, 5).env_id, join(queue, 3).env_id
+    send(queue, 5, 5, env_id=five)
+    send(queue, 3, env_id=three, version=1)
+    assert batch_of(queue) == [0, 2]
+    queue = started(max_staleness=0)
+    queue.set_policy_version(1)
+    eight, four = join(queue, 8).env_id, join(queue, 4, minimum=0.5).env_id
+    send(queue, 8, 8, env_id=eight)
+    assert batch_of(queue) is None
+    send(queue, 4, 4, env_id=four, version=1)  # an 8 does not go with its share: it has to send all
+    assert queue.add(4, 0, 100, four, 1, None, 0.0).status == "refused"
+    assert batch_of(queue) == [2, 3]
+
+
 def test_staleness_never_holds_an_environment_that_a_batch_waits_for():
     queue = started(max_staleness=0)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
