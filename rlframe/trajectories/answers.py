@@ -164,7 +164,12 @@ class Staleness:
 class Report:
     envs: list[EnvReport]
     waiting: list[Waiting]
+    groups_added: int
+    sequences_added: int
+    tokens_added: int
+    queued_sequences: int
     batches_served: int
+    groups_served: int
     sequences_served: int
     batches_out: int
     batches_returned: int

@@ -87,6 +87,7 @@ class Epoch:
     def add(self, group: Group, env_id: int | None, tokens: int) -> Added:
         """A group that is not refused."""
         self.stored_bytes += group.size_bytes
+        self.tally.add(group.sequences, tokens)
         env = self.envs.get(env_id)
         if env is not None:
             env.count_added(group.sequences, tokens)

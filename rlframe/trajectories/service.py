@@ -73,7 +73,7 @@ class Service:
         self.on_failure: Callable[[], None] = lambda: None
         self._runs: dict[str, Run] = {}
         self._position = 0  # up to which the log is applied
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._snapshot_records = snapshot_records
         self._snapshot_position = 0
         self._origin = secrets.token_hex(6)
@@ -219,7 +219,7 @@ class Service:
 
     def check_room(self, size: int) -> None:
         """Raises `FullError` where so many bytes more are too much."""
-        if self.stored_bytes + self.pending_bytes + size > self._max_bytes:
+        if self.stored_bytes + self.pending_bytes + size > self.max_bytes:
             raise FullError(
                 f"The service keeps {self.stored_bytes >> 20} MB, its limit. Trainers have to take some first."
             )
@@ -227,7 +227,7 @@ class Service:
     @property
     def nearly_full(self) -> bool:
         """Environments should hold."""
-        return self.stored_bytes + self.pending_bytes > _NEARLY * self._max_bytes
+        return self.stored_bytes + self.pending_bytes > _NEARLY * self.max_bytes
 
     # Reads
 

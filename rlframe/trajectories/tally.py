@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tally:
-    """Batches and sequences are counted when first served; the rest are groups, `redelivered` batches."""
+    """What is served is counted the first time. `redelivered` are batches; where nothing else is said, groups."""
 
+    added: int = 0
+    added_sequences: int = 0
+    added_tokens: int = 0
     batches: int = 0
-    sequences: int = 0
+    groups: int = 0  # served
+    sequences: int = 0  # served
     redelivered: int = 0
     discarded: int = 0
     refused: int = 0
@@ -20,10 +24,16 @@ class Tally:
     staleness_sum: int = 0
     staleness_largest: int = 0
 
+    def add(self, sequences: int, tokens: int) -> None:
+        self.added += 1
+        self.added_sequences += sequences
+        self.added_tokens += tokens
+
     def serve(self, sequences: int, staleness: Iterable[int | None]) -> None:
         self.batches += 1
         self.sequences += sequences
         for age in staleness:
+            self.groups += 1
             if age is not None:
                 self.aged += 1
                 self.staleness_sum += age

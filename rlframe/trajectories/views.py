@@ -125,7 +125,12 @@ def report(epoch: Epoch, now: float) -> Report:
     return Report(
         envs=[_env_report(epoch, env, now) for env in epoch.envs.all],
         waiting=waiting(epoch),
+        groups_added=tally.added,
+        sequences_added=tally.added_sequences,
+        tokens_added=tally.added_tokens,
+        queued_sequences=_sequences(epoch, list(epoch.lanes.counts)),
         batches_served=tally.batches,
+        groups_served=tally.groups,
         sequences_served=tally.sequences,
         batches_out=epoch.leases.outstanding,
         batches_returned=epoch.leases.returned,
