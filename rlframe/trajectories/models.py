@@ -180,24 +180,6 @@ class Refused(BaseModel):
     error: str
 
 
-class Report(BaseModel):
-    """Counts are of this epoch; ages and silences in seconds."""
-
-    registration: answers.Registration | None
-    status: answers.Status
-    envs: list[answers.EnvReport]
-    waiting: list[answers.Waiting]
-    batches_served: int
-    sequences_served: int
-    batches_out: int
-    batches_returned: int
-    redelivered: int
-    discarded: int
-    refused: int
-    duplicates: int
-    staleness: answers.Staleness
-
-
 class Problem(BaseModel):
     loc: list[Union[str, int]]
     msg: str

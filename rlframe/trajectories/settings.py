@@ -20,6 +20,7 @@ class Settings:
 
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT
     token_file: str | None = None  # file with the bearer token that every request has to carry
+    tokenizer: str | None = None  # file tokenizer.json with which the live page shows tokens as text
     max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
     max_body_mb: int = 64  # megabytes of one request, decompressed
     reset: bool = True  # whether /reset_data is there

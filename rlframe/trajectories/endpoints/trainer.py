@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -63,13 +61,6 @@ async def status(request: Request) -> Response:
             "stored_bytes": now.stored_bytes,
         }
     )
-
-
-@router.get("/report", response_model=models.Report)
-async def report(request: Request) -> Response:
-    """All that the live page shows: the registration, the status, and what every environment has done."""
-    queue = service_of(request).queue(run_of(request))
-    return answer({"registration": queue.registration, "status": queue.status(), **asdict(queue.report(time.time()))})
 
 
 @router.post("/policy-version", response_model=models.Versioned, responses=WRITES)

@@ -1,0 +1,51 @@
+"""The live page: one static file, for browsers. What it shows, it asks for at /report and /previews."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pathlib
+import re
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+FILE = pathlib.Path(__file__).with_name("page.html")
+
+
+class Page:
+    """ASGI: the page at / for who asks for text/html; all others get what they always got.
+
+    It holds no data, so it needs no token: it asks whoever looks at it for one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        html = FILE.read_text(encoding="utf-8")
+        headers = {
+            "Cache-Control": "no-cache",
+            "Content-Security-Policy": _policy(html),
+            "Referrer-Policy": "no-referrer",
+            "Vary": "Accept",
+            "X-Content-Type-Options": "nosniff",
+        }
+        self._response = Response(html, headers=headers, media_type="text/html")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        if asked and "text/html" in Headers(scope=scope).get("accept", ""):
+            await self._response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _policy(html: str) -> str:
+    """Nothing but the page's own script and style, and requests to where it came from."""
+    sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
+    for name, tag in (("script", "script"), ("style", "style")):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        sources[name] = f"'sha256-{digest}'"
+    listed = "; ".join(f"{name}-src {source}" for name, source in sources.items())
+    return f"{listed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

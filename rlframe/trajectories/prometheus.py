@@ -1,0 +1,184 @@
+"""What Prometheus is told. Queues are read when it asks; only durations of requests are counted as they pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlframe.trajectories.answers import Report, Status
+
+PREFIX = "rlframe_trajectories_"
+_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+    60.0,
+)  # seconds; /batch may wait 60
+_METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+
+
+class RunState(NamedTuple):
+    status: Status
+    report: Report
+
+
+class Scrape(NamedTuple):
+    """What the service was when it was asked."""
+
+    runs: Mapping[str, RunState]
+    stored_bytes: int
+    max_bytes: int
+    writing_bytes: int
+    failed: bool
+
+
+class Metrics:
+    """All of one application: its requests, its process, and the queues of a `Scrape`."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Histogram(
+            PREFIX + "request_duration_seconds",
+            "From the headers of a request to the end of its answer.",
+            ("method", "endpoint", "status"),
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+
+    def text(self, scrape: Scrape) -> bytes:
+        """The exposition in Prometheus's text format 0.0.4. May be called in any thread."""
+        queues = CollectorRegistry()
+        queues.register(_Queues(scrape))
+        return generate_latest(queues) + generate_latest(self._registry)
+
+
+class Measure:
+    """ASGI: how long requests take, by method, endpoint (of all runs together) and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._histogram = metrics.requests
+        self._children: dict[tuple[str, str, int], Any] = {}  # `labels` takes longer than all the rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500  # of a request that ends without an answer
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        start = time.perf_counter()
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self._child(scope, status).observe(time.perf_counter() - start)
+
+    def _child(self, scope: Scope, status: int) -> Any:
+        # The route, not the path that was asked for: what clients make up must not become labels.
+        route = scope.get("route")
+        endpoint = "other" if route is None else route.path.removeprefix("/runs/{run}")
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        key = (method, endpoint, status)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._histogram.labels(method, endpoint, str(status))
+        return child
+
+
+class _Queues(Collector):
+    def __init__(self, scrape: Scrape) -> None:
+        self._scrape = scrape
+
+    def collect(self) -> Iterable[Metric]:
+        scrape = self._scrape
+        for name, help_text, value in (
+            ("stored_bytes", "Bytes of all groups that are kept.", scrape.stored_bytes),
+            ("stored_bytes_limit", "Bytes that may be kept (--max-queue-mb).", scrape.max_bytes),
+            ("writing_bytes", "Bytes of groups that are being written.", scrape.writing_bytes),
+            ("store_failed", "1 where the store has failed and every write is refused.", scrape.failed),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, help_text, value)
+        for name, help_text, read in _COUNTERS:
+            yield self._of_runs(CounterMetricFamily(PREFIX + name, help_text, labels=["run"]), read)
+        for name, help_text, read in _GAUGES:
+            yield self._of_runs(GaugeMetricFamily(PREFIX + name, help_text, labels=["run"]), read)
+        staleness = SummaryMetricFamily(
+            PREFIX + "staleness_versions",
+            "Policy versions by which groups were older than the trainer's when served, where both are known.",
+            labels=["run"],
+        )
+        for run, state in scrape.runs.items():
+            known = state.report.staleness
+            staleness.add_metric([run], count_value=known.groups, sum_value=known.mean * known.groups)
+        yield staleness
+
+    def _of_runs(self, family: Any, read: Any) -> Metric:
+        for run, state in self._scrape.runs.items():
+            value = read(state)
+            if value is not None:
+                family.add_metric([run], value)
+        return family
+
+
+def _oldest(state: RunState) -> float:
+    return max((env.oldest_age for env in state.report.envs if env.oldest_age is not None), default=0.0)
+
+
+# Name, help, and how it is read of a `RunState`. Counters start afresh with each epoch of a run.
+_COUNTERS = (
+    ("groups_received", "Groups that were kept.", lambda run: run.report.groups_added),
+    ("sequences_received", "Sequences in groups that were kept.", lambda run: run.report.sequences_added),
+    ("tokens_received", "Tokens in groups that were kept.", lambda run: run.report.tokens_added),
+    ("groups_served", "Groups in batches, each counted once.", lambda run: run.report.groups_served),
+    ("sequences_served", "Sequences in batches, each counted once.", lambda run: run.report.sequences_served),
+    ("groups_refused", "Groups that came too early, or that no batch can hold.", lambda run: run.report.refused),
+    ("groups_duplicate", "Groups whose idempotency key was known.", lambda run: run.report.duplicates),
+    ("groups_discarded", "Groups that were too old at their turn.", lambda run: run.report.discarded),
+    ("batches_served", "Batches, each counted once.", lambda run: run.report.batches_served),
+    ("batches_redelivered", "Batches that were handed out again.", lambda run: run.report.redelivered),
+)
+_GAUGES = (
+    ("epoch", "Rises whenever the run starts afresh.", lambda run: run.status.epoch),
+    ("step", "The training step that the next batch is for.", lambda run: run.status.current_step),
+    ("policy_version", "That the trainer has, where it tells.", lambda run: run.status.policy_version),
+    ("paused", "1 while all environments are told to hold.", lambda run: run.status.paused),
+    ("queue_groups", "Groups in the queue, those set aside too.", lambda run: run.status.queue_size),
+    ("queue_sequences", "Sequences in the queue, those set aside too.", lambda run: run.report.queued_sequences),
+    ("queue_oldest_seconds", "What waits longest, of what environments sent.", _oldest),
+    ("set_aside_groups", "Groups that no exact batch can hold.", lambda run: sum(n for _, n in run.status.set_aside)),
+    ("buffered_groups", "Groups of odd sizes that complete no unit yet.", lambda run: run.status.buffered),
+    ("leased_groups", "Groups in batches that are not acknowledged.", lambda run: run.status.leased),
+    ("run_stored_bytes", "Bytes of the run's groups that are kept.", lambda run: run.status.stored_bytes),
+    ("batches_out", "Batches under a lease.", lambda run: run.report.batches_out),
+    ("batches_returned", "Batches that wait to be handed out again.", lambda run: run.report.batches_returned),
+    (
+        "staleness_versions_largest",
+        "The largest staleness of a served group.",
+        lambda run: run.report.staleness.largest,
+    ),
+    ("envs_live", "Environments that were heard of lately.", lambda run: run.status.live_envs),
+    ("envs_registered", "Environments that registered in this epoch.", lambda run: len(run.report.envs)),
+)

@@ -1,0 +1,283 @@
+"""The live page in a real browser, over the real service."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
+pytest.importorskip("tokenizers")
+import tokenizers
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.trajectories.api import Api
+from tests.trajectories.serving import ServiceProcess, running_service
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="The page's tests need Chromium: apt-get install chromium, or make chromium"
+)
+DEADLINE = 20_000  # ms
+MARKUP = "<img/src=x/onerror=window.injected=true>"
+WEIGHTS = (("maths", 1.0), ("code", 3.0))
+WORDS = ["[UNK]", "the", "sum", "is", "42", MARKUP]
+expect.set_options(timeout=DEADLINE)
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # it may be root, in a container
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    vocabulary = {word: token for token, word in enumerate(WORDS)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(file))
+    return file
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, tokenizer: pathlib.Path) -> Iterator[ServiceProcess]:
+    """One for most tests: each has its own run in it."""
+    with running_service(
+        tmp_path_factory.mktemp("service"), "--store", "memory", "--tokenizer", str(tokenizer)
+    ) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: ServiceProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url) as client:
+        yield client
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens a page; at the end, no script has failed and nothing came from elsewhere."""
+    contexts = []
+    failures: list[str] = []
+    asked: list[str] = []
+    origin = []
+
+    def open_page(url: str, run: str | None = None, clock: bool = False, **options: Any) -> Page:
+        context = browser.new_context(**options)
+        context.set_default_timeout(DEADLINE)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        page.on("console", lambda message: failures.append(message.text) if "policy" in message.text.lower() else None)
+        page.on("request", lambda request: asked.append(request.url))
+        origin.append(url)
+        if clock:  # time stands still for the page, but for `run_for`
+            page.clock.install()
+            page.clock.pause_at(time.time() + 1)
+        page.goto(url + (f"/?run={run}" if run else "/"))
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert failures == []
+    assert [url for url in asked if not url.startswith((origin[0], "data:"))] == []
+
+
+def row_of(page: Page, env: str) -> dict[str, str]:
+    """The cells of an environment's row, by the column's header."""
+    headers = page.locator("thead th").all_text_contents()
+    cells = page.locator("#envs tr", has_text=env).locator("th, td").all_text_contents()
+    return dict(zip(headers, (cell.strip() for cell in cells)))
+
+
+def test_browsers_get_the_page_and_other_clients_json(client: httpx.Client) -> None:
+    page = client.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=\"?(https?:)?//", page.text)
+    for accept in ("*/*", "application/json"):
+        assert set(client.get("/", headers={"Accept": accept}).json()) == {"message"}
+
+
+def test_environments_and_numbers_appear(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+    api = Api(client, "numbers").started(max_staleness=9)
+    maths, code = (api.join(desired_name=name, group_size=4, weight=weight)["env_id"] for name, weight in WEIGHTS)
+    lonely = api.join(desired_name="lonely", group_size=3)["env_id"]
+    api.post("/disconnect-env", {"env_id": api.join(desired_name="gone")["env_id"]})
+    api.post("/policy-version", {"policy_version": 7})
+    for env in (maths, code, code):
+        api.send(1, sequences=4, env_id=env, policy_version=5)
+    api.send(1, sequences=2, env_id=lonely)
+    api.send(1, sequences=3)
+    assert api.get("/batch").json()["batch"][0]["env_id"] == maths
+    page = open_page(service.url, "numbers")
+
+    expect(page.locator("#envs tr")).to_have_count(4)
+    tiles = dict(zip(page.locator("dt").all_text_contents(), page.locator("dd.value").all_text_contents()))
+    assert tiles["Step"] == "4" and tiles["Batches served"] == "1"
+    assert tiles["Queue"] == "3 groups" and tiles["Environments live"] == "3" and tiles["Staleness"] == "2"
+    maths_row = row_of(page, "maths_0")
+    shown = [maths_row[name] for name in ("State", "Served", "Weight", "Queue", "Oldest")]
+    assert shown == ["live", "100 %", "0.2", "0 groups", "\N{EN DASH}"]
+    code_row = row_of(page, "code_0")
+    assert (code_row["Weight"], code_row["Queue"], code_row["Served"]) == ("0.6", "2 groups", "0 %")
+    assert re.fullmatch(r"\d+ s", code_row["Oldest"])
+    assert row_of(page, "gone_0")["State"] == "left"
+    waiting = page.locator("#waiting li").all_text_contents()
+    assert any(one.startswith("lonely_0: 2 sequences in groups of odd sizes wait for others") for one in waiting)
+    assert page.locator("#project").text_content() == "project / group"
+    assert page.get_by_role("columnheader").count() == 8 and page.get_by_role("rowheader").count() == 4
+
+    # Rates are those between polls.
+    expect(page.locator("#envs tr").first.locator("td").nth(1)).to_have_text("0")
+    api.send(*range(5), sequences=4, env_id=maths)
+    expect(page.locator("#envs tr").first.locator("td").nth(2)).to_have_text(re.compile(r"^[1-9]|^0\.\d"))
+    expect(page.locator("#envs tr").nth(1).locator("td").nth(2)).to_have_text("0")
+
+
+def test_html_in_a_trajectory_stays_text(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+    api = Api(client, "html").started(wandb_project=MARKUP)
+    env = api.join(desired_name=MARKUP, group_size=1)["env_id"]
+    messages = [[{"role": MARKUP, "content": MARKUP}]]
+    sent = {"tokens": [[5, 1]], "masks": [[5, 1]], "scores": [1.0], "env_id": env, "messages": messages}
+    assert api.post("/scored_data", sent).status_code == 200
+    page = open_page(service.url, "html")
+    page.locator("summary").click()
+    expect(page.locator(".message b")).to_have_text(MARKUP)
+    expect(page.locator(".message pre")).to_have_text(MARKUP)
+    expect(page.locator(".tokens")).to_have_text(f"{MARKUP} the")
+    expect(page.locator("#envs th")).to_have_text(f"{MARKUP}_0")
+    expect(page.locator("#project")).to_have_text(f"{MARKUP} / group")
+    expect(page.locator("h3")).to_have_text(f"{MARKUP}_0")
+    assert page.locator("img").count() == 0
+    assert page.evaluate("window.injected") is None
+
+
+def test_masked_tokens_are_greyed(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+    sent = {"tokens": [[1, 2, 3, 4]], "masks": [[-100, -100, 3, 4]], "scores": [0.25], "policy_version": 3}
+    assert Api(client, "masks").post("/scored_data", sent).status_code == 200
+    page = open_page(service.url, "masks")
+    expect(page.locator(".group .muted").first).to_have_text("policy version 3")
+    expect(page.locator("summary .score")).to_have_text("score 0.25")
+    expect(page.locator("summary .length")).to_have_text("4 tokens, 2 trained on")
+    page.locator("summary").click()
+    masked, trained = page.locator(".tokens .masked"), page.locator(".tokens .trained")
+    assert (masked.text_content(), trained.text_content()) == ("the sum", " is 42")
+    look = "(element) => [getComputedStyle(element).color, getComputedStyle(element).backgroundColor]"
+    assert masked.evaluate(look)[0] != trained.evaluate(look)[0]
+    assert masked.evaluate(look)[1] != trained.evaluate(look)[1]
+
+
+def test_what_is_read_stays_until_new_ones_are_followed_again(
+    service: ServiceProcess, client: httpx.Client, open_page: Open
+) -> None:
+    api = Api(client, "reading")
+    api.send(1, sequences=1, policy_version=1)
+    page = open_page(service.url, "reading")
+    page.locator("summary").click()
+    api.send(2, sequences=1, policy_version=2)
+    expect(page.locator("#tile-queue .value")).to_have_text("2 groups")
+    assert page.locator("details[open]").count() == 1 and page.locator("article").count() == 1
+    page.get_by_label("Follow new ones").check()
+    expect(page.locator("article")).to_have_count(2)
+    expect(page.locator("article").first).to_contain_text("policy version 2")
+
+
+def test_the_pause_button_pauses_and_the_resume_button_resumes(
+    service: ServiceProcess, client: httpx.Client, open_page: Open
+) -> None:
+    api = Api(client, "pausing").started()
+    page = open_page(service.url, "pausing")
+    page.get_by_role("button", name="Pause environments").click()
+    expect(page.locator("#paused")).to_be_visible()
+    assert api.get("/status").json()["paused"] is True
+    assert Api(client).get("/status").json()["paused"] is False  # another run
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("#paused")).to_be_hidden()
+    assert api.get("/status").json()["paused"] is False
+
+
+def test_another_run_can_be_chosen(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
+    for name in ("one", "two"):
+        Api(client, name).started().join(desired_name=f"env-of-{name}")
+    page = open_page(service.url, "one")
+    expect(page.locator("#envs th")).to_have_text("env-of-one_0")
+    page.get_by_label("Run").select_option("two")
+    expect(page.locator("#envs th")).to_have_text("env-of-two_0")
+    assert page.url == f"{service.url}/?run=two"
+
+
+def test_polling_stops_while_the_tab_is_hidden(service: ServiceProcess, open_page: Open) -> None:
+    page = open_page(service.url, clock=True)
+    expect(page.locator("#state")).to_have_text("connected")
+    reports: list[str] = []
+    page.on("request", lambda request: reports.append(request.url) if "report" in request.url else None)
+    with page.expect_response("**/report"):
+        page.clock.run_for(1000)
+    show = "(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+    show += " document.dispatchEvent(new Event('visibilitychange')); }"
+    page.evaluate(show, True)
+    before = len(reports)
+    page.clock.run_for(60_000)
+    assert len(reports) - before <= 1  # one may have been under way
+    with page.expect_response("**/report"):
+        page.evaluate(show, False)
+    with page.expect_response("**/report"):
+        page.clock.run_for(1000)
+
+
+def test_it_says_when_the_service_cannot_be_reached(tmp_path: pathlib.Path, open_page: Open) -> None:
+    with running_service(tmp_path) as service:
+        with httpx.Client(base_url=service.url) as client:
+            Api(client).started().join(desired_name="maths")
+        page = open_page(service.url)
+        expect(page.locator("#envs th")).to_have_text("maths_0")
+        service.kill()
+        expect(page.get_by_role("alert")).to_contain_text("The service cannot be reached since")
+        expect(page.locator("#state")).to_have_text("not reached")
+        service.start()
+        expect(page.locator("#state")).to_have_text("connected")
+        expect(page.locator("#unreachable")).to_be_hidden()
+        expect(page.locator("#envs th")).to_have_text("maths_0")
+
+
+def test_it_asks_for_the_token(tmp_path: pathlib.Path, open_page: Open) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    with running_service(tmp_path, "--store", "memory", "--token-file", str(tmp_path / "token")) as service:
+        for path in ("report", "previews", "metrics"):
+            assert httpx.get(f"{service.url}/{path}").status_code == 401
+        page = open_page(service.url)
+        for token, told in (("wrong", "did not accept this token"), ("secret", None)):
+            page.get_by_label("Token").fill(token)
+            page.get_by_role("button", name="Open").click()
+            if told:
+                expect(page.locator("#asked")).to_contain_text(told)
+        expect(page.locator("#tiles")).to_be_visible()
+        page.reload()  # it is kept for this tab
+        expect(page.locator("#tiles")).to_be_visible()
+        assert page.evaluate("[sessionStorage.getItem('token'), localStorage.length]") == ["secret", 0]
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_nothing_is_wider_than_the_window(
+    service: ServiceProcess, client: httpx.Client, open_page: Open, width: int
+) -> None:
+    api = Api(client, f"wide-{width}").started()
+    api.join(desired_name="a-name-that-is-long-" * 8)
+    api.send(1, env_id=0, messages=[[{"role": "user", "content": "x" * 500}]] * 2)
+    page = open_page(service.url, f"wide-{width}", viewport={"width": width, "height": 900})
+    page.locator("summary").first.click()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
