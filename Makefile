@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.10 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system results lint format bench clean
+.PHONY: help setup demo test test-system chromium results lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,13 @@ test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
 
 test-system: $(ALL) ## the tests that run whole programs
 	$(BIN)/python -m pytest -m system $(PYTEST_ARGS)
+
+# At most five minutes, and a failure is none: the tests say what they miss.
+chromium: ## install Chromium, in which the live page is tested, where we are root on Debian
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive && \
+	  timeout 60 apt-get update -qq >/dev/null && timeout 240 apt-get install -qq -y --no-install-recommends chromium >/dev/null; \
+	} || echo 'rlframe: Chromium cannot be installed here; the tests of the live page will be skipped.' >&2
 
 results: $(ALL) ## train again what docs/results.md shows (hours)
 	$(BIN)/python -m benchmarks.results
