@@ -64,7 +64,7 @@ def check(group: Any, lengths: list[int]) -> None:
         value = getattr(group, name)
         if isinstance(value, bytes):
             _check_binary(name, value, lengths)
-        elif isinstance(value, list):
+        elif isinstance(value, list) and (value or name in INTS):  # [] is what the published BaseEnv sends for none
             _check_lists(name, value, lengths)
     scores = group.scores
     if isinstance(scores, bytes):
@@ -113,7 +113,7 @@ def _check_distillation(group: Any, sequences: int) -> None:
     shapes = {}
     for name in ("distill_token_ids", "distill_logprobs"):
         value = getattr(group, name)
-        if value is None or value is UNSET:
+        if not value:
             continue
         _check_count(name, value, sequences)
         shapes[name] = [[len(position) for position in sequence] for sequence in value]

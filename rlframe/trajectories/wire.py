@@ -173,7 +173,7 @@ def _text_lengths(group: Any) -> list[int] | None:
         return None
     for name in FLOATS:
         text = getattr(group, name)
-        if text is not UNSET and text != b"null" and shapes.lengths(bytes(text), integers=False) != lengths:
+        if text is not UNSET and text not in (b"null", b"[]") and shapes.lengths(bytes(text), integers=False) != lengths:
             return None
     return lengths
 
