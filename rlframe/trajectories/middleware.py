@@ -23,6 +23,7 @@ MSGPACK = "application/msgpack"
 BODY_DEADLINE = 60.0  # seconds for a request's body to arrive
 BODIES_BYTES = 512 << 20  # of all bodies that are held, as sent and decompressed
 _IN_THREAD = 64 << 10  # bytes of an answer from which on compression leaves the event loop's thread
+_PIECE = 1024  # bytes of zstd that are decompressed at once: they may become 32 MB
 _COMPRESSED = 1000  # bytes of an answer from which on it is compressed
 
 
@@ -231,9 +232,17 @@ def _gunzip(body: bytes, limit: int) -> bytes:
 
 
 def _unzstd(body: bytes, limit: int) -> bytes:
-    """At most one byte more than `limit`."""
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 23).stream_reader(body, read_across_frames=True)
-    return reader.read(limit + 1)
+    """At most 32 MB more than `limit`."""
+    out, at = bytearray(), 0
+    while at < len(body) and len(out) <= limit:
+        one = zstandard.ZstdDecompressor(max_window_size=1 << 23).decompressobj()
+        while not one.eof and len(out) <= limit:
+            if at >= len(body):
+                raise EOFError("it ends too early")
+            out += one.decompress(body[at : at + _PIECE])
+            at += _PIECE
+        at = min(at, len(body)) - len(one.unused_data)
+    return bytes(out)
 
 
 _DECODERS: dict[str, Callable[[bytes, int], bytes]] = {"gzip": _gunzip, "x-gzip": _gunzip, "zstd": _unzstd}
