@@ -8,12 +8,16 @@ PYTEST_ARGS ?=
 CORE := $(VENV)/.rlframe-core
 ALL := $(VENV)/.rlframe-all
 
+# The published clients and server, for `make test-compat` and `rlframe bench trajectories --peers-python`.
+COMPAT_VENV ?= .venv-compat
+COMPAT := $(COMPAT_VENV)/.atroposlib
+
 # The first interpreter that starts and is Python 3.10 (a pyenv shim may be there and not start).
 PYTHON ?= $(shell for p in python3.10 python3 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system chromium results lint format bench clean
+.PHONY: help setup demo test test-system test-compat compat chromium results lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +32,11 @@ test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
 
 test-system: $(ALL) ## the tests that run whole programs
 	$(BIN)/python -m pytest -m system $(PYTEST_ARGS)
+
+test-compat: $(ALL) $(COMPAT) ## environments of the package atroposlib, unchanged, against the trajectory service
+	RLFRAME_COMPAT_PYTHON="$(abspath $(COMPAT_VENV))/bin/python" $(BIN)/python -m pytest -m compat $(PYTEST_ARGS)
+
+compat: $(COMPAT) ## build .venv-compat, an environment with the package atroposlib
 
 # At most five minutes, and a failure is none: the tests say what they miss.
 chromium: ## install Chromium, in which the live page is tested, where we are root on Debian
@@ -52,8 +61,8 @@ format: $(ALL) ## let ruff lay the code out
 bench: $(ALL) ## this project and its peers, side by side
 	$(BIN)/rlframe bench
 
-clean: ## remove .venv and what tools cached
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+clean: ## remove .venv, .venv-compat and what tools cached
+	rm -rf $(VENV) $(COMPAT_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # Python 3.10 takes the exact versions that are tested; a newer one takes the newest that there are for it.
 install = if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))'; \
@@ -77,4 +86,12 @@ $(CORE): setup.py constraints/py310.txt
 $(ALL): $(CORE)
 	@echo "Setting up $(VENV): every extra, the tests and the linters (about two minutes, 2.2 GB more)."
 	@$(call install,all)
+	@touch $@
+
+# Its tokenizers are used as transformers 4 had them. No model runs, so PyTorch is not needed.
+$(COMPAT):
+	@test -n "$(PYTHON)" || { echo 'rlframe: no Python 3.10 was found; name another with PYTHON=.' >&2; exit 1; }
+	@echo "Setting up $(COMPAT_VENV): atroposlib 0.4.0 and what it needs (about a minute, 1.2 GB)."
+	@"$(PYTHON)" -m venv $(COMPAT_VENV)
+	@$(COMPAT_VENV)/bin/python -m pip install -q atroposlib==0.4.0 'transformers<5'
 	@touch $@

@@ -1,0 +1,213 @@
+"""Environments that nobody here wrote the base of, in `serve` mode, unchanged, against the service.
+
+`make test-compat` builds the environment that they run in: `atroposlib` 0.4.0 and what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.compat.model import completions, write_tokenizer
+from tests.trajectories.serving import ROOT, ServiceProcess, running_service
+
+pytestmark = pytest.mark.compat
+
+PYTHON = pathlib.Path(os.environ.get("RLFRAME_COMPAT_PYTHON", ROOT / ".venv-compat/bin/python"))
+DEADLINE = 120.0  # seconds for anything, on a machine that is busy
+BATCH_SIZE = 8
+KEYS = {
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs"),
+    *("overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"),
+}
+
+
+class Trainer:
+    """A trainer as there have been: it registers, and polls `/batch` until it is not null."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+            return json.loads(answer.read())
+
+    def register(self) -> None:
+        settings = {"wandb_group": "group", "wandb_project": "project", "batch_size": BATCH_SIZE, "max_token_len": 64}
+        settings |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 1000}
+        assert self.ask("POST", "/register", settings)["uuid"] > 0
+        assert self.ask("GET", "/batch") == {"batch": None}
+
+    def pull(self) -> list[dict[str, Any]]:
+        """The next batch, exactly full, of items with all keys."""
+        end = time.monotonic() + DEADLINE
+        while (batch := self.ask("GET", "/batch")["batch"]) is None:
+            assert time.monotonic() < end, "no batch came"
+            time.sleep(0.02)
+        assert sum(len(item["tokens"]) for item in batch) == BATCH_SIZE
+        assert all(item.keys() == KEYS for item in batch)
+        return batch
+
+    def drain(self) -> int:
+        """Takes all that can be had now; returns how many batches that were."""
+        count = 0
+        while self.ask("GET", "/batch")["batch"] is not None:
+            count += 1
+        return count
+
+    @property
+    def queued(self) -> int:
+        return self.ask("GET", "/status")["queue_size"]
+
+
+class Environment:
+    """The process of an environment, and what it said."""
+
+    def __init__(self, name: str, folder: pathlib.Path, url: str, model: str, **options: Any) -> None:
+        self._log = folder / f"{name}.log"
+        options = {
+            "env.rollout_server_url": url,
+            "env.tokenizer_name": folder / "tokenizer",
+            "openai.base_url": model,
+            **{f"env.{option}": value for option, value in options.items()},
+        }
+        command = [str(PYTHON), str(ROOT / "tests/compat/environment.py"), name, "serve"]
+        for option, value in options.items():
+            command += [f"--{option}", str(value)]
+        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+        with open(self._log, "wb") as log:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env={**os.environ, **offline})
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def looks(self) -> list[int]:
+        """The `queue_size` of each `/status-env` that it was answered."""
+        return [int(size) for size in re.findall(r"Status dict: .*'queue_size': (\d+)", self.log)]
+
+    def wait_until(self, true: Callable[[], Any]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not true():
+            assert self.process.poll() is None and time.monotonic() < end, self.log[-5000:]
+            time.sleep(0.05)
+
+    def look_again(self, times: int = 10) -> list[int]:
+        """Waits until it has looked at its queue so often; returns what it saw."""
+        before = len(self.looks)
+        self.wait_until(lambda: len(self.looks) >= before + times)
+        return self.looks[before:]
+
+
+@pytest.fixture
+def service(tmp_path) -> Iterator[ServiceProcess]:
+    if not PYTHON.exists():
+        pytest.fail(f"There is no {PYTHON}: `make test-compat` builds it, or RLFRAME_COMPAT_PYTHON names another.")
+    with running_service(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
+    """Starts environments; ends those that are still there."""
+    write_tokenizer(tmp_path / "tokenizer")
+    started: list[Environment] = []
+
+    def start(name: str, **options: Any) -> Environment:
+        started.append(Environment(name, tmp_path, service.url, model, **options))
+        return started[-1]
+
+    with completions() as model, contextlib.ExitStack() as stack:
+        stack.callback(lambda: [(one.process.kill(), one.process.wait(DEADLINE)) for one in started])
+        yield start
+
+
+def check_tokens(item: dict[str, Any]) -> None:
+    """Question and answer as the environment's tokenizer has them, the question masked."""
+    for tokens, mask in zip(item["tokens"], item["masks"]):
+        assert len(tokens) == len(mask) == 8
+        assert mask == [-100] * 6 + tokens[6:]
+
+
+def test_an_environment_feeds_a_trainer_pauses_and_goes_on(service, environment):
+    trainer = Trainer(service.url)
+    sums = environment("sums", total_steps=100_000)
+    sums.wait_until(lambda: "wait for trainer to start" in sums.log)
+    trainer.register()
+    sums.wait_until(lambda: "Initialized env with id 0" in sums.log)
+
+    for _ in range(5):
+        for item in trainer.pull():
+            check_tokens(item)
+            assert (item["env_id"], len(item["tokens"]), set(item["scores"])) == (0, 4, {0.0, 1.0})
+            assert [message["role"] for message in item["messages"][0]] == ["user", "assistant"]
+            assert item["advantages"] == [] and item["distill_token_ids"] is None
+
+    # The trainer stops pulling: three batches, as `max_batches_offpolicy` says, and no more.
+    limit = 3 * BATCH_SIZE // 4
+    sums.wait_until(lambda: sums.looks[-1] >= limit)
+    full = trainer.queued
+    assert limit <= full <= 2 * limit
+    assert set(sums.look_again()) == {full} and trainer.queued == full
+
+    # It pulls again, and the environment goes on.
+    for _ in range(full):
+        trainer.pull()
+    assert trainer.ask("GET", "/status")["current_step"] == 5 + full
+
+    # All environments are paused for an evaluation.
+    assert trainer.ask("POST", "/pause", {}) == {"status": "success"}
+    held = sums.look_again()[-1]
+    assert held >= limit
+    trainer.drain()
+    left = trainer.queued
+    assert left < BATCH_SIZE // 4
+    assert sums.look_again()[-1] >= limit and trainer.queued == left
+    assert trainer.ask("POST", "/resume", {}) == {"status": "success"}
+    for _ in range(3):
+        trainer.pull()
+
+    assert sums.process.poll() is None
+    assert "Client error" not in sums.log and "Server error" not in sums.log
+    assert trainer.ask("POST", "/disconnect-env", {"env_id": 0}) == {"status": "success"}
+
+
+def test_two_environments_of_other_sizes_share_each_batch_and_end(service, environment):
+    """One has a minimum share of a quarter, and sends lists of groups of two; both end at their last step by themselves."""
+    trainer = Trainer(service.url)
+    trainer.register()
+    options = {"total_steps": 20, "ensure_scores_are_not_same": False}
+    pairs = environment("pairs", group_size=2, min_batch_allocation=0.25, **options)
+    pairs.wait_until(lambda: "Initialized env with id 0" in pairs.log)
+    sums = environment("sums", **options)
+    sums.wait_until(lambda: "Initialized env with id 1" in sums.log)
+    sums.look_again(2)
+    of_sums = 0
+    while any(one.process.poll() is None for one in (pairs, sums)):
+        if pairs.process.poll() is not None or trainer.ask("GET", "/status")["current_step"] > 20:
+            break
+        batch = trainer.pull()
+        of_pairs = [item for item in batch if item["env_id"] == 0]
+        assert sum(len(item["tokens"]) for item in of_pairs) >= 2
+        for item in of_pairs:
+            check_tokens(item)
+            assert item["inference_logprobs"] == [[1.0] * 6 + [-0.5] * 2] * 2
+            assert len(item["overrides"]) == 2 and len(item["group_overrides"]["question"]) == 2
+        of_sums += sum(item["env_id"] == 1 for item in batch)
+    assert of_sums > 0
+    for one in (pairs, sums):
+        assert one.process.wait(DEADLINE) == 0, one.log[-5000:]
+        assert "Client error" not in one.log and "Server error" not in one.log
