@@ -172,8 +172,9 @@ def _text_lengths(group: Any) -> list[int] | None:
     if lengths is None or shapes.lengths(bytes(group.masks), integers=True) != lengths:
         return None
     for name in FLOATS:
-        text = getattr(group, name)
-        if text is not UNSET and text not in (b"null", b"[]") and shapes.lengths(bytes(text), integers=False) != lengths:
+        value = getattr(group, name)
+        text = b"null" if value is UNSET else bytes(value)  # a `Raw` is equal to nothing
+        if text not in (b"null", b"[]") and shapes.lengths(text, integers=False) != lengths:
             return None
     return lengths
 
