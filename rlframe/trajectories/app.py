@@ -17,7 +17,7 @@ from rlframe.trajectories import models
 from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.decoding import load_decode
 from rlframe.trajectories.endpoints import routers
-from rlframe.trajectories.endpoints.common import InvalidHeaderError, invalid, named_run, service_of
+from rlframe.trajectories.endpoints.common import REFUSED, InvalidHeaderError, invalid, named_run, service_of
 from rlframe.trajectories.endpoints.groups import RAW
 from rlframe.trajectories.endpoints.live import live_router, metrics_router
 from rlframe.trajectories.middleware import Compress, ReadBody, RequireToken, answer, retry_later
@@ -56,10 +56,10 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     )
     app.get("/", response_model=models.Root, tags=["service"])(_root)
     app.get("/runs", response_model=models.Runs, tags=["service"])(_runs)
-    app.include_router(metrics_router(metrics))
+    app.include_router(metrics_router(metrics), responses=REFUSED)
     for router in [*routers(settings.reset), live_router(decode)]:
-        app.include_router(router)
-        app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)])
+        app.include_router(router, responses=REFUSED)
+        app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)], responses=REFUSED)
     _handle_errors(app)
     # The last one added is the first that a request meets.
     app.add_middleware(Compress)

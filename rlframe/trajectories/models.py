@@ -158,6 +158,20 @@ class Item(BaseModel):
     policy_version: Int64 | None = Field(None, description="That the group was sampled from.")
 
 
+class NoItem(BaseModel):
+    """The keys of a group, where there is none."""
+
+    tokens: list[Any]
+    masks: list[Any]
+    scores: list[Any]
+    advantages: list[Any]
+    ref_logprobs: list[Any]
+    generation_params: list[Any]
+    inference_logprobs: list[Any]
+    messages: list[Any]
+    images: list[Any]
+
+
 class Batch(BaseModel):
     batch: list[Item] | None
     batch_id: int | None = Field(None, description="With lease or consumer only.")
@@ -178,6 +192,10 @@ class NotRegistered(BaseModel):
 class Refused(BaseModel):
     status: Literal["full", "too early", "failure"]
     error: str
+
+
+class Refusal(BaseModel):
+    detail: str
 
 
 class Problem(BaseModel):

@@ -305,4 +305,4 @@ def test_what_was_acknowledged_is_served_once_over_three_kills(tmp_path):
 @pytest.mark.timeout(1200)
 def test_what_was_acknowledged_is_served_once_over_twenty_kills(tmp_path):
     """With more than 20,000 commands, so that snapshots are taken too."""
-    kill_under_load(tmp_path, rounds=20, groups=3000)
+    kill_under_load(tmp_path, rounds=20, groups=1500)

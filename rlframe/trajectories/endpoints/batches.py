@@ -84,7 +84,7 @@ async def nack(batch_id: models.Int64, request: Request, consumer: Name | None =
     return _settled(batch_id, known)
 
 
-@router.get("/latest_example", response_model=models.Item)
+@router.get("/latest_example", response_model=Union[models.Item, models.NoItem])
 async def latest_example(request: Request) -> Response:
     """The group that was sent last, or the keys of one with empty lists."""
     groups = await service_of(request).latest_groups(run_of(request), 1)

@@ -21,6 +21,13 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": models.Refused, "description": "Not now: again after Retry-After seconds."}
 }
 WRITES = INVALID | UNAVAILABLE
+REFUSED: dict[int | str, dict[str, Any]] = {  # before an endpoint sees the request
+    400: {"model": models.Refusal, "description": "The body cannot be read, or not be decompressed."},
+    401: {"model": models.Refusal, "description": "The service has a token, and this is not it."},
+    408: {"model": models.Refusal, "description": "The body did not arrive in time."},
+    413: {"model": models.Refusal, "description": "The body is too large."},
+    415: {"model": models.Refusal, "description": "The body's encoding is not known."},
+}
 
 
 def run_of(request: Request) -> str:
