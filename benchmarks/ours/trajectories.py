@@ -1,0 +1,214 @@
+"""One measurement of a trajectory server: `python -m benchmarks.ours.trajectories ingest|queue [--published PYTHON]`.
+
+The server is `rlframe serve trajectories` on SQLite, every group on disk before it is acknowledged, or the published one,
+in memory, run by the Python that has `atroposlib`. The other core has the clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+SEQUENCES, TOKENS = 8, 2048
+CLIENTS = 8
+DEADLINE = 60.0  # seconds for the server to start, or to give an answer
+GIVE_UP = 20.0  # seconds for a batch
+SMALL = {"tokens": [[7] * 16] * 2, "masks": [[-100] * 8 + [7] * 8] * 2, "scores": [1.0, 0.0]}
+SMALL_BATCH = 16  # sequences: 8 of the small groups
+
+
+def large_group(packed: bool) -> bytes:
+    """8 x 2048 tokens with masks and log-probabilities, as clients send them."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 50_000, (SEQUENCES, TOKENS)).astype("<i4")
+    masks = tokens.copy()
+    masks[:, : TOKENS // 4] = -100
+    logprobs = np.round(-rng.exponential(0.5, tokens.shape), 4).astype("<f4")
+    group = {"scores": [0.5, -0.5] * (SEQUENCES // 2)}
+    if not packed:
+        lists = {"inference_logprobs": np.round(logprobs.astype(float), 4).tolist()}
+        return json.dumps({"tokens": tokens.tolist(), "masks": masks.tolist(), **group, **lists}).encode()
+    arrays = {"tokens": tokens, "masks": masks, "inference_logprobs": logprobs}
+    arrays["lengths"] = np.full(SEQUENCES, TOKENS, "<i4")
+    return msgspec.msgpack.encode({**{name: array.tobytes() for name, array in arrays.items()}, **group})
+
+
+class Server:
+    """A server of either kind, with a trainer and an environment registered."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+        self._http = http.client.HTTPConnection(url.removeprefix("http://"), timeout=DEADLINE)
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body)
+        self._http.request(method, path, data, {"Content-Type": "application/json"})
+        with self._http.getresponse() as answer:
+            content = answer.read()
+            if answer.status != 200:
+                raise RuntimeError(f"{method} {path}: {answer.status} {content[:200]!r}")
+        return json.loads(content)
+
+    def hang_up(self) -> None:
+        """The next request has a connection of its own."""
+        self._http.close()
+
+    def register(self, batch_size: int, group_size: int) -> None:
+        settings = {"wandb_group": "", "wandb_project": "", "batch_size": batch_size, "max_token_len": TOKENS}
+        settings |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 1_000_000}
+        self.ask("POST", "/register", settings)
+        self.ask("GET", "/batch")
+        env = {"max_token_length": TOKENS, "desired_name": "env", "weight": 1.0, "group_size": group_size}
+        assert self.ask("POST", "/register-env", env)["env_id"] == 0
+
+    def cpu(self) -> float:
+        """Seconds of processor time so far."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
+
+    def resident(self) -> int:
+        """Bytes."""
+        return psutil.Process(self.process.pid).memory_info().rss
+
+    def status_env(self, seconds: float, pause: float) -> dict[str, float]:
+        """Milliseconds of `/status-env`, asked again and again."""
+        times = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times) < 3:
+            start = time.perf_counter()
+            self.ask("GET", "/status-env", {"env_id": 0})
+            times.append(1e3 * (time.perf_counter() - start))
+            time.sleep(pause)
+        times.sort()
+        return {"median": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1) + 0.5)], "asked": len(times)}
+
+    def batches(self, count: int) -> float | None:
+        """Milliseconds of `/batch`, the median; None where none comes within `GIVE_UP`."""
+        self.hang_up()
+        self._http.timeout = GIVE_UP
+        times = []
+        with contextlib.suppress(TimeoutError):
+            for _ in range(count):
+                start = time.perf_counter()
+                assert self.ask("GET", "/batch")["batch"], "there is no batch"
+                times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times) if len(times) == count else None
+
+
+@contextlib.contextmanager
+def serving(published: str | None) -> Iterator[Server]:
+    """The server, in a process and a folder of its own, for the time of the `with`."""
+    with tempfile.TemporaryDirectory(prefix="rlframe-bench-") as folder:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        if published is None:
+            command = [sys.executable, "-m", "rlframe", "serve", "trajectories", "--port", port]
+            command += ["--store", f"sqlite:{folder}/queue.db"]
+        else:
+            command = [published, "-m", "uvicorn", "atroposlib.api:app", "--port", port, "--log-level", "warning"]
+        with open(pathlib.Path(folder, "log"), "w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        try:
+            server = Server(process, f"http://127.0.0.1:{port}")
+            end = time.monotonic() + DEADLINE
+            while True:
+                try:
+                    server.ask("GET", "/")
+                    break
+                except ConnectionError:
+                    server.hang_up()
+                    if process.poll() is not None or time.monotonic() > end:
+                        raise RuntimeError(pathlib.Path(folder, "log").read_text()[-500:]) from None
+                    time.sleep(0.05)
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def posting(server: Server, packed: bool, seconds: float, result: dict[str, Any]) -> Iterator[None]:
+    """The clients post flat out. In the end `result` has groups/s, and what one takes of processor and memory."""
+    with tempfile.NamedTemporaryFile() as file:
+        body = large_group(packed)
+        file.write(body)
+        file.flush()
+        kind = "application/msgpack" if packed else "application/json"
+        command = [sys.executable, "-m", "benchmarks.ours.posts", f"{server.url}/scored_data", file.name]
+        command += ["--content-type", kind, "--connections", str(CLIENTS), "--seconds", str(seconds)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+            assert clients.stdin and clients.stdout
+            assert clients.stdout.readline() == "ready\n"
+            resident, cpu = server.resident(), server.cpu()
+            clients.stdin.close()
+            yield
+            result |= json.loads(clients.stdout.readline())
+            groups = max(1, result["posts"])
+            result["cpu_ms"] = 1e3 * (server.cpu() - cpu) / groups
+            result["memory_per_byte"] = (server.resident() - resident) / (groups * len(body))
+
+
+def ingest(server: Server, packed: bool, seconds: float) -> dict[str, Any]:
+    """Groups/s of the large kind, and what the queued ones take of the server's memory."""
+    server.register(batch_size=64, group_size=SEQUENCES)
+    result: dict[str, Any] = {}
+    with posting(server, packed, seconds, result):
+        pass
+    result["batch"] = server.batches(3)
+    return result
+
+
+def queue(server: Server, groups: int, seconds: float) -> dict[str, Any]:
+    """How long small requests take while so many small groups are queued."""
+    server.register(batch_size=SMALL_BATCH, group_size=2)
+    before, start, chunk = server.resident(), time.perf_counter(), 1000
+    for _ in range(groups // chunk):
+        server.ask("POST", "/scored_data_list", [SMALL] * chunk)
+    result: dict[str, Any] = {"fill_seconds": time.perf_counter() - start}
+    result["memory_per_byte"] = (server.resident() - before) / (groups * len(json.dumps(SMALL)))
+    result["idle"] = server.status_env(seconds / 2, pause=0.002)
+    load: dict[str, Any] = {}
+    with posting(server, packed=False, seconds=seconds, result=load):
+        time.sleep(1.0)  # the clients' warm-up
+        result["loaded"] = server.status_env(seconds, pause=0.005)
+    result["load"] = load
+    result["batch"] = server.batches(20)
+    return result
+
+
+def main() -> None:
+    """Measures, and prints one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("ingest", "queue"))
+    parser.add_argument("--published", help="the Python that has atroposlib")
+    parser.add_argument("--packed", action="store_true", help="MessagePack with binary arrays")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--groups", type=int, default=100_000)
+    args = parser.parse_args()
+    with serving(args.published) as server:
+        if args.what == "ingest":
+            result = ingest(server, args.packed, args.seconds)
+        else:
+            result = queue(server, args.groups, args.seconds)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

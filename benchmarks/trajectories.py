@@ -1,0 +1,94 @@
+"""The trajectory service, every group on disk before it is acknowledged, against the published server, in memory.
+
+Ingest: 8 connections post groups of 8 x 2048 tokens with masks and log-probabilities. Queue: what small requests take
+while 100,000 groups are queued, with nothing else going on and while the 8 connections post.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.context import ROOT, Context, in_turns
+from benchmarks.report import NotMeasured, Row, Table, middle
+
+BUILT = ROOT / ".venv-compat/bin/python"  # by `make compat`
+OURS, PACKED, PUBLISHED = "rlframe, SQLite, JSON", "rlframe, SQLite, MessagePack with binary arrays", "atroposlib 0.4.0"
+WANTED = {OURS: 2.5, PACKED: 5.0}  # times the published server's posts/s
+STATUS, STATUS_LOADED, BATCH = 2.0, 15.0, 20.0  # milliseconds
+MEMORY = 1.2  # bytes resident for each byte on the wire
+
+
+def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
+    """Measures; see `benchmarks.runner`."""
+    python, missing = _published(context)
+
+    def measure(what: str, *arguments: Any, published: bool = False) -> dict[str, Any]:
+        if published and python is None:
+            raise NotMeasured(missing)
+        return context.ours("trajectories", what, *arguments, *(["--published", python] if published else []))
+
+    seconds = context.steps(5, 2)
+    ingest = functools.partial(measure, "ingest", "--seconds", seconds)
+    contenders = {
+        OURS: ingest,
+        PACKED: lambda: ingest("--packed"),
+        PUBLISHED: lambda: ingest(published=True),
+    }
+    posted, why = in_turns(contenders, context.repeats, say)
+    queue = functools.partial(measure, "queue", "--seconds", seconds, "--groups", context.steps(100_000, 5_000))
+    queued, why_queue = in_turns({OURS: queue, PUBLISHED: lambda: queue(published=True)}, 1, say)
+    return [*_ingest_tables(posted, why), *_queue_tables(queued, why_queue, context.steps(100_000, 5_000))]
+
+
+def _published(context: Context) -> tuple[Path | None, str]:
+    """The Python that has `atroposlib`, or why there is none."""
+    for python in (context.peers_python, BUILT):
+        if python is not None and python.exists():
+            found = subprocess.run([str(python), "-c", "import importlib.metadata as m; print(m.version('atroposlib'))"],
+                                   capture_output=True, text=True, timeout=60.0)
+            if found.stdout.strip() == "0.4.0":
+                return python, ""
+    return None, "no Python with atroposlib 0.4.0: `make compat` builds one, --peers-python names one"
+
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+def _ingest_tables(results: Results, why: dict[str, str]) -> list[Table]:
+    def row(name: str, key: str, wanted: float | None = None, note: str = "") -> Row:
+        return Row(name, middle(result.get(key) for result in results[name]), wanted, why.get(name, note))
+
+    tables = []
+    for ours in (OURS, PACKED):
+        title = "Groups of 8 x 2048 tokens with log-probabilities, 8 connections"
+        tables.append(Table(title, "posts/s", row(ours, "per_second"), (row(PUBLISHED, "per_second", WANTED[ours]),)))
+    others = (row(PACKED, "cpu_ms"), row(PUBLISHED, "cpu_ms"))
+    tables.append(Table("The server's processor time for one of them", "ms", row(OURS, "cpu_ms"), others, False))
+    others = (row(PACKED, "memory_per_byte"), row(PUBLISHED, "memory_per_byte"))
+    ours = row(OURS, "memory_per_byte", MEMORY)
+    tables.append(Table("Memory for each byte of queued groups, as sent", "bytes", ours, others, False))
+    others = (row(PACKED, "batch"), row(PUBLISHED, "batch"))
+    tables.append(Table("/batch of 8 of them, as JSON", "ms", row(OURS, "batch"), others, False))
+    return tables
+
+
+def _queue_tables(results: Results, why: dict[str, str], groups: int) -> list[Table]:
+    def table(title: str, value: Callable[[dict[str, Any]], float | None], wanted: float | None) -> Table:
+        rows = []
+        for name in (OURS, PUBLISHED):
+            found = middle(value(result) for result in results[name])
+            missing = "not measured: none within 20 s" if found is None and results[name] else ""
+            rows.append(Row(name, found, wanted if name == OURS else None, why.get(name, missing)))
+        return Table(f"{title}, {groups:,} queued groups", "ms", rows[0], (rows[1],), higher_is_better=False)
+
+    return [
+        table("/status-env, median", lambda one: one["idle"]["median"], STATUS),
+        table("/status-env, 99th percentile", lambda one: one["idle"]["p99"], None),
+        table("/status-env while 8 connections post, median", lambda one: one["loaded"]["median"], None),
+        table("/status-env while 8 connections post, 99th percentile", lambda one: one["loaded"]["p99"], STATUS_LOADED),
+        table("/batch of 8 small groups, median", lambda one: one["batch"], BATCH),
+    ]
