@@ -31,7 +31,7 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
             raise NotMeasured(missing)
         return context.ours("trajectories", what, *arguments, *(["--published", python] if published else []))
 
-    seconds = context.steps(5, 2)
+    seconds = context.steps(5, 1)
     ingest = functools.partial(measure, "ingest", "--seconds", seconds)
     contenders = {
         OURS: ingest,
