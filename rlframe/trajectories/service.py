@@ -69,6 +69,7 @@ class Service:
         self._latest = Latest()
         self.stored_bytes = 0  # of all groups whose payloads are needed
         self.pending_bytes = 0  # of those that are being written
+        self.turn = asyncio.Lock()  # of whoever decodes a group, which takes milliseconds
         self.failed: StoreError | None = None  # what the store takes nothing more for
         self.on_failure: Callable[[], None] = lambda: None
         self._runs: dict[str, Run] = {}

@@ -6,7 +6,7 @@ of stored bytes. One that was sent as MessagePack is stored as it came. The firs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, Union
 
 import msgspec
@@ -127,8 +127,8 @@ def parse_group(body: bytes, packed: bool) -> Parsed:
         raise not_unicode(error) from None
 
 
-def parse_groups(body: bytes, packed: bool) -> list[Parsed]:
-    """Decodes and checks a list of groups; as `parse_group`, with the place in the list before each path."""
+def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
+    """Decodes and checks a list of groups, one after the other; as `parse_group`, with its place before each path."""
     try:
         items = (_packed_list if packed else _json_list).decode(body)
     except RecursionError:
@@ -137,13 +137,11 @@ def parse_groups(body: bytes, packed: bool) -> list[Parsed]:
         raise not_unicode(error) from None
     except msgspec.DecodeError as error:
         raise explained(error, body, packed) from None
-    groups = []
     for i, item in enumerate(items):
         try:
-            groups.append(parse_group(bytes(item), packed))
+            yield parse_group(bytes(item), packed)
         except InvalidGroupError as error:
             raise InvalidGroupError((i, *error.loc), str(error), error.kind) from None
-    return groups
 
 
 def _parse_json(body: bytes) -> Parsed:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlframe.trajectories import shapes
+from rlframe.trajectories import shapes, wire
 from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.wire import as_json, as_packed, join_json, join_packed, parse_group, parse_groups
 from tests.trajectories.api import ITEM_KEYS, group
@@ -106,15 +106,41 @@ def test_a_packed_group_that_cannot_be(fields, where):
 
 def test_the_place_in_a_list_comes_first():
     with pytest.raises(InvalidGroupError) as caught:
-        parse_groups(encoded([packed(), packed(tokens=b"")]), packed=True)
+        list(parse_groups(encoded([packed(), packed(tokens=b"")]), packed=True))
     assert caught.value.loc == (1, "tokens")
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91" * 100_000, encoded(3), encoded([1])])
 def test_bytes_that_are_no_group(body):
-    for parse in (parse_group, parse_groups):
-        with pytest.raises(InvalidGroupError):
-            parse(body, packed=True)
+    with pytest.raises(InvalidGroupError):
+        parse_group(body, packed=True)
+    with pytest.raises(InvalidGroupError):
+        list(parse_groups(body, packed=True))
+
+
+@pytest.mark.parametrize("name", ["advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "messages"])
+def test_an_optional_array_that_is_empty_is_none(name):
+    """As the published BaseEnv sends what its groups do not have. It comes back as it was sent."""
+    body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], name: []}).encode()
+    assert json.loads(parse_group(body, packed=False).payload)[name] == []
+    with pytest.raises(InvalidGroupError):
+        parse_group(body.replace(b'"masks": [[1, 2]]', b'"masks": []'), packed=False)
+
+
+@pytest.mark.parametrize("absent", [b"null", b"[]"])
+def test_arrays_beside_one_that_is_absent_are_not_decoded(absent, monkeypatch):
+    """Which takes three times as long."""
+    monkeypatch.setattr(wire, "_json_group", None)
+    body = b'{"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], "advantages": ' + absent + b"}"
+    assert parse_group(body, packed=False).tokens == 2
+
+
+def test_text_that_is_not_utf_8_is_refused():
+    for text in (b'{"tokens": [[1]], "masks": [[1]], "scores": [1.0], "images": "\xff"}', b'{"\xff": 1}'):
+        with pytest.raises(InvalidGroupError, match="UTF-8"):
+            parse_group(text, packed=False)
+    with pytest.raises(InvalidGroupError, match="UTF-8"):
+        parse_group(b"\x81\xa2\xff\xfe\xc0", packed=True)
 
 
 # Shapes without decoding

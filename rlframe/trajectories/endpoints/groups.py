@@ -40,7 +40,10 @@ _PACING = 5  # seconds after which a group that came too early may be tried agai
 async def scored_data(request: Request) -> Response:
     """One group: sequences for one prompt. Once this is answered with received or buffered, it is kept."""
     service, run, key = service_of(request), run_of(request), idempotency_key(request)
-    group = parse_group(await request.body(), _is_packed(request))
+    body = await request.body()
+    async with service.turn:
+        await asyncio.sleep(0)  # short requests come between two groups, not after all that have arrived
+        group = parse_group(body, _is_packed(request))
     _check_size(service, run, group)
     added = await _add(service, run, group, key)
     if added.status == "refused":
@@ -63,9 +66,13 @@ async def scored_data(request: Request) -> Response:
 async def scored_data_list(request: Request) -> Response:
     """Several groups: all are checked before the first is taken. The i-th has the key KEY/i."""
     service, run, key = service_of(request), run_of(request), idempotency_key(request)
-    groups = parse_groups(await request.body(), _is_packed(request))
-    for i, group in enumerate(groups):
-        _check_size(service, run, group, i)
+    body = await request.body()
+    groups: list[Parsed] = []
+    async with service.turn:
+        for i, group in enumerate(parse_groups(body, _is_packed(request))):
+            _check_size(service, run, group, i)
+            groups.append(group)
+            await asyncio.sleep(0)
     service.check_room(sum(len(group.payload) for group in groups))
     adding = [_add(service, run, group, key and f"{key}/{i}") for i, group in enumerate(groups)]
     added = await asyncio.gather(*adding)
