@@ -81,13 +81,15 @@ def _ingest_tables(results: Results, why: dict[str, str]) -> list[Table]:
 
 
 def _queue_tables(results: Results, why: dict[str, str], groups: int) -> list[Table]:
-    def table(title: str, value: Callable[[dict[str, Any]], float | None], wanted: float | None) -> Table:
+    def table(
+        title: str, value: Callable[[dict[str, Any]], float | None], wanted: float | None, unit: str = "ms"
+    ) -> Table:
         rows = []
         for name in (OURS, PUBLISHED):
             found = middle(value(result) for result in results[name])
             missing = "not measured: none within 20 s" if found is None and results[name] else ""
             rows.append(Row(name, found, wanted if name == OURS else None, why.get(name, missing)))
-        return Table(f"{title}, {groups:,} queued groups", "ms", rows[0], (rows[1],), higher_is_better=False)
+        return Table(f"{title}, {groups:,} queued groups", unit, rows[0], (rows[1],), higher_is_better=False)
 
     return [
         table("/status-env, median", lambda one: one["idle"]["median"], STATUS),
@@ -95,4 +97,5 @@ def _queue_tables(results: Results, why: dict[str, str], groups: int) -> list[Ta
         table("/status-env while 8 connections post, median", lambda one: one["loaded"]["median"], None),
         table("/status-env while 8 connections post, 99th percentile", lambda one: one["loaded"]["p99"], STATUS_LOADED),
         table("/batch of 8 small groups, median", lambda one: one["batch"], BATCH),
+        table("Memory for each byte of small groups, as sent", lambda one: one["memory_per_byte"], MEMORY, "bytes"),
     ]

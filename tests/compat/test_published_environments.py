@@ -186,7 +186,7 @@ def test_an_environment_feeds_a_trainer_pauses_and_goes_on(service, environment)
 
 
 def test_two_environments_of_other_sizes_share_each_batch_and_end(service, environment):
-    """One has a minimum share of a quarter and sends lists of groups of two. Both end by themselves at their last step."""
+    """One has a minimum share of a quarter and sends lists of pairs. Both end by themselves at their last step."""
     trainer = Trainer(service.url)
     trainer.register()
     options = {"total_steps": 20, "ensure_scores_are_not_same": False}
