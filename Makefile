@@ -91,7 +91,7 @@ $(ALL): $(CORE)
 # Its tokenizers are used as transformers 4 had them. No model runs, so PyTorch is not needed.
 $(COMPAT):
 	@test -n "$(PYTHON)" || { echo 'rlframe: no Python 3.10 was found; name another with PYTHON=.' >&2; exit 1; }
-	@echo "Setting up $(COMPAT_VENV): atroposlib 0.4.0 and what it needs (about a minute, 1.2 GB)."
+	@echo "Setting up $(COMPAT_VENV): atroposlib 0.4.0 and what it needs (about two minutes, 0.9 GB)."
 	@"$(PYTHON)" -m venv $(COMPAT_VENV)
 	@$(COMPAT_VENV)/bin/python -m pip install -q atroposlib==0.4.0 'transformers<5'
 	@touch $@
