@@ -7,6 +7,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ def test_wandb_offline_keeps_the_rows_in_the_run_directory(tmp_path, monkeypatch
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
     (stored,) = run.glob(f"run-{run_id}.wandb")
-    content = stored.read_bytes()
+    deadline = time.monotonic() + 60.0
+    while b"seed" not in (content := stored.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # its own process writes, and tells nobody when it is done
     assert b"episode_return" in content and b"histogram" in content
     assert b"seed" in content
 
