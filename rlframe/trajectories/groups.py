@@ -110,7 +110,9 @@ class Group:
 
         Numbers beyond float32, which other clients may have sent as JSON, are the largest that there are.
         """
-        fields: dict[str, Any] = {name: item.get(name) for name in _NAMES}
+        # The published clients send [] for what a group has not.
+        fields: dict[str, Any] = {name: item.get(name) for name in _NAMES if item.get(name) != []}
+        fields = {**dict.fromkeys(_NAMES), **fields}
         lengths = item.get("lengths")
         for name in (*INTS, *FLOATS):
             if isinstance(fields[name], bytes):

@@ -121,3 +121,11 @@ def test_lengths_that_do_not_divide_the_arrays_are_refused(lengths):
     item["lengths"] = np.array(lengths, "<i4").tobytes()
     with pytest.raises(UsageError, match="5 tokens, and lengths that sum to"):
         Group.from_item(item)
+
+
+def test_what_published_clients_send_empty_is_absent():
+    item = {"tokens": [[1, 2], [3]], "masks": [[1, 2], [-100]], "scores": [0.5, 1.0], "env_id": 0}
+    group = Group.from_item({**item, "advantages": [], "ref_logprobs": [], "messages": [], "overrides": []})
+    assert [row.tolist() for row in group.tokens] == item["tokens"]
+    assert group.advantages is None and group.ref_logprobs is None and group.overrides is None
+    assert group.messages is None and group.env_id == 0
