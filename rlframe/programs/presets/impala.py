@@ -12,10 +12,19 @@ CARTPOLE = Preset(
     name="impala/cartpole",
     envs=("CartPole-v[01]",),
     fields={
-        **settings(PAPER, agent__discount=0.99, agent__entropy_cost=0.01, agent__anneal_learning_rate=True),
-        # With fewer and larger updates (16 unrolls of 32 steps) the values fit too late: 3 of 4 seeds at best.
         **settings(
-            "found here: 10 of 10 seeds end at 500",
+            PAPER,
+            agent__discount=0.99,
+            agent__entropy_cost=0.01,
+            agent__anneal_learning_rate=True,
+            agent__max_grad_norm=40.0,
+        ),
+        # With fewer and larger updates (16 unrolls of 32 steps) the values fit too late: 3 of 4 seeds at best.
+        # Once every episode lasts 500 steps, gradients vanish, and the first failure after that comes as one some 1,000
+        # times the recent ones. With Adam's usual epsilon of 1e-8 and no clip, the drift until then and that step are
+        # of full length: 5 of 13 runs under heavy_env ended below 450.
+        **settings(
+            "found here: every seed ends at 500: 10 under heavy_env, 8 light_env, 4 distributed, 6 in one process",
             steps=300_000,
             num_envs=16,
             agent__unroll_length=10,
@@ -23,9 +32,8 @@ CARTPOLE = Preset(
             agent__vtrace_lambda=0.95,
             agent__optimiser="adam",
             agent__learning_rate=2e-3,
+            agent__adam_epsilon=0.1,
         ),
-        # That norm is of the policy's and the values' gradients together.
-        **settings("found here: clipped at the paper's 40, 1 seed of 4 ended at 357", agent__max_grad_norm=None),
     },
 )
 
