@@ -23,9 +23,10 @@ from rlframe.types import Params
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, one array for each layer: `[B, length, K, head]`.
+    """Keys and values of the tokens so far, one array for each layer: `[B, K, length, head]`.
 
-    How many of a row's positions hold something is the caller's to know (`lengths`).
+    How many of a row's positions hold something is the caller's to know (`lengths`). With the positions before the
+    heads attention would first transpose all of it, at each step.
     """
 
     keys: tuple[jax.Array, ...]
@@ -182,7 +183,7 @@ def _log_probs(params: Params, config: ModelConfig, x: jax.Array, targets: jax.A
 
 def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     """An empty cache for `batch` rows of at most `length` tokens."""
-    shape = (batch, length, config.num_key_value_heads, config.head_size)
+    shape = (batch, config.num_key_value_heads, length, config.head_size)
     empty = lambda: tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_hidden_layers))  # noqa: E731
     return Cache(keys=empty(), values=empty())
 
@@ -214,18 +215,18 @@ def hidden_cached(
 ) -> tuple[jax.Array, Cache]:
     """As `apply_cached`, but what the head is applied to, `[B, T, D]`."""
     B, T = tokens.shape
-    span = span or cache.keys[0].shape[1]
+    span = span or cache.keys[0].shape[2]
     positions = lengths[:, None] + jnp.arange(T)
-    rows = jnp.arange(B)[:, None]
+    at = jnp.arange(B)[:, None, None], jnp.arange(config.num_key_value_heads)[:, None], positions[:, None]
     visible = jnp.arange(span) <= positions[..., None]  # [B, T, span]
     turn = _rotation(config, positions)
     x = params["embed_tokens"][tokens]
     keys, values = [], []
     for layer, cached_keys, cached_values in zip(params["layers"], cache.keys, cache.values):
         q, k, v = _qkv(config, layer, x, turn)
-        keys.append(cached_keys.at[rows, positions].set(k, mode="drop"))
-        values.append(cached_values.at[rows, positions].set(v, mode="drop"))
-        x = _finish(config, layer, x, _attend(q, keys[-1][:, :span], values[-1][:, :span], visible))
+        keys.append(cached_keys.at[at].set(k, mode="drop"))
+        values.append(cached_values.at[at].set(v, mode="drop"))
+        x = _finish(config, layer, x, _attend(q, keys[-1][:, :, :span], values[-1][:, :, :span], visible))
     return _rms_norm(x, params["norm"], config.rms_norm_eps), Cache(tuple(keys), tuple(values))
 
 
@@ -236,12 +237,12 @@ def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles at `positions` `[B, T]`: `[B, T, 1, head / 2]` float32."""
+    """Cosine and sine of the angles at `positions` `[B, T]`: `[B, 1, T, head / 2]` float32."""
     head = config.head_size
     frequencies = config.rope_theta ** -(jnp.arange(0, head, 2, dtype=jnp.float32) / head)
     if config.rope_scaling is not None:
         frequencies = _stretch(frequencies, config.rope_scaling)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    angles = positions[:, None, :, None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -254,7 +255,7 @@ def _stretch(frequencies: jax.Array, scaling: Any) -> jax.Array:
 
 
 def _rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns each pair (i, i + head / 2) of `[B, T, heads, head]`."""
+    """Turns each pair (i, i + head / 2) of `[B, heads, T, head]`."""
     cosine, sine = turn
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
@@ -269,23 +270,25 @@ def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
 def _qkv(
     config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, turn: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries `[B, T, H, head]`, keys and values `[B, T, K, head]`."""
+    """Queries `[B, H, T, head]`, keys and values `[B, K, T, head]`."""
     x = _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps)
     q, k, v = (
-        _linear(layer, name, x).reshape(*x.shape[:-1], -1, config.head_size) for name in ("q_proj", "k_proj", "v_proj")
+        jnp.swapaxes(_linear(layer, name, x).reshape(*x.shape[:-1], -1, config.head_size), 1, 2)
+        for name in ("q_proj", "k_proj", "v_proj")
     )
     return _rotate(q, turn), _rotate(k, turn), v
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """Softmax attention of `q` `[B, T, H, head]` to `k`, `v` `[B, S, K, head]` where `visible` `[B, T, S]`."""
-    B, T, H, head = q.shape
-    K = k.shape[2]
-    q = q.reshape(B, T, K, H // K, head)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head)
+    """Softmax attention of `q` `[B, H, T, head]` to `k`, `v` `[B, K, S, head]` where `visible` `[B, T, S]`."""
+    B, H, T, head = q.shape
+    K = k.shape[1]
+    q = q.reshape(B, K, H // K, T, head)
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head)
     scores = jnp.where(visible[:, None, None], scores, -1e30)  # finite: a row of padding sees nothing, and is not NaN
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(B, T, H * head)
+    attended = jnp.einsum("bkgts,bksd->bkgtd", weights, v).reshape(B, H, T, head)
+    return jnp.swapaxes(attended, 1, 2).reshape(B, T, H * head)
 
 
 def _finish(config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, attended: jax.Array) -> jax.Array:
