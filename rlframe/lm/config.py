@@ -73,15 +73,13 @@ class ModelConfig:
                 f"ModelConfig.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})."
             )
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise UsageError(
-                    f"ModelConfig.hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
-                    f"({self.num_attention_heads}) where head_dim is not given."
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise UsageError(
+                f"ModelConfig.hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                f"({self.num_attention_heads}) where head_dim is not given."
+            )
         if self.head_size < 2 or self.head_size % 2:
-            raise UsageError(f"ModelConfig.head_dim must be even: rotary embeddings turn pairs; got {self.head_dim}.")
+            raise UsageError(f"ModelConfig.head_dim must be even: rotary embeddings turn pairs; got {self.head_size}.")
         if self.model_type not in ARCHITECTURES:
             raise UsageError(
                 f"ModelConfig.model_type {self.model_type!r} is not known; there are {', '.join(ARCHITECTURES)}."
@@ -91,9 +89,8 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """`head_dim`, which is never None once checked."""
-        assert self.head_dim is not None
-        return self.head_dim
+        """`head_dim`, or what None stands for."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def output_bias(self) -> bool:
@@ -128,6 +125,8 @@ class ModelConfig:
         missing = [name for name in _NEEDED if name not in known]
         if missing:
             raise UsageError(f"config.json lacks {', '.join(missing)}.")
+        if known.get("head_dim", 0) * known["num_attention_heads"] == known["hidden_size"]:
+            del known["head_dim"]  # it says nothing
         known.setdefault("num_key_value_heads", known["num_attention_heads"])
         known.setdefault("tie_word_embeddings", False)  # what transformers takes where the file is silent
         known.setdefault("attention_bias", model_type == "qwen2")
@@ -137,7 +136,7 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """What `config.json` is to hold, for transformers and for `from_json`."""
-        fields = dataclasses.asdict(self)
+        fields = {**dataclasses.asdict(self), "head_dim": self.head_size}
         if self.rope_scaling is not None:
             fields["rope_scaling"]["rope_type"] = "llama3"
         if self.model_type == "qwen2":

@@ -97,10 +97,10 @@ def _expected(config: ModelConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], Any
 
 
 def _published_name(path: tuple[Any, ...]) -> str:
-    *start, last = (getattr(step, "key", getattr(step, "idx", None)) for step in path)
-    if not start:
+    last = path[-1].key
+    if len(path) == 1:
         return "lm_head.weight" if last == "lm_head" else f"model.{last}.weight"
-    layer = f"model.layers.{start[1]}"
+    layer = f"model.layers.{path[1].idx}"
     name, kind = (last.removesuffix("_bias"), "bias") if last.endswith("_bias") else (last, "weight")
     if name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         name = f"self_attn.{name}"
