@@ -73,9 +73,9 @@ class Slots:
         lengths = np.ones(len(tokens), np.int32)
         for prompt, i in prompts.items():
             tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-        # Rows that make the number a round one are put into a slot that there is not: they are dropped.
-        padded = [*requests, *[requests[0]] * (_few(len(requests), self._slots) - len(requests))]
-        where = np.full(len(padded), self._slots, np.int32)
+        # As many rows as slots: those that are none are put into a slot that there is not, which drops them.
+        padded = [*requests, *[requests[0]] * (self._slots - len(requests))]
+        where = np.full(self._slots, self._slots, np.int32)
         where[: len(slots)] = slots
         rows = make_rows(
             [request.key for request in padded], [request.sampling for request in padded], self._max_stop_tokens

@@ -1,0 +1,110 @@
+"""Times the decode engine beside the model's jitted decoding step alone, in turns. Prints one JSON object.
+
+The step alone does what cannot be left out: the model with its cache, donated, and the likeliest token, for as many
+rows as the engine has slots, with as much of the cache attended to as the engine's longest row asks for. It samples
+nothing, stops nowhere, prefills nothing and fetches nothing before its last token.
+
+python -m benchmarks.ours.decode small --seconds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.lm import Engine, EngineConfig, ModelConfig, SamplingParams, model
+from rlframe.lm.sampling import power_of_two
+
+SLOTS = 32
+PROMPTS, ANSWERS = (8, 16), (32, 128)  # tokens, uniform
+TURNS = 4
+SMALL = ModelConfig()
+LARGE = ModelConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8)
+MODELS = {"small": SMALL, "large": LARGE}
+
+
+def main() -> None:
+    """Measures both ways."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
+    args = parser.parse_args()
+    print(json.dumps(measure(MODELS[args.model], args.seconds)))
+
+
+def measure(config: ModelConfig, seconds: float) -> dict[str, float]:
+    """{way: tokens per second}, each the median of the turns, and the parameters' number."""
+    params = model.init(jax.random.key(0), config)
+    length = power_of_two(PROMPTS[1] + ANSWERS[1])
+    engine = Engine(config, params, EngineConfig(slots=SLOTS, length=length))
+    with engine:
+        ways = {"engine": functools.partial(_decode, engine), "alone": _alone(config, params, length)}
+        measured: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(TURNS + 1):
+            for way, run in ways.items():
+                rate = run(seconds / TURNS)
+                if turn:  # the first compiles
+                    measured[way].append(rate)
+    found = {way: statistics.median(rates) for way, rates in measured.items()}
+    return {**found, "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
+
+
+def _decode(engine: Engine, seconds: float) -> float:
+    """Tokens per second of requests of many lengths, of which some always wait."""
+    rng = np.random.default_rng(0)
+    handles: list[Any] = []
+
+    def ask() -> None:
+        prompt = rng.integers(0, 256, rng.integers(PROMPTS[0], PROMPTS[1] + 1)).tolist()
+        sampling = SamplingParams(max_tokens=int(rng.integers(ANSWERS[0], ANSWERS[1] + 1)), seed=len(handles))
+        handles.append(engine.submit(prompt, sampling))
+
+    for _ in range(2 * SLOTS):
+        ask()
+    for handle in handles[:SLOTS]:  # by then answers are begun and ended all the time
+        handle.result()
+        ask()
+    start, before, answered = time.perf_counter(), engine.stats()["tokens"], SLOTS
+    while time.perf_counter() - start < seconds:
+        handles[answered].result()
+        answered += 1
+        ask()
+    rate = (engine.stats()["tokens"] - before) / (time.perf_counter() - start)
+    for handle in handles:
+        handle.cancel()
+    return rate
+
+
+def _alone(config: ModelConfig, params: Any, length: int) -> Any:
+    @functools.partial(jax.jit, static_argnames="span", donate_argnums=(1, 2))
+    def step(params, token, cache, lengths, *, span):  # type: ignore[no-untyped-def]
+        logits, cache = model.apply_cached(params, config, token, cache, lengths, span=span)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache, lengths + 1
+
+    def run(seconds: float) -> float:
+        steps, spent = 0, 0.0
+        while spent < seconds:
+            token = jnp.zeros((SLOTS, 1), jnp.int32)
+            cache, lengths = model.init_cache(config, SLOTS, length), jnp.full(SLOTS, PROMPTS[1], jnp.int32)
+            jax.block_until_ready((token, cache, lengths))
+            start = time.perf_counter()
+            for i in range(ANSWERS[1]):
+                token, cache, lengths = step(params, token, cache, lengths, span=length)
+            jax.block_until_ready(token)
+            spent += time.perf_counter() - start
+            steps += ANSWERS[1]
+        return steps * SLOTS / spent
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
