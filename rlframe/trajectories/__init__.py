@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlframe.errors import UsageError
 
 if TYPE_CHECKING:
+    from rlframe.trajectories.base_env import BaseEnv, BaseEnvConfig
     from rlframe.trajectories.buffer import TokenBatch, TrajectoryBuffer
     from rlframe.trajectories.client import AsyncClient, Client
     from rlframe.trajectories.groups import Group
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
 # Public name -> module. Resolved on first use (PEP 562): not everyone has what the service and its clients need.
 _PUBLIC = {
     "AsyncClient": "rlframe.trajectories.client",
+    "BaseEnv": "rlframe.trajectories.base_env",
+    "BaseEnvConfig": "rlframe.trajectories.base_env",
     "Client": "rlframe.trajectories.client",
     "Group": "rlframe.trajectories.groups",
     "TokenBatch": "rlframe.trajectories.buffer",
     "TrajectoryBuffer": "rlframe.trajectories.buffer",
 }
 
-__all__ = ["AsyncClient", "Client", "Group", "TokenBatch", "TrajectoryBuffer"]
+__all__ = ["AsyncClient", "BaseEnv", "BaseEnvConfig", "Client", "Group", "TokenBatch", "TrajectoryBuffer"]
 
 
 def __getattr__(name: str) -> Any:

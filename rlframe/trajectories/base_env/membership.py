@@ -1,0 +1,99 @@
+"""An environment at the trajectory service: it joins, asks, sends, comes back after a restart, and leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import pathlib
+from collections.abc import Sequence
+
+from rlframe.errors import RlframeError, UsageError
+from rlframe.trajectories.base_env.config import BaseEnvConfig
+from rlframe.trajectories.base_env.files import write_atomically
+from rlframe.trajectories.client import AsyncClient
+from rlframe.trajectories.groups import Group
+from rlframe.trajectories.replies import EnvStatus, Info, RegisteredEnv, WandbInfo
+
+_LEAVE = 5.0  # seconds for the last words
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """The calls of one environment. Each is repeated for `service_timeout` seconds while the service is not there.
+
+    Raises (every call): as `rlframe.trajectories.AsyncClient`.
+    """
+
+    def __init__(self, config: BaseEnvConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._client = AsyncClient(
+            config.rollout_server_url, token=config.service_token, timeout=config.service_timeout
+        )
+        self._resume_file = None if config.resume_file is None else pathlib.Path(config.resume_file)
+        self._env: RegisteredEnv | None = None
+
+    async def join(self) -> RegisteredEnv:
+        """Waits for the trainer, and joins; under its earlier name where it was there before."""
+        logger.info("%s joins %s, once its trainer has asked for a batch.", self._name, self._client.url)
+        token = self._env.resume_token if self._env is not None else self._saved_token()
+        try:
+            self._env = await self._register(token)
+        except UsageError:
+            if token is None:
+                raise
+            # The service knows nothing of it any more: it was started afresh, or its trainer registered anew.
+            self._env = await self._register(None)
+        if self._resume_file is not None:
+            content = {"url": self._client.url, "resume_token": self._env.resume_token}
+            write_atomically(self._resume_file, json.dumps(content))
+        return self._env
+
+    async def info(self) -> Info:
+        return await self._client.info()
+
+    async def wandb_info(self) -> WandbInfo:
+        return await self._client.wandb_info()
+
+    async def status(self) -> EnvStatus | None:
+        """None where the service does not know this environment any more."""
+        assert self._env is not None
+        try:
+            return await self._client.env_status(self._env.env_id)
+        except UsageError as error:
+            logger.warning("%s joins again: %s", self._name, error)
+            return None
+
+    async def post(self, groups: Sequence[Group]) -> None:
+        """Sends them in one request; once it returns, they outlive a crash of the service."""
+        await self._client.post(list(groups) if len(groups) > 1 else groups[0])
+
+    async def leave(self) -> None:
+        """Says goodbye if the service is there, and closes the connections."""
+        if self._env is not None:
+            with contextlib.suppress(RlframeError):
+                await self._client.disconnect_env(self._env.env_id, timeout=_LEAVE)
+        await self._client.close()
+
+    async def _register(self, token: str | None) -> RegisteredEnv:
+        config = self._config
+        return await self._client.register_env(
+            desired_name=self._name,
+            group_size=config.group_size,
+            max_token_length=config.max_token_length,
+            weight=config.inference_weight,
+            min_batch_allocation=config.min_batch_allocation,
+            resume_token=token,
+            wait=config.service_timeout,
+        )
+
+    def _saved_token(self) -> str | None:
+        if self._resume_file is None or not self._resume_file.exists():
+            return None
+        try:
+            saved = json.loads(self._resume_file.read_text())
+            return saved["resume_token"] if saved["url"] == self._client.url else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"resume_file {self._resume_file} is none that an environment wrote: {error}.") from error

@@ -1,0 +1,36 @@
+"""A run of an environment in Weights & Biases. `WANDB_MODE=offline` keeps it on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlframe.errors import UsageError
+
+
+class WandbRun:
+    """A run, from now until `finish`.
+
+    Raises:
+        UsageError: wandb is not installed.
+    """
+
+    def __init__(self, project: str | None, group: str | None, name: str | None, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "use_wandb needs wandb: pip install 'rlframe[wandb]', or --env.use_wandb false."
+            ) from error
+        self._table = wandb.Table
+        self._run = wandb.init(project=project or None, group=group or None, name=name, config=dict(config))
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+        """A table to be logged."""
+        return self._table(columns=list(columns), data=[list(row) for row in rows])
+
+    def finish(self) -> None:
+        self._run.finish()
