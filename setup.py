@@ -50,6 +50,8 @@ EXTRAS = {
         *("httptools", "httpx", "msgspec>=0.18.5", "orjson", "prometheus-client", "pydantic>=2", "redis>=5"),
         *("uvicorn", "uvloop", "zstandard"),
     ],
+    # Environments of language models (BaseEnv), beside `trajectories`.
+    "envs": ["openai", "pyyaml"],
     "tokenizers": ["tokenizers"],  # with which the live page shows tokens as text
     "wandb": ["wandb"],
     "trackio": ["trackio"],

@@ -1,4 +1,4 @@
-"""A model server over HTTP whose answers a test decides: the OpenAI API, with token ids as vLLM and rlframe add them."""
+"""A model server over HTTP whose answers a test decides: the OpenAI API, with token ids as vLLM adds them."""
 
 from __future__ import annotations
 
