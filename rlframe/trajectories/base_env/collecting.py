@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable
@@ -16,7 +15,7 @@ from rlframe.trajectories.base_env.work import Gate, Work
 
 ATTEMPTS = 3  # for one item
 FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
-_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before an item's next attempt, doubled with each failure in a row
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds before an item's next attempt, doubled with each failure in a row
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +65,12 @@ class Collector:
             RlframeError: the service or a model stayed away beyond its deadline.
             EnvError: `FAILURES_IN_A_ROW` attempts failed.
         """
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+        # Not `wait_for`, which in Python 3.10 may take a cancellation for the end of what it waits for.
+        timer = asyncio.get_running_loop().call_later(seconds, self._changed.set)
+        try:
+            await self._changed.wait()
+        finally:
+            timer.cancel()
         self._changed.clear()
         for late in [one for one in self.under_way if self._timeout is not None and one.seconds > self._timeout]:
             logger.warning("An item is given up after %.0f s (worker_timeout): %.200r", self._timeout, late.item)

@@ -59,6 +59,7 @@ class ServeLoop:
     async def _serve(self) -> None:
         looked = time.monotonic()
         while True:
+            posted = self._membership.posted
             status = await self._membership.status()
             if status is None:
                 await self._join()
@@ -68,7 +69,7 @@ class ServeLoop:
             looked = now
             await self._look(status)
             if not self._finished(status):
-                await self._collect(status)
+                await self._collect(status, self._membership.posted - posted)
             elif not self._evaluating:
                 return
             await self._collector.wait(_LOOK)
@@ -144,7 +145,8 @@ class ServeLoop:
         queued = 0 if status.hold else status.queue_size * self._config.group_size // self._config.batch_size
         return status.current_step >= self._total_steps or status.current_step + queued > self._total_steps
 
-    async def _collect(self, status: EnvStatus) -> None:
+    async def _collect(self, status: EnvStatus, unseen: int) -> None:
+        """Starts groups, or pauses. `unseen`: groups that were sent since the status was asked for."""
         env, config = self._env, self._config
         limit = workers = env.max_num_workers
         paused = status.hold
@@ -152,7 +154,7 @@ class ServeLoop:
             paused = True
         elif self._evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
             limit = int(workers * config.eval_limit_ratio)
-        wanted = self._wanted(status)
+        wanted = self._wanted(status) - unseen
         paused = paused or wanted <= 0
         if paused != self._collector.gate.closed:
             logger.info("Collecting %s at step %d.", "pauses" if paused else "goes on", status.current_step)

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 class Membership:
     """The calls of one environment. Each is repeated for `service_timeout` seconds while the service is not there.
 
+    Attributes:
+        posted: groups that the service has acknowledged.
+
     Raises (every call): as `rlframe.trajectories.AsyncClient`.
     """
 
@@ -34,6 +37,7 @@ class Membership:
         )
         self._resume_file = None if config.resume_file is None else pathlib.Path(config.resume_file)
         self._env: RegisteredEnv | None = None
+        self.posted = 0
 
     async def join(self) -> RegisteredEnv:
         """Waits for the trainer, and joins; under its earlier name where it was there before."""
@@ -69,6 +73,7 @@ class Membership:
     async def post(self, groups: Sequence[Group]) -> None:
         """Sends them in one request; once it returns, they outlive a crash of the service."""
         await self._client.post(list(groups) if len(groups) > 1 else groups[0])
+        self.posted += len(groups)
 
     async def leave(self) -> None:
         """Says goodbye if the service is there, and closes the connections."""

@@ -1,0 +1,369 @@
+"""Environments at the real trajectory service, with a model over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import urllib.request
+import uuid
+
+import numpy as np
+import pytest
+
+from rlframe.errors import EnvError, UnavailableError, UsageError
+from rlframe.trajectories import Group
+from rlframe.trajectories.base_env import EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
+from rlframe.trajectories.base_env.collecting import ATTEMPTS, FAILURES_IN_A_ROW
+from tests.trajectories.base_env.model import Model, serving
+from tests.trajectories.base_env.running import DEADLINE, Letters, made, pull, serving_env, trainer, until
+from tests.trajectories.serving import running_service
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with running_service(tmp_path_factory.mktemp("service")) as service:
+        yield service
+
+
+@pytest.fixture()
+def url(service):
+    """Of a run of the test's own."""
+    return f"{service.url}/runs/{uuid.uuid4().hex}"
+
+
+@pytest.fixture()
+def model():
+    with serving(Model()) as one:
+        yield one
+
+
+def envs_of(url: str) -> dict[str, dict]:
+    """What the service says about environments, by name."""
+    with urllib.request.urlopen(f"{url}/report", timeout=DEADLINE) as answer:
+        return {env["wandb_name"]: env for env in json.load(answer)["envs"]}
+
+
+def test_groups_arrive_as_they_were_sampled(url, model):
+    model.reply, model.policy_version = lambda prompt, number: [65 + number % 2], 7
+    with trainer(url, num_steps=2) as client, serving_env(lambda: made(Letters, model, url=url)) as running:
+        groups = [pull(client)[0] for _ in range(2)]
+        running.join()
+    prompts = sorted(bytes(group.tokens[0][:-1].tolist()).decode() for group in groups)
+    assert prompts == ["item 1", "item 2"]
+    for group in groups:
+        length = len(b"item 1")
+        assert [row.tolist()[length:] for row in group.tokens] == [[65], [66]]
+        assert [row.tolist() for row in group.masks] == [[-100] * length + [65], [-100] * length + [66]]
+        expected = [[1.0] * length + [model.logprob(token)] for token in (65, 66)]
+        np.testing.assert_allclose([row.tolist() for row in group.inference_logprobs], expected, rtol=1e-6)
+        assert (group.scores.tolist(), group.policy_version, group.env_id) == ([0, 1], 7, 0)
+    assert envs_of(url)["letters_0"]["connected"] is False
+    assert running.env.curr_step == 2
+
+
+class Turns(Letters):
+    """Two turns, with an item between them that a test can look at."""
+
+    async def setup(self):
+        await super().setup()
+        self.first_done = 0
+
+    async def collect_trajectories(self, item):
+        nodes = []
+        for index in range(self.config.group_size):
+            async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+                first = await managed.completion(prompt=f"{item}:{index}", max_tokens=1)
+                self.first_done += 1
+                await managed.completion(prompt=f"{item}:{index}{first.choices[0].text};", max_tokens=1)
+                nodes += managed.get_state()["nodes"]
+        tokens, masks = [node.tokens for node in nodes], [node.masked_tokens for node in nodes]
+        return ScoredDataGroup(tokens=tokens, masks=masks, scores=[0.0, 1.0]), []
+
+
+def test_a_pause_keeps_what_is_there(url, model):
+    """The queue fills while trajectories are between their turns: they go on where they were."""
+    model.open.clear()
+    other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
+    make = lambda: made(Turns, model, url=url, max_batches_offpolicy=2)  # noqa: E731
+    with trainer(url) as client, serving_env(make) as running:
+        until(lambda: len(model.requests) == 2, "two groups are collected at once")
+        client.post([other, other])
+        until(lambda: running.env.status_dict["queue_size"] == 2, "the environment sees that the queue is full")
+        gate = next(iter(running.env.workers)).gate
+        until(lambda: gate.closed, "it pauses")
+        model.open.set()
+        until(lambda: running.env.first_done == 2, "what was asked is answered")
+        looks = running.env.statistics.mainloop_timings
+        seen = len(looks)
+        until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        assert len(model.requests) == 2 and client.status().queue_size == 2
+        while not gate.closed or client.status().queue_size:
+            if gate.closed:
+                pull(client)
+            else:
+                break
+        groups = [pull(client)[0] for _ in range(2)]
+        while any(group.tokens[0].tolist() == [1, 1] for group in groups):
+            groups = [*groups[1:], pull(client)[0]]
+    prompts = [bytes(request["prompt"]).decode() for request in model.requests]
+    for name in ("item 1:0", "item 1:1", "item 2:0", "item 2:1"):
+        assert prompts.count(name) == 1, "no turn is sampled twice"
+    for group in groups:
+        for row in group.tokens:
+            first, letter, rest = bytes(row.tolist()).partition(b";")
+            assert letter and first[-1:].isalpha() and len(rest) == 1
+
+
+def test_a_sent_group_knows_the_oldest_version_of_its_turns(url, model):
+    model.policy_version = 3
+    versions = iter([5, 4, 9, 9])
+    answer = model.answer
+
+    def changing(path, body):
+        model.policy_version = next(versions, 9)
+        return answer(path, body)
+
+    model.answer = changing
+    make = lambda: made(Turns, model, url=url, max_num_workers=1)  # noqa: E731
+    with trainer(url, num_steps=2) as client, serving_env(make):
+        assert [pull(client)[0].policy_version for _ in range(2)] == [4, 9]
+
+
+def test_collecting_stays_within_max_batches_offpolicy(url, model):
+    make = lambda: made(Letters, model, url=url, max_num_workers=8, max_batches_offpolicy=3)  # noqa: E731
+    with trainer(url) as client, serving_env(make) as running:
+        until(lambda: client.status().queue_size == 3, "the queue fills")
+        looks = running.env.statistics.mainloop_timings
+        seen = len(looks)
+        until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        assert client.status().queue_size == 3 and len(model.requests) == 3
+
+
+class Examined(Letters):
+    """An evaluation that asks the model, as training does."""
+
+    async def setup(self):
+        await super().setup()
+        self.evaluated, self.go_on = [], threading.Event()
+
+    async def evaluate(self, *args, **kwargs):
+        self.evaluated.append(self.curr_step)
+        while not self.go_on.is_set():
+            await asyncio.sleep(0.01)
+        answers = await self.gather_eval(self.server.completion(prompt="exam", split="eval") for _ in range(3))
+        self.evaluated.append([answer.choices[0].text for answer in answers])
+
+
+@pytest.mark.parametrize("handling", list(EvalHandlingEnum), ids=lambda handling: handling.name)
+def test_an_evaluation_pauses_or_limits_collecting(url, model, handling):
+    options = {"steps_per_eval": 2, "eval_handling": handling, "eval_limit_ratio": 0.5, "max_num_workers": 2}
+    make = lambda: made(Examined, model, url=url, max_batches_offpolicy=500, **options)  # noqa: E731
+    with trainer(url) as client, serving_env(make) as running:
+        for _ in range(2):
+            pull(client)
+        env = running.env
+        until(lambda: env.evaluated, "the evaluation starts")
+        assert env.evaluated == [2]
+        model.open.clear()
+        if handling is EvalHandlingEnum.STOP_TRAIN:
+            model.open.set()
+            until(lambda: not env.workers, "what is asked is answered")
+        at_once = {"STOP_TRAIN": 0, "LIMIT_TRAIN": 1, "NONE": 2}[handling.name]
+        until(lambda: len(env.workers) == at_once, "so many go on")
+        asked, looks = len(model.requests), env.statistics.mainloop_timings
+        seen = len(looks)
+        until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        assert len(env.workers) == at_once and len(model.requests) - asked <= at_once
+        model.open.set()
+        env.go_on.set()
+        until(lambda: len(env.evaluated) == 2, "the evaluation ends")
+        before = env.number
+        until(lambda: env.number > before + 2, "collecting goes on")
+    assert len(env.evaluated[1]) == 3 and all(env.evaluated[1])
+    assert len([request for request in model.requests if request["prompt"] == "exam"]) == 3
+
+
+class Counting(Letters):
+    def save_checkpoint(self, step, data=None):
+        super().save_checkpoint(step, {**(data or {}), "number": self.number})
+
+
+def test_checkpoints_are_saved_at_the_interval_and_loaded_by_the_next(url, model, tmp_path):
+    options = {"resume_file": str(tmp_path / "resume.json")}
+    told = {"checkpoint_dir": str(tmp_path), "save_checkpoint_interval": 2}
+    folder = tmp_path / "env_checkpoints" / "letters_0"
+    with trainer(url, **told) as client:
+        with serving_env(lambda: made(Counting, model, url=url, **options)) as running:
+            for _ in range(3):
+                pull(client)
+            until((folder / "step-2.json").exists, "the checkpoint is written")
+            until(lambda: running.env.curr_step == 3, "it is at step 3")
+            running.stop()
+        saved = json.loads((folder / "step-2.json").read_text())["number"]
+        assert saved >= 2 and [path.name for path in folder.iterdir()] == ["step-2.json"]
+        with serving_env(lambda: made(Counting, model, url=url, **options)) as running:
+            until(lambda: len(envs_of(url)) and running.env.wandb_prepend, "it is back")
+            assert running.env.wandb_prepend == "letters_0" and list(envs_of(url)) == ["letters_0"]
+            until(lambda: getattr(running.env, "number", 0) > saved, "it goes on behind the checkpoint")
+
+
+def test_a_service_that_is_killed_and_started_again_loses_nothing(tmp_path, model):
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(running_service(tmp_path))
+        client = stack.enter_context(trainer(service.url, num_steps=6))
+        make = lambda: made(Letters, model, url=service.url, max_batches_offpolicy=8)  # noqa: E731
+        running = stack.enter_context(serving_env(make))
+        first = [pull(client)[0] for _ in range(2)]
+        until(lambda: client.status().queue_size >= 3, "groups wait")
+        service.restart()
+        groups = [*first, *(pull(client)[0] for _ in range(4))]
+        running.join()
+    prompts = [bytes(group.tokens[0][:-1].tolist()).decode() for group in groups]
+    assert len(set(prompts)) == 6
+    assert {group.env_id for group in groups} == {0}
+
+
+def test_a_run_that_starts_afresh_is_joined_again(url, model):
+    with trainer(url) as client, serving_env(lambda: made(Letters, model, url=url)) as running:
+        pull(client)
+        client.register(batch_size=4, max_token_len=64, num_steps=10)
+        assert client.batch() is None
+        assert sum(map(len, pull(client))) == 4
+        until(lambda: running.env.config.batch_size == 4, "it knows the new batch size")
+        assert envs_of(url)["letters_0"]["connected"]
+
+
+class Failing(Letters):
+    async def collect_trajectories(self, item):
+        self.tried = [*getattr(self, "tried", []), item]
+        if self.tried.count(item) < self.fails_before:
+            raise RuntimeError(f"no luck with {item}")
+        return await super().collect_trajectories(item)
+
+    fails_before = ATTEMPTS
+
+
+def test_an_item_that_fails_is_tried_again(url, model):
+    make = lambda: made(Failing, model, url=url, max_num_workers=1)  # noqa: E731
+    with trainer(url, num_steps=1) as client, serving_env(make) as running:
+        (group,) = pull(client)
+    assert bytes(group.tokens[0][:-1].tolist()) == b"item 1"
+    assert running.env.tried[:ATTEMPTS] == ["item 1"] * ATTEMPTS
+
+
+def test_an_environment_that_always_fails_ends(url, model):
+    class Hopeless(Failing):
+        fails_before = 10**9
+
+    told = pytest.raises(EnvError, match=rf"failed {FAILURES_IN_A_ROW} times in a row.*no luck with item")
+    with trainer(url), serving_env(lambda: made(Hopeless, model, url=url, max_num_workers=16)) as running, told:
+        running.join()
+    assert envs_of(url)["letters_0"]["connected"] is False
+
+
+def test_a_group_whose_rows_do_not_fit_is_an_error(url, model):
+    class Ragged(Letters):
+        async def collect_trajectories(self, item):
+            return ScoredDataGroup(tokens=[[1], [2]], masks=[[1], [2, 3]], scores=[0.0, 1.0]), []
+
+    told = pytest.raises(EnvError, match="Sequence 1 has 1 tokens, but 2 masks")
+    with trainer(url), serving_env(lambda: made(Ragged, model, url=url, max_num_workers=16)) as running, told:
+        running.join()
+
+
+def test_an_item_that_takes_too_long_is_given_up(url, model):
+    class Slow(Letters):
+        async def collect_trajectories(self, item):
+            if item == "item 1":
+                await asyncio.sleep(DEADLINE)
+            return await super().collect_trajectories(item)
+
+    make = lambda: made(Slow, model, url=url, max_num_workers=1, worker_timeout=0.2)  # noqa: E731
+    with trainer(url) as client, serving_env(make):
+        (group,) = pull(client)
+    assert bytes(group.tokens[0][:-1].tolist()) == b"item 2"
+
+
+def test_groups_that_teach_nothing_are_not_sent(url, model):
+    class Odd(Letters):
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            if item == "item 1":
+                group["scores"] = [1.0, 1.0]
+            if item == "item 2":
+                group = {name: rows[:1] for name, rows in group.items()}
+            if item == "item 3":
+                group["tokens"] = group["masks"] = [[1] * 65] * 2
+                group["inference_logprobs"] = None
+            return None if item == "item 4" else group, []
+
+    with trainer(url) as client, serving_env(lambda: made(Odd, model, url=url, max_num_workers=1)):
+        assert bytes(pull(client)[0].tokens[0][:-1].tolist()) == b"item 5"
+
+
+class Singles(Letters):
+    """One trajectory at a time, the first of which has more to do."""
+
+    async def collect_trajectory(self, item):
+        answer = await self.server.completion(prompt=item, max_tokens=1)
+        token = ord(answer.choices[0].text)
+        sequence = ScoredDataItem(
+            tokens=[1, token], masks=[-100, token], scores=float(token % 7), overrides={"n": token}, advantages=None
+        )
+        return sequence, ["further"] if item == "item 1" else []
+
+    collect_trajectories = Letters.__mro__[1].collect_trajectories
+
+
+def test_trajectories_are_put_together_and_items_may_have_followers(url, model):
+    make = lambda: made(Singles, model, url=url, max_num_workers=1, include_messages=True)  # noqa: E731
+    with trainer(url) as client, serving_env(make) as running:
+        groups = [pull(client)[0] for _ in range(2)]
+        until(lambda: any(request["prompt"] == "further" for request in model.requests), "the backlog goes first")
+        assert isinstance(running.env.backlog, list)
+    assert sorted(row.tolist()[1] for row in groups[0].tokens) == [65, 66]
+    assert groups[0].advantages is None
+    assert sorted(override["n"] for override in groups[0].overrides) == [65, 66]
+    assert groups[0].messages[0][0]["role"] == "user"
+
+
+def test_several_groups_of_one_item_are_sent_together(url, model):
+    class Pairs(Letters):
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            return [group, None], []
+
+        async def postprocess_histories(self, trajectories):
+            assert trajectories[1] is None
+            first = trajectories[0]
+            return [first, {**first, "scores": [5.0, 6.0]}]
+
+    with trainer(url) as client, serving_env(lambda: made(Pairs, model, url=url, max_num_workers=1)):
+        groups = [pull(client)[0] for _ in range(2)]
+    assert [group.scores.tolist() for group in groups] == [[0, 1], [5, 6]]
+
+
+def test_without_a_trainer_or_with_too_small_a_batch_it_ends(url, model):
+    told = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to join")
+    with trainer(url, once=False), serving_env(lambda: made(Letters, model, url=url, service_timeout=0.3)) as env, told:
+        env.join()
+    told = pytest.raises(UsageError, match="group_size=4 sequences fits into no batch of 2")
+    with trainer(url), serving_env(lambda: made(Letters, model, url=url, group_size=4)) as env, told:
+        env.join()
+
+
+def test_two_environments_share_and_a_minimum_is_kept(url, model):
+    class Others(Letters):
+        name = "others"
+
+    both = {"max_batches_offpolicy": 2, "url": url}
+    first = lambda: made(Letters, model, min_batch_allocation=0.5, **both)  # noqa: E731
+    second = lambda: made(Others, model, **both)  # noqa: E731
+    with trainer(url, batch_size=4) as client, serving_env(first) as one, serving_env(second):
+        batches = [pull(client) for _ in range(4)]
+        until(lambda: one.env.status_dict.get("unallocated_fraction") == 0.5, "it knows what is its own")
+        assert one.env.derived_batch_size == 4
+    for groups in batches[2:]:
+        assert sum(len(group) for group in groups if group.env_id == one.env.env_id) >= 2
