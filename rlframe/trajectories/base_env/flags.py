@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -63,24 +64,24 @@ class Flags(Generic[Servers]):
         """
         given = self._given(arguments)
         file = read_yaml(given.pop(_CONFIG, None))
-        of_env, of_server, of_manager = ({}, {}, {})  # type: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+        told: dict[str, dict[str, Any]] = {_ENV: {}, _SERVER: {}, "": {}}
         for name, value in given.items():
             space, _, field = name.rpartition(".")
-            {_ENV: of_env, _SERVER: of_server, "": of_manager}[space][field] = value
-        env = _made(self._env, {**file.pop(_ENV, {}), **of_env}, f"{_ENV}.")
-        servers = self._made_servers(file.pop(_SERVER, None), of_server)
-        return Options(env, servers, _made(self._manager, {**file, **of_manager}, ""))
+            told[space][field] = value
+        env = _made(self._env, file.pop(_ENV, {}), told[_ENV], f"{_ENV}.")
+        servers = self._made_servers(file.pop(_SERVER, None), told[_SERVER])
+        return Options(env, servers, _made(self._manager, file, told[""], ""))
 
     def _made_servers(self, of_file: Any, given: dict[str, Any]) -> ServerBaseline | list[APIServerConfig]:
         several = isinstance(of_file, list) and len(of_file) > 1
         if given and (several or (self._several and of_file is None)):
             raise UsageError(f"--{_SERVER}.* is for one model server, and there are several: name them in a YAML file.")
         if several:
-            return [_made(APIServerConfig(), one, f"{_SERVER}.") for one in of_file]
+            return [_made(APIServerConfig(), one, {}, f"{_SERVER}.") for one in of_file]
         told = of_file[0] if isinstance(of_file, list) else of_file
         if not told and not given:
             return self._servers if isinstance(self._servers, ServerBaseline) else list(self._servers)  # type: ignore
-        return [_made(self._server, {**(told or {}), **given}, f"{_SERVER}.")]
+        return [_made(self._server, told or {}, given, f"{_SERVER}.")]
 
     def _given(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The flags of a command line, as values of their fields."""
@@ -138,13 +139,13 @@ def _api(baseline: ServerBaseline | None) -> APIServerConfig:
     return APIServerConfig(**({} if baseline is None else baseline.model_dump()))
 
 
-def _made(default: Model, told: Any, prefix: str) -> Model:
-    """The default with what was told, checked."""
-    if not isinstance(told, Mapping):
-        raise UsageError(f"{prefix.rstrip('.')} is to hold names and values; got {told!r}.")
+def _made(default: Model, of_file: Any, given: Mapping[str, Any], prefix: str) -> Model:
+    """The default with what a file and the command line say, checked."""
+    if not isinstance(of_file, Mapping):
+        raise UsageError(f"{prefix.rstrip('.')} is to hold names and values; got {of_file!r}.")
     values = {name: getattr(default, name) for name in type(default).model_fields}
     try:
-        return type(default)(**{**values, **told})
+        return type(default)(**{**values, **of_file, **given})
     except pydantic.ValidationError as error:
         raise UsageError("; ".join(_sentence(one, prefix) for one in error.errors())) from None
 
@@ -162,20 +163,19 @@ def _value(name: str, field: FieldInfo, values: list[str]) -> Any:
         return True
     if values == ["None"]:
         return None
-    if len(values) > 1:
-        return values
     annotation: Any = field.annotation
     adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
-    try:
-        read = yaml.safe_load(values[0])
-    except yaml.YAMLError:
-        read = values[0]
-    for candidate in (values[0], read, values):
-        try:
+    candidates: list[Any] = [values]
+    if len(values) == 1:
+        candidates.insert(0, values[0])
+        with contextlib.suppress(yaml.YAMLError):
+            candidates.insert(1, yaml.safe_load(values[0]))
+    for candidate in candidates:
+        with contextlib.suppress(pydantic.ValidationError):
             adapter.validate_python(candidate)
-        except pydantic.ValidationError:
-            continue
-        return candidate
+            return candidate
+    if len(values) > 1:
+        raise UsageError(f"--{name} does not take {len(values)} values; got {' '.join(values)}.")
     return values[0]  # and let the whole config say what is wrong
 
 
