@@ -196,13 +196,13 @@ class BaseEnv(abc.ABC):
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Logs metrics. A subclass adds its own, and calls this one with them."""
         metrics = dict(wandb_metrics or {})
-        metrics |= scoring.length_metrics(self.completion_lengths, self.max_token_len)
+        longest = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
+        metrics |= scoring.length_metrics(self.completion_lengths, longest)
         metrics = await self.create_rollout_table(metrics)
         metrics = self.perf_stats(metrics)
         self.rollouts_for_wandb, self.completion_lengths = [], []
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        if numbers:
-            shown = " ".join(f"{name}={value:.4g}" for name, value in numbers.items() if "_perf/" not in name)
+        if shown := " ".join(f"{name}={value:.4g}" for name, value in numbers.items() if "_perf/" not in name):
             logger.info("Step %d: %s", self.curr_step, shown)
         if self.tracker is not None:
             if self.wandb_prepend is not None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,6 +120,10 @@ def serving(model: Model, port: int = 0) -> Iterator[Model]:
     class Server(http.server.ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 128
+
+        def handle_error(self, *_: object) -> None:
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # who asked may be killed in the middle of it
+                super().handle_error(*_)  # type: ignore[arg-type]
 
     with Server(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

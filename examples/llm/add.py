@@ -1,0 +1,95 @@
+"""Add two numbers: `27+15=` is to be answered with `42`. Needs no download.
+
+python examples/llm/add.py evaluate --openai.base_url http://localhost:8001/v1
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from pydantic import Field
+
+from rlframe.trajectories.base_env import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+
+Sum = tuple[int, int]
+
+
+class AddConfig(BaseEnvConfig):
+    largest: int = Field(default=49, ge=1, description="of the numbers that are added; the smallest is 0")
+    eval_size: int = Field(default=100, ge=1, description="held-out sums of an evaluation")
+    seed: int = Field(default=0, description="of the sums that are asked")
+
+
+def held_out(numbers: Sum) -> bool:
+    """Whether a sum is for evaluations only: about one in ten is, whoever asks."""
+    return (31 * numbers[0] + 17 * numbers[1]) % 10 == 0
+
+
+class Add(BaseEnv):
+    name = "add"
+    env_config_cls = AddConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[AddConfig, list[APIServerConfig]]:
+        config = AddConfig(group_size=16, max_token_length=24, tokenizer_name="byte", use_wandb=False, total_steps=-1)
+        return config, [APIServerConfig(base_url="http://localhost:8001/v1", model_name="policy")]
+
+    @staticmethod
+    def prompt(numbers: Sum) -> str:
+        return f"{numbers[0]}+{numbers[1]}="
+
+    @staticmethod
+    def answer(numbers: Sum) -> str:
+        return str(sum(numbers))
+
+    async def setup(self) -> None:
+        self.random = random.Random(self.config.seed)
+        examiner = random.Random(0)
+        self.exam = [self.sum(examiner, True) for _ in range(self.config.eval_size)]
+        self.metrics: dict[str, float] = {}
+
+    def sum(self, source: random.Random, for_exam: bool) -> Sum:
+        while True:
+            numbers = source.randint(0, self.config.largest), source.randint(0, self.config.largest)
+            if held_out(numbers) == for_exam:
+                return numbers
+
+    async def get_next_item(self) -> Sum:
+        return self.sum(self.random, False)
+
+    async def collect_trajectories(self, item: Sum) -> tuple[ScoredDataGroup, list[Sum]]:
+        length = len(self.answer(item)) + 1  # the last one ends it
+        async with self.server.managed_server(tokenizer=self.tokenizer) as model:
+            said = await model.completion(
+                prompt=self.prompt(item), n=self.config.group_size, max_tokens=length, temperature=1.0
+            )
+            nodes = model.get_state()["nodes"]
+        group = ScoredDataGroup(
+            tokens=[node.tokens for node in nodes],
+            masks=[node.masked_tokens for node in nodes],
+            inference_logprobs=[node.logprobs for node in nodes],
+            scores=[float(choice.text == self.answer(item)) for choice in said.choices],
+        )
+        self.metrics["train/exact_match"] = sum(group["scores"]) / len(nodes)
+        return group, []
+
+    async def solves(self, numbers: Sum) -> bool:
+        length = len(self.answer(numbers)) + 1
+        said = await self.server.completion(
+            prompt=self.prompt(numbers), max_tokens=length, temperature=0.0, split="eval"
+        )
+        return said.choices[0].text == self.answer(numbers)
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        solved = await self.gather_eval(map(self.solves, self.exam))
+        self.metrics["eval/exact_match"] = sum(solved) / len(solved)
+        await self.evaluate_log({"eval/exact_match": self.metrics["eval/exact_match"]})
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        metrics, self.metrics = {**(wandb_metrics or {}), **self.metrics}, {}
+        await super().wandb_log(metrics)
+
+
+if __name__ == "__main__":
+    Add.cli()
