@@ -52,6 +52,7 @@ class BaseEnv(abc.ABC):
         max_token_len: of a sequence, as the trainer registered; -1 before.
         status_dict: the service's last answer to `/status-env`.
         backlog: items that are collected before new ones are asked for.
+        process_mode: whether groups are collected for a file, without trainer and service.
     """
 
     name: str | None = None
@@ -78,6 +79,7 @@ class BaseEnv(abc.ABC):
         self.wandb_group: str | None = None
         self.wandb_project: str | None = None
         self.items_sent_this_step = 0
+        self.process_mode = False
         self.rollouts_for_wandb: list[Any] = []
         self.completion_lengths: list[int] = []
         self.statistics = Statistics()

@@ -33,6 +33,7 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
         raise UsageError("process writes groups: give --env.data_path_to_save_groups FILE.jsonl.")
     if config.total_steps < 1:
         raise UsageError(f"process collects total_steps groups, 1 or more; got {config.total_steps}.")
+    env.process_mode = True
     _track(env)
     timeout = config.worker_timeout
     done = 0
