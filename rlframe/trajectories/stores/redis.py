@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import msgspec
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -17,6 +18,17 @@ from redis.retry import Retry
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories.stores.base import RecordsDroppedError, Stats
 from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommit
+from rlframe.trajectories.stores.redis_scripts import (
+    APPEND,
+    FORGET,
+    LOG,
+    META,
+    PAYLOADS,
+    PREFIX,
+    SNAPSHOT,
+    TAKE_SNAPSHOT,
+    WRITER,
+)
 
 DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait
 _ATTEMPT = 5.0  # seconds for the server to send or take in the next bytes
@@ -24,57 +36,13 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between attempts, doubled from one
 _WAIT = 1.0  # seconds that one blocking read waits: a closed store is noticed after this
 _AT_ONCE = 64  # payloads that one answer carries
 _WRITER_EXPIRES = 86_400  # seconds for which the last commit of a process is remembered: many deadlines
-_FORMAT = b"1"
-
-_PREFIX = "rlframe:trajectories:"
-_META = _PREFIX + "meta"  # hash: format, position (the last one given), payload_bytes
-_LOG = _PREFIX + "log"  # stream: POSITION-0 -> record, by (which commit of which process)
-_PAYLOADS = _PREFIX + "payloads"  # hash: position -> payload
-_SNAPSHOT = _PREFIX + "snapshot"  # hash: position, state
-
-# A commit is numbered within its process, so that one that is sent again after a lost answer is told from a new one,
-# and one that was given up and arrives late is refused.
-_APPEND = """
-local writer = redis.call('HMGET', KEYS[4], 'commit', 'first')
-local last, commit = tonumber(writer[1] or 0), tonumber(ARGV[1])
-if commit == last then return tonumber(writer[2]) end
-if commit < last then return redis.error_reply('LATE this commit was given up') end
-local with_payload, next_payload, size = ARGV[4], 5 + #ARGV[4], 0
-local first = redis.call('HINCRBY', KEYS[1], 'position', #with_payload) - #with_payload + 1
-for i = 1, #with_payload do
-  local position = string.format('%.0f', first + i - 1)
-  redis.call('XADD', KEYS[2], position .. '-0', 'record', ARGV[4 + i], 'by', ARGV[2])
-  if string.sub(with_payload, i, i) == '1' then
-    redis.call('HSET', KEYS[3], position, ARGV[next_payload])
-    size = size + #ARGV[next_payload]
-    next_payload = next_payload + 1
-  end
-end
-redis.call('HINCRBY', KEYS[1], 'payload_bytes', size)
-redis.call('HSET', KEYS[4], 'commit', ARGV[1], 'first', string.format('%.0f', first))
-redis.call('EXPIRE', KEYS[4], ARGV[3])
-return first
-"""
-
-_FORGET = """
-for _, position in ipairs(ARGV) do
-  local size = redis.call('HSTRLEN', KEYS[2], position)
-  if redis.call('HDEL', KEYS[2], position) == 1 then redis.call('HINCRBY', KEYS[1], 'payload_bytes', -size) end
-end
-return 0
-"""
-
-# Records since the snapshot before stay, so that a process that is a little behind need not load this one; so does the
-# record at its position: whoever reads on from there makes sure that the log is still the same.
-_TAKE_SNAPSHOT = """
-local before = tonumber(redis.call('HGET', KEYS[1], 'position') or 0)
-if tonumber(ARGV[1]) <= before then return 0 end
-redis.call('HSET', KEYS[1], 'position', ARGV[1], 'state', ARGV[2])
-if before > 0 then redis.call('XTRIM', KEYS[2], 'MINID', string.format('%.0f', before) .. '-0') end
-return 1
-"""
+_FORMAT = b"2"
+_PAGE = 64  # commits, of up to 1024 records each, that one answer carries
 
 _UNANSWERED = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
+_LATEST = 2**64 - 1  # the largest second half of a stream's id: behind all commits that begin at a position
+_Entry = tuple[int, bytes, bytes]  # position, record, which commit of which process it came with
+_encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[bytes]).decode
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -110,9 +78,9 @@ class RedisStore:
             raise UsageError(f"The store's URL is not that of a Redis: {error}.") from error
         options = self._redis.connection_pool.connection_kwargs
         self._name = f"Redis at {options.get('host', 'localhost')}:{options.get('port', 6379)}"
-        self._append = self._redis.register_script(_APPEND)
-        self._forget = self._redis.register_script(_FORGET)
-        self._take_snapshot = self._redis.register_script(_TAKE_SNAPSHOT)
+        self._append = self._redis.register_script(APPEND)
+        self._forget = self._redis.register_script(FORGET)
+        self._take_snapshot = self._redis.register_script(TAKE_SNAPSHOT)
         self._writer = secrets.token_hex(8)
         self._commit_number = 0
         self._newest = 0  # the highest position that this process was given
@@ -130,9 +98,7 @@ class RedisStore:
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         # The record at `after` comes too: if it is not the one that was read, the server lost what it had acknowledged.
-        count = limit + (after > 0)
-        found = self._call("reading the log", lambda: self._redis.xrange(_LOG, f"{after}-0", "+", count))
-        entries = [(int(name.partition(b"-")[0]), fields[b"record"], fields[b"by"]) for name, fields in found]
+        entries = [entry for commit in self._commits_from(after, limit) for entry in commit if entry[0] >= after]
         here = entries.pop(0) if after and entries and entries[0][0] == after else None
         seen = self._seen
         changed = here and seen and here[0] == seen[0] and here[2] != seen[1]
@@ -144,6 +110,7 @@ class RedisStore:
             )
         if (after and not here) or (entries and entries[0][0] != after + 1):
             raise RecordsDroppedError(f"{self._name} no longer has all records after {after}: load the snapshot.")
+        del entries[limit:]
         if entries:
             self._seen = (entries[-1][0], entries[-1][2])
         return [(position, record) for position, record, _ in entries]
@@ -155,7 +122,7 @@ class RedisStore:
             left = end - time.monotonic()
             block = max(1, int(min(left, _WAIT) * 1000))  # 0 would be for ever
             try:
-                if self._redis.xread({_LOG: f"{after}-0"}, count=1, block=block):
+                if self._last() > after or self._redis.xread({LOG: f"{after}-{_LATEST}"}, count=1, block=block):
                     return True
                 pause = _PAUSE
             except _UNANSWERED:
@@ -168,11 +135,36 @@ class RedisStore:
         self._disconnect()
         return False
 
+    def _commits_from(self, position: int, limit: int) -> list[list[_Entry]]:
+        """The commits from that which holds the record at `position` on, with `limit` records after it or more."""
+
+        def ask() -> list[list[_Entry]]:
+            holding = self._redis.xrevrange(LOG, f"{position}-{_LATEST}", "-", 1)
+            start = holding[0][0] if holding else b"-"
+            commits: dict[int, list[_Entry]] = {}  # by first position: of two, the later one (see `redis_scripts`)
+            while True:
+                page = self._redis.xrange(LOG, start, "+", _PAGE)
+                for name, fields in page:
+                    first = int(name.partition(b"-")[0])
+                    records = _decode(fields[b"records"])
+                    commits[first] = [(first + i, record, fields[b"by"]) for i, record in enumerate(records)]
+                # One more than is needed: it may be another that begins where the last one does.
+                if len(page) < _PAGE or sum(map(len, list(commits.values())[1:-1])) >= limit:
+                    return list(commits.values())
+                start = b"(" + page[-1][0]
+
+        return self._call("reading the log", ask)
+
+    def _last(self) -> int:
+        """The position of the last record."""
+        newest = self._redis.xrevrange(LOG, "+", "-", 1)
+        return int(newest[0][0].partition(b"-")[0]) + int(newest[0][1][b"count"]) - 1 if newest else 0
+
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
         found: list[bytes | None] = []
         for start in range(0, len(positions), _AT_ONCE):
             some = positions[start : start + _AT_ONCE]
-            found += self._call("reading payloads", functools.partial(self._redis.hmget, _PAYLOADS, some))
+            found += self._call("reading payloads", functools.partial(self._redis.hmget, PAYLOADS, some))
         return found
 
     def forget(self, positions: Iterable[int]) -> None:
@@ -180,19 +172,19 @@ class RedisStore:
             self._commits.forget(dropped)
 
     def held(self) -> list[int]:
-        return sorted(map(int, self._call("listing payloads", lambda: self._redis.hkeys(_PAYLOADS))))
+        return sorted(map(int, self._call("listing payloads", lambda: self._redis.hkeys(PAYLOADS))))
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
         return self._commits.snapshot(position, state)
 
     def load(self) -> tuple[int, bytes] | None:
-        found = self._call("loading the snapshot", lambda: self._redis.hmget(_SNAPSHOT, ["position", "state"]))
+        found = self._call("loading the snapshot", lambda: self._redis.hmget(SNAPSHOT, ["position", "state"]))
         return None if found[0] is None else (int(found[0]), found[1])
 
     def stats(self) -> Stats:
         def ask() -> Stats:
-            size = self._redis.hget(_META, "payload_bytes")
-            return Stats(self._redis.hlen(_PAYLOADS), int(size or 0))
+            size = self._redis.hget(META, "payload_bytes")
+            return Stats(self._redis.hlen(PAYLOADS), int(size or 0))
 
         return self._call("counting payloads", ask)
 
@@ -214,8 +206,8 @@ class RedisStore:
                 f"{self._name} throws data away when its memory is full (maxmemory-policy "
                 f"{memory['maxmemory_policy']}). Set `maxmemory-policy noeviction`."
             )
-        self._redis.hsetnx(_META, "format", _FORMAT)
-        if (found := self._redis.hget(_META, "format")) != _FORMAT:
+        self._redis.hsetnx(META, "format", _FORMAT)
+        if (found := self._redis.hget(META, "format")) != _FORMAT:
             raise StoreError(
                 f"{self._name} holds a store of format {found!r}; this version of rlframe reads format {_FORMAT!r}."
             )
@@ -245,10 +237,10 @@ class RedisStore:
             first = self._write_appends(commit.appends)
         for start in range(0, len(commit.forgotten), 1000):
             some = commit.forgotten[start : start + 1000]
-            self._call("forgetting payloads", functools.partial(self._forget, [_META, _PAYLOADS], some))
+            self._call("forgetting payloads", functools.partial(self._forget, [META, PAYLOADS], some))
         if commit.snapshot:
             state: list[Any] = list(commit.snapshot)
-            self._call("taking a snapshot", lambda: self._take_snapshot([_SNAPSHOT, _LOG], state))
+            self._call("taking a snapshot", lambda: self._take_snapshot([SNAPSHOT, LOG], state))
         return first
 
     def _write_appends(self, appends: list[Append]) -> int:
@@ -256,9 +248,9 @@ class RedisStore:
         by = f"{self._writer}:{self._commit_number}"
         payloads = [append.payload for append in appends if append.payload is not None]
         flags = "".join("0" if append.payload is None else "1" for append in appends)
-        records = [append.record for append in appends]
-        keys = [_META, _LOG, _PAYLOADS, f"{_PREFIX}writer:{self._writer}"]
-        arguments: list[Any] = [self._commit_number, by, _WRITER_EXPIRES, flags, *records, *payloads]
+        records = _encode([append.record for append in appends])
+        keys = [META, LOG, PAYLOADS, WRITER + self._writer]
+        arguments: list[Any] = [self._commit_number, by, _WRITER_EXPIRES, flags, records, *payloads]
         first = self._call("appending", lambda: self._append(keys, arguments), since=appends[0].since)
         if first <= self._newest:
             raise StoreError(
@@ -290,5 +282,5 @@ class RedisStore:
         if isinstance(error, redis.exceptions.OutOfMemoryError):
             return UnavailableError(f"{self._name} has no memory left ({error}). Raise its maxmemory, or train faster.")
         if "WRONGTYPE" in str(error):
-            return StoreError(f"{self._name}: keys under {_PREFIX} are another program's. Name another database.")
+            return StoreError(f"{self._name}: keys under {PREFIX} are another program's. Name another database.")
         return UnavailableError(f"{self._name} refused: {what} ({error}).")

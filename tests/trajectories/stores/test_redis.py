@@ -148,6 +148,34 @@ def test_what_was_acknowledged_survives_kill_9_of_the_server(server, opened):
     assert store.payloads([position for position, _ in log]) == [record * 3000 for _, record in log]
 
 
+@pytest.mark.parametrize("torn_in", [b"L" * 100, b"lost 2", b"EXEC"])
+def test_a_commit_that_was_torn_by_kill_9_does_not_come_back(tmp_path, opened, torn_in):
+    """Redis leaves the beginning of it in its file, and carries it out when it starts once more."""
+    with running_redis(tmp_path, appendonly="yes", appendfsync="always") as server:
+        store = opened(server.url)
+        assert append(store, b"before") == [1]
+        futures = [store.append(b"lost %d" % number, b"L" * 5000) for number in range(3)]
+        assert [future.result(DEADLINE) for future in futures] == [2, 3, 4]
+        server.kill()
+        file = max((path for path in tmp_path.rglob("*aof*") if path.is_file()), key=lambda path: path.stat().st_size)
+        content = file.read_bytes()
+        file.write_bytes(content[: content.rfind(torn_in) + 2])
+        server.start()
+        store = opened(server.url)
+        kept = store.read(0, 10)  # of three appends, as many commits as there were
+        assert kept[0] == (1, b"before") and len(kept) < 4
+        assert append(store, b"after") == [len(kept) + 1]
+        store.forget([1])
+        assert append(store, b"later", b"last") == [len(kept) + 2, len(kept) + 3]
+        server.kill()
+        server.start()
+        store = opened(server.url)
+        log = [*kept, *enumerate([b"after", b"later", b"last"], start=len(kept) + 1)]
+        assert store.read(0, 10) == log
+        assert store.payloads([position for position, _ in log[-3:]]) == [b"of after", b"of later", b"of last"]
+        assert append(store, b"next") == [len(log) + 1]
+
+
 class Proxy:
     """Between a client and the server: loses the answer to the next request that contains `lose`, and hangs up."""
 
@@ -246,7 +274,7 @@ def test_a_commit_that_was_given_up_is_refused_when_it_arrives_late(server, open
     append(store, b"first", b"second")
     keys = ["rlframe:trajectories:" + name for name in ("meta", "log", "payloads", f"writer:{store._writer}")]
     with redis.Redis.from_url(server.url) as late, pytest.raises(redis.ResponseError, match="given up"):
-        late.register_script(store._append.script)(keys, [0, "late", 60, "0", b"late"])
+        late.register_script(store._append.script)(keys, [0, "late", 60, "0", b"\x91\xc4\x04late"])
     assert [record for _, record in store.read(0, 10)] == [b"first", b"second"]
 
 
@@ -287,7 +315,8 @@ def test_lost_records_are_noticed_although_others_took_their_places(forgetful, o
 
 def test_a_process_that_is_a_snapshot_behind_reads_on_one_that_is_two_behind_loads(server, opened):
     ahead, behind = opened(server.url), opened(server.url)
-    append(ahead, *(b"%d" % number for number in range(1, 10)))
+    for number in range(1, 10):  # a commit each: what came in one commit goes with its last record
+        append(ahead, b"%d" % number)
     assert len(behind.read(0, 4)) == 4
     ahead.snapshot(6, b"six").result(DEADLINE)
     assert behind.read(4, 1) == [(5, b"5")]
