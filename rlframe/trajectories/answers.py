@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from rlframe.errors import UsageError, suggest
@@ -70,7 +70,7 @@ class RegisteredEnv:
 class Added(NamedTuple):
     """`status` is "received", "buffered" (not of its environment's group size) or "refused" (nothing was kept).
 
-    A repeated idempotency key gets the first answer again, with `duplicate` set.
+    A repeated idempotency key gets the first answer again, with `duplicate` set and without the id.
     """
 
     status: str
@@ -79,14 +79,6 @@ class Added(NamedTuple):
     duplicate: bool = False
     reason: str | None = None  # a sentence, where refused
     too_large: bool = False  # refused because no batch can hold it: no retry will do better
-
-
-@dataclass(frozen=True)
-class Forgotten:
-    """Groups whose payloads nobody will ask for any more: these, and all with ids below `before`."""
-
-    ids: list[int] = field(default_factory=list)
-    before: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from rlframe.trajectories.lanes import Group
@@ -40,18 +41,21 @@ class Buffer:
 
     def drain(self) -> list[Group]:
         """Takes all groups out, oldest first."""
-        groups = sorted(group for groups in self._of_size.values() for group in groups)
+        groups = sorted(self.all_groups())
         self.__init__()  # type: ignore[misc]
         return groups
 
+    def all_groups(self) -> Iterator[Group]:
+        return (group for groups in self._of_size.values() for group in groups)
+
     def to_state(self) -> list[Any]:
-        return [[group.to_state() for group in groups] for _, groups in sorted(self._of_size.items())]
+        return [[group.packed() for group in groups] for _, groups in sorted(self._of_size.items())]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Buffer:
         buffer = cls()
         for groups in state:
-            restored = deque(Group.from_state(group) for group in groups)
+            restored = deque(Group.unpacked(group) for group in groups)
             buffer._of_size[restored[0].sequences] = restored
             buffer.groups += len(restored)
             buffer.sequences += sum(group.sequences for group in restored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -190,6 +190,12 @@ class Epoch:
         self.step += 1
         self.tally.serve(batch.sequences, batch.staleness)
         return batch
+
+    def held(self) -> Iterator[int]:
+        """Every group whose payload somebody may ask for."""
+        for waiting in (self.lanes.all_groups(), *(buffer.all_groups() for buffer in self.buffers.values())):
+            yield from (group.id for group in waiting)
+        yield from self.leases.held()
 
     # State.
 

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
+from typing import Any, Union
 
 from rlframe.trajectories.answers import Added
 
 MAX_KEYS = 100_000
 MAX_AGE = 3600.0  # seconds
 
+_Kept = dict[str, Union[int, None]]  # sequences left in the buffer, None where the group was received
+
 
 class Answers:
-    """key -> answer, for the last `MAX_KEYS` keys of the last `MAX_AGE` seconds."""
+    """key -> answer, for the last `MAX_KEYS` keys of the last `MAX_AGE` seconds, and for some before these.
+
+    They are forgotten by the generation: all that are older than the younger one, which is as long as that.
+    """
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[str, tuple[float, Added]] = OrderedDict()
+        self._younger: _Kept = {}
+        self._older: _Kept = {}
+        self._since = 0.0  # when the younger one began, in seconds
 
     def get(self, key: str, now: float) -> Added | None:
-        if key not in self._answers:
-            return None
-        at, answer = self._answers[key]
-        return answer if now - at < MAX_AGE else None
+        age = now - self._since
+        if age >= MAX_AGE:
+            self._turn(now, self._younger if age < 2 * MAX_AGE else {})
+        for kept in (self._younger, self._older):
+            if key in kept:
+                left = kept[key]
+                return Added("received" if left is None else "buffered", buffer_size=left, duplicate=True)
+        return None
 
     def put(self, key: str, answer: Added, now: float) -> None:
-        self._answers.pop(key, None)
-        self._answers[key] = (now, answer)
-        while len(self._answers) > MAX_KEYS or now - next(iter(self._answers.values()))[0] >= MAX_AGE:
-            self._answers.popitem(last=False)
+        if len(self._younger) >= MAX_KEYS:
+            self._turn(now, self._younger)
+        self._younger[key] = answer.buffer_size
 
     def to_state(self) -> list[Any]:
-        """Quick, however many there are: the answers themselves, which do not change."""
-        return [list(self._answers), list(self._answers.values())]
+        """Quick, however many there are."""
+        generations = (self._older, self._younger)
+        return [[[list(kept), list(kept.values())] for kept in generations], self._since]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Answers:
         answers = cls()
-        keys, values = state
-        answers._answers = OrderedDict((key, (at, Added(*answer))) for key, (at, answer) in zip(keys, values))
+        answers._older, answers._younger = (dict(zip(keys, values)) for keys, values in state[0])
+        answers._since = state[1]
         return answers
+
+    def _turn(self, now: float, older: _Kept) -> None:
+        """Begins another generation."""
+        self._older, self._younger, self._since = older, {}, now

@@ -4,9 +4,13 @@ come and go."""
 from __future__ import annotations
 
 import heapq
+import struct
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+
+_PACKED = struct.Struct("<qqqqd?")
 
 
 class Group(NamedTuple):
@@ -25,8 +29,10 @@ class Group(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable[Group]) -> Group:
-        """One unit of several groups."""
+        """One unit of several groups, or the one group."""
         parts = tuple(sorted(parts))
+        if len(parts) == 1:
+            return parts[0]
         versions = [part.policy_version for part in parts if part.policy_version is not None]
         return cls(
             id=parts[-1].id,
@@ -37,14 +43,21 @@ class Group(NamedTuple):
             parts=parts,
         )
 
-    def to_state(self) -> list[Any]:
-        return [*self[:5], [part.to_state() for part in self.parts]]
+    def packed(self) -> bytes:
+        """As it waits: there are as many as the queue has groups, and the numbers as objects take twice as much."""
+        return b"".join(
+            _PACKED.pack(part.id, part.sequences, part.size_bytes, part.policy_version or 0, part.added_at, known)
+            for part in self.groups
+            for known in (part.policy_version is not None,)
+        )
 
     @classmethod
-    def from_state(cls, state: list[Any]) -> Group:
-        group_id, sequences, size_bytes, policy_version, added_at, parts = state
-        parts = tuple(cls.from_state(part) for part in parts)
-        return cls(group_id, sequences, size_bytes, policy_version, added_at, parts)
+    def unpacked(cls, packed: bytes) -> Group:
+        numbers = _PACKED.iter_unpack(packed)
+        return cls.joined(
+            cls(group_id, sequences, size_bytes, version if known else None, added_at)
+            for group_id, sequences, size_bytes, version, added_at, known in numbers
+        )
 
 
 class Lane:
@@ -55,8 +68,13 @@ class Lane:
     def __init__(self, env_id: int | None, size: int):
         self.env_id = env_id
         self.size = size
-        self.units: deque[Group] = deque()
+        self.units: deque[bytes] = deque()  # packed
         self.groups = 0
+
+    @property
+    def head(self) -> Group:
+        """The oldest unit."""
+        return Group.unpacked(self.units[0])
 
 
 class Lanes:
@@ -88,10 +106,13 @@ class Lanes:
         """All lanes, in an order that depends on nothing but what they hold."""
         return sorted(self, key=lambda lane: (lane.env_id is None, lane.env_id or 0, lane.size))
 
+    def all_groups(self) -> Iterator[Group]:
+        return (group for lane in self for unit in lane.units for group in Group.unpacked(unit).groups)
+
     def push(self, env_id: int | None, size: int, unit: Group) -> None:
         """Puts a unit behind the others of its lane."""
         lane = self._lane(env_id, size)
-        lane.units.append(unit)
+        lane.units.append(unit.packed())
         self._count(lane, 1, len(unit.groups))
         if len(lane.units) == 1:
             self._note_head(lane)
@@ -99,13 +120,13 @@ class Lanes:
     def put_back(self, env_id: int | None, size: int, unit: Group) -> None:
         """Puts a unit that was popped before the others of its lane."""
         lane = self._lane(env_id, size)
-        lane.units.appendleft(unit)
+        lane.units.appendleft(unit.packed())
         self._count(lane, 1, len(unit.groups))
         self._note_head(lane)
 
     def pop(self, lane: Lane) -> Group:
         """Takes the oldest unit of a lane."""
-        unit = lane.units.popleft()
+        unit = Group.unpacked(lane.units.popleft())
         self._count(lane, -1, -len(unit.groups))
         if lane.units:
             self._note_head(lane)
@@ -119,7 +140,7 @@ class Lanes:
         while True:
             unit_id, env_id = heads[0]
             lane = self._of_size[size].get(env_id)
-            if lane is not None and lane.units[0].id == unit_id:
+            if lane is not None and lane.head.id == unit_id:
                 return lane
             heapq.heappop(heads)
 
@@ -146,7 +167,7 @@ class Lanes:
         return sum(sums[size] - (self._packs(own[size], largest) if size in own else 0) for size in sizes)
 
     def to_state(self) -> list[Any]:
-        """Quick, however much waits: the units themselves, which do not change and are lists to MessagePack."""
+        """Quick, however much waits: the units as they are, packed."""
         return [[lane.env_id, lane.size, list(lane.units)] for lane in self.in_order()]
 
     @classmethod
@@ -154,7 +175,7 @@ class Lanes:
         lanes = cls()
         for env_id, size, units in state:
             for unit in units:
-                lanes.push(env_id, size, Group.from_state(unit))
+                lanes.push(env_id, size, Group.unpacked(unit))
         return lanes
 
     def _lane(self, env_id: int | None, size: int) -> Lane:
@@ -193,7 +214,7 @@ class Lanes:
         heads = self._heads.setdefault(lane.size, [])
         lanes = self._of_size[lane.size]
         if len(heads) > 2 * len(lanes) + 64:  # mostly leftovers of units that were taken and put back
-            heads[:] = [(other.units[0].id, env_id) for env_id, other in lanes.items()]
+            heads[:] = [(other.head.id, env_id) for env_id, other in lanes.items()]
             heapq.heapify(heads)
         else:
-            heapq.heappush(heads, (lane.units[0].id, lane.env_id))
+            heapq.heappush(heads, (lane.head.id, lane.env_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -142,6 +143,12 @@ class Leases:
             batch_id = self._deadlines[0][1]
             self.give_back(batch_id, None)
             self.expired.append(batch_id)
+
+    def held(self) -> Iterator[int]:
+        """The groups of all batches that may be asked for (again)."""
+        batches = [batch for batch, _ in self._out.values()] + list(self._returned.values())
+        batches += [batch for _, batch in self._answered.values() if batch.lease_until is None]
+        return (group_id for batch in batches for group_id in batch.group_ids)
 
     def to_state(self) -> list[Any]:
         return [

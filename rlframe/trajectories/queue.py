@@ -11,7 +11,7 @@ Units of one size from one environment are never reordered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlframe.errors import UsageError
@@ -19,7 +19,6 @@ from rlframe.trajectories import views
 from rlframe.trajectories.answers import (
     Added,
     EnvStatus,
-    Forgotten,
     Registered,
     RegisteredEnv,
     Registration,
@@ -34,7 +33,7 @@ from rlframe.trajectories.leases import Batch
 
 
 class Queue:
-    """The state of one run. Ids of groups and batches count on through all epochs, those of environments do not."""
+    """The state of one run. Ids of batches count on through all epochs, those of environments do not."""
 
     COMMANDS = (
         *("register", "reset", "note_trainer", "register_env", "disconnect_env", "heartbeat", "add", "take"),
@@ -44,7 +43,6 @@ class Queue:
     def __init__(self) -> None:
         self._epoch = Epoch()
         self._epoch_number = 0
-        self._forgotten_before = 0
         self._now = 0.0
         self._next_group = 0
         self._next_batch = 0
@@ -140,6 +138,7 @@ class Queue:
 
     def add(
         self,
+        group_id: int,
         sequences: int,
         tokens: int,
         size_bytes: int,
@@ -151,15 +150,18 @@ class Queue:
         """One group.
 
         Args:
+            group_id: the caller's, such as where its payload lies; it rises from one group to the next.
             size_bytes: of the payload, for `Status.stored_bytes`.
             policy_version: that the group was sampled from. Where the trainer bounds staleness, giving it asks for
                 pacing: a group that would be too old by its turn is refused.
             key: idempotency key; one that was used before gets the answer that it got then.
 
-        Raises `UsageError` for a group without sequences.
+        Raises `UsageError` for a group without sequences, and for an id that does not rise.
         """
         if sequences < 1:
             raise UsageError(f"A group has at least one sequence; got {sequences}.")
+        if group_id < self._next_group:
+            raise UsageError(f"Ids of groups rise: from {self._next_group} on; got {group_id}.")
         epoch = self._begin(now)
         env = epoch.envs.get(env_id)
         if env is not None:
@@ -167,13 +169,13 @@ class Queue:
         known = epoch.answers.get(key, self._now) if key is not None else None
         if known is not None:
             epoch.tally.duplicates += 1
-            return known._replace(duplicate=True)
+            return known
         refusal = views.refusal(epoch, env_id, sequences, policy_version)
         if refusal is not None:
             epoch.tally.refused += 1
             return refusal
-        answer = epoch.add(Group(self._next_group, sequences, size_bytes, policy_version, self._now), env_id, tokens)
-        self._next_group += 1
+        answer = epoch.add(Group(group_id, sequences, size_bytes, policy_version, self._now), env_id, tokens)
+        self._next_group = group_id + 1
         if key is not None:
             epoch.answers.put(key, answer, self._now)
         return answer
@@ -234,16 +236,25 @@ class Queue:
         """The version that the trainer has now; staleness counts from it."""
         self._begin().policy_version = version
 
-    # Reads: O(distinct group sizes), but for `report`. None changes an answer.
+    # Reads: O(distinct group sizes), where nothing else is said. None changes an answer.
 
     @property
     def registration(self) -> Registration | None:
         return self._epoch.registration
 
     @property
-    def forgotten(self) -> Forgotten:
+    def next_group(self) -> int:
+        """The lowest id that a new group may have."""
+        return self._next_group
+
+    @property
+    def forgotten(self) -> list[int]:
         """Groups whose payloads nobody will ask for any more since the last command."""
-        return Forgotten(self._epoch.forgotten, self._forgotten_before)
+        return self._epoch.forgotten
+
+    def held(self) -> Iterator[int]:
+        """Every group whose payload somebody may ask for; O(groups)."""
+        return self._epoch.held()
 
     def due(self, now: float) -> bool:
         """Whether `expire(now)` would change anything."""
@@ -304,29 +315,28 @@ class Queue:
         """Everything, as plain data that MessagePack can carry; no later command changes anything in it. Quick: what is
         long is a list of what does not change."""
         ids = {"now": self._now, "next_group": self._next_group, "next_batch": self._next_batch}
-        return {"format": 1, "number": self._epoch_number, **ids, "epoch": self._epoch.to_state()}
+        return {"format": 2, "number": self._epoch_number, **ids, "epoch": self._epoch.to_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Becomes the queue that `get_state` was called on."""
-        if state["format"] != 1:
-            raise UsageError(f"The state of the queue is of format {state['format']}; this version reads format 1.")
+        if state["format"] != 2:
+            raise UsageError(f"The state of the queue is of format {state['format']}; this version reads format 2.")
         self._epoch_number, self._now = state["number"], state["now"]
         self._next_group, self._next_batch = state["next_group"], state["next_batch"]
         self._epoch = Epoch.from_state(state["epoch"])
-        self._forgotten_before = 0
 
     def _begin(self, now: float | None = None) -> Epoch:
         """What every command does first."""
         epoch = self._epoch
         epoch.forgotten = []
-        self._forgotten_before = 0
         if now is not None:
             self._now = max(self._now, now)
             epoch.lapse(self._now)
         return epoch
 
     def _new_epoch(self) -> Epoch:
+        gone = list(self._epoch.held())
         self._epoch = Epoch()
+        self._epoch.forgotten = gone
         self._epoch_number += 1
-        self._forgotten_before = self._next_group
         return self._epoch

@@ -102,7 +102,7 @@ class Service:
                 break
             except RecordsDroppedError:  # another process took a snapshot meanwhile
                 continue
-        needed = {position for run in self._runs.values() for position in run.positions.values()}
+        needed = {position for run in self._runs.values() for position in run.queue.held()}
         self._left = [at for at in self.store.held() if at <= self._position and at not in needed]
 
     async def start(self) -> None:
@@ -165,7 +165,7 @@ class Service:
         batch = applied.answer
         payloads: list[bytes | None] = []
         if batch is not None:
-            payloads = await self._loop.run_in_executor(None, self.store.payloads, applied.served)
+            payloads = await self._loop.run_in_executor(None, self.store.payloads, batch.group_ids)
         self._forget(applied.freed)
         if batch is None:
             return None

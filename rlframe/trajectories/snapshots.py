@@ -9,15 +9,17 @@ import msgspec
 
 from rlframe.errors import StoreError
 
-FORMAT = 1
+FORMAT = 2
 _SLICE = 1000  # entries of a list that are encoded at once: a tenth of a millisecond, in which nothing else runs
 
-_encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
 
 
 def encode(runs: dict[str, Any]) -> bytes:
-    """MessagePack of the runs' states, long lists slice by slice."""
-    return _encode({"format": FORMAT, "runs": _sliced(runs)})
+    """MessagePack of the runs' states, long lists slice by slice, and all in one piece of memory."""
+    out = bytearray()
+    _append({"format": FORMAT, "runs": runs}, out)
+    return out
 
 
 def decode(snapshot: bytes) -> dict[str, Any]:
@@ -28,16 +30,22 @@ def decode(snapshot: bytes) -> dict[str, Any]:
     return state["runs"]
 
 
-def _sliced(value: Any) -> Any:
+def _append(value: Any, out: bytearray) -> None:
     if isinstance(value, dict):
-        return {name: _sliced(inner) for name, inner in value.items()}
-    if not isinstance(value, list):
-        return value
-    if len(value) <= _SLICE:
-        return [_sliced(inner) for inner in value]
-    pieces = [b"\xdd" + len(value).to_bytes(4, "big")]  # an array of so many
-    for start in range(0, len(value), _SLICE):
-        piece = _encode(value[start : start + _SLICE])
-        pieces.append(piece[1 if piece[0] & 0xF0 == 0x90 else 3 :])  # without the header of an array of its own
-        time.sleep(0)  # lets other threads run
-    return msgspec.Raw(b"".join(pieces))
+        out += b"\xdf" + len(value).to_bytes(4, "big")  # a map of so many
+        for name, inner in value.items():
+            _encoder.encode_into(name, out, -1)
+            _append(inner, out)
+    elif isinstance(value, list) and len(value) > _SLICE:
+        out += b"\xdd" + len(value).to_bytes(4, "big")  # an array of so many
+        for start in range(0, len(value), _SLICE):
+            end = len(out)
+            _encoder.encode_into(value[start : start + _SLICE], out, end)
+            del out[end : end + (1 if out[end] & 0xF0 == 0x90 else 3)]  # the header of an array of its own
+            time.sleep(0)  # lets other threads run
+    elif isinstance(value, list):
+        out += b"\xdd" + len(value).to_bytes(4, "big")
+        for inner in value:
+            _append(inner, out)
+    else:
+        _encoder.encode_into(value, out, -1)

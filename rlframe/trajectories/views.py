@@ -192,7 +192,7 @@ def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
         queued_groups=sum(lane.groups for lane in lanes),
         queued_sequences=sum(len(lane.units) * lane.size for lane in lanes),
         buffered_groups=odd.groups if odd else 0,
-        oldest_age=max((now - lane.units[0].added_at for lane in lanes), default=None),
+        oldest_age=max((now - lane.head.added_at for lane in lanes), default=None),
         unheard=now - env.last_heard,
     )
 

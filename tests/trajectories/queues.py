@@ -28,9 +28,14 @@ def join(queue, group_size=4, *, weight=1.0, minimum=None, name="env", length=10
     return queue.register_env(name, length, weight, group_size, minimum, resume, token, now)
 
 
+def add(queue, sequences, tokens, size_bytes, env_id, version, key, now):
+    """`Queue.add` with the next id."""
+    return queue.add(queue.next_group, sequences, tokens, size_bytes, env_id, version, key, now)
+
+
 def send(queue, *sizes, env_id=None, version=None, key=None, now=0.0):
     """One group of each size; returns their ids."""
-    return [queue.add(size, 10 * size, 100, env_id, version, key, now).group_id for size in sizes]
+    return [add(queue, size, 10 * size, 100, env_id, version, key, now).group_id for size in sizes]
 
 
 def batch_of(queue, now=0.0, **how):

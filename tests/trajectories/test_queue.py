@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
 from rlframe.errors import UsageError
 from rlframe.trajectories import idempotency
 from rlframe.trajectories.queue import Queue
-from tests.trajectories.queues import SETTINGS, batch_of, join, send, started
+from tests.trajectories.queues import SETTINGS, add, batch_of, join, send, started
 
 # Batches.
 
@@ -65,12 +65,15 @@ def test_data_before_register_is_kept_and_what_is_too_large_then_is_set_aside():
 
 def test_a_group_larger_than_a_batch_is_refused_once_that_is_known():
     queue = started()
-    refused = queue.add(9, 90, 100, None, None, None, 0.0)
+    refused = add(queue, 9, 90, 100, None, None, None, 0.0)
     assert (refused.status, refused.group_id, refused.too_large) == ("refused", None, True)
     assert "9 sequences, a batch 8" in refused.reason
     assert queue.status().stored_bytes == 0
     with pytest.raises(UsageError, match="at least one sequence"):
-        queue.add(0, 0, 100, None, None, None, 0.0)
+        add(queue, 0, 0, 100, None, None, None, 0.0)
+    queue.add(5, 4, 40, 100, None, None, None, 0.0)
+    with pytest.raises(UsageError, match="from 6 on; got 5"):
+        queue.add(5, 4, 40, 100, None, None, None, 0.0)
 
 
 # Odd groups.
@@ -79,18 +82,18 @@ def test_a_group_larger_than_a_batch_is_refused_once_that_is_known():
 def test_odd_groups_are_buffered_until_they_sum_to_the_group_size():
     queue = started()
     env_id = join(queue, 4).env_id
-    answers = [queue.add(size, 0, 100, env_id, None, None, 0.0) for size in (3, 2, 1)]
+    answers = [add(queue, size, 0, 100, env_id, None, None, 0.0) for size in (3, 2, 1)]
     assert [(answer.status, answer.buffer_size) for answer in answers] == [("buffered", n) for n in (3, 5, 2)]
     assert (queue.status().queue_size, queue.status().buffered) == (2, 1)  # 3 + 1 are a unit of two groups
     assert "2 sequences in groups of odd sizes" in queue.report(0.0).waiting[0].why
-    assert queue.add(4, 0, 100, env_id, None, None, 0.0).status == "received"
+    assert add(queue, 4, 0, 100, env_id, None, None, 0.0).status == "received"
     assert batch_of(queue) == [0, 2, 3]
 
 
 def test_a_group_larger_than_the_group_size_is_a_unit_of_its_own():
     queue = started()
     env_id = join(queue, 4).env_id
-    answer = queue.add(8, 0, 100, env_id, None, None, 0.0)
+    answer = add(queue, 8, 0, 100, env_id, None, None, 0.0)
     assert (answer.status, answer.buffer_size) == ("buffered", 0)
     assert batch_of(queue) == [0]
 
@@ -265,7 +268,7 @@ def test_the_same_registration_is_confirmed_and_another_starts_afresh():
     assert batch_of(queue, lease_seconds=5.0) == [0, 1]
     registered = queue.register({**SETTINGS, "batch_size": 4, "starting_step": 3}, "other", 0.0)
     assert (registered.uuid, registered.epoch) == ("other", 1)
-    assert queue.forgotten.before == 3
+    assert queue.forgotten == [2, 0, 1]
     status = queue.status()
     assert (status.current_step, status.queue_size, status.leased, status.stored_bytes) == (3, 0, 0, 0)
     assert not status.started
@@ -277,11 +280,11 @@ def test_a_reset_forgets_and_what_comes_after_it_is_kept_for_the_next_register()
     queue = started()
     send(queue, 4)
     queue.reset(0.0)
-    assert queue.forgotten.before == 1
+    assert queue.forgotten == [0]
     assert queue.registration is None
     send(queue, 8)
     assert queue.register(SETTINGS, "uuid", 0.0).epoch == 1
-    assert queue.forgotten.before == 0
+    assert queue.forgotten == []
     assert batch_of(queue) == [1]
 
 
@@ -311,22 +314,30 @@ def test_a_registration_that_cannot_be_changes_nothing(wrong, message):
 def test_a_repeated_key_gets_the_first_answer():
     queue = started()
     env_id = join(queue, 8).env_id
-    first = queue.add(3, 0, 100, env_id, None, "key", 0.0)
+    first = add(queue, 3, 0, 100, env_id, None, "key", 0.0)
     send(queue, 2, env_id=env_id)
-    again = queue.add(3, 0, 100, env_id, None, "key", 1.0)
+    again = add(queue, 3, 0, 100, env_id, None, "key", 1.0)
     assert again.duplicate
-    assert (again.status, again.group_id, again.buffer_size) == (first.status, first.group_id, 3)
+    assert (again.status, again.buffer_size) == (first.status, first.buffer_size) == ("buffered", 3)
     assert queue.status().buffered == 2
-    assert not queue.add(3, 0, 100, env_id, None, "key", idempotency.MAX_AGE).duplicate
+    assert add(queue, 3, 0, 100, env_id, None, "key", idempotency.MAX_AGE).duplicate
+    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * idempotency.MAX_AGE).duplicate
 
 
-def test_keys_are_forgotten_one_by_one(monkeypatch):
+def test_the_last_keys_are_known_and_those_long_before_are_forgotten(monkeypatch):
     monkeypatch.setattr(idempotency, "MAX_KEYS", 2)
     queue = started()
     for key in "abc":
         send(queue, 1, key=key)
-    assert queue.add(1, 0, 1, None, None, "b", 0.0).duplicate
-    assert not queue.add(1, 0, 1, None, None, "a", 0.0).duplicate
+    assert add(queue, 1, 0, 1, None, None, "b", 0.0).duplicate
+    for key in "de":
+        send(queue, 1, key=key)
+    assert add(queue, 1, 0, 1, None, None, "c", 0.0).duplicate
+    assert not add(queue, 1, 0, 1, None, None, "a", 0.0).duplicate
+    restored = Queue()
+    restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
+    for key, known in {"a": True, "c": True, "d": True, "e": True, "b": False}.items():
+        assert add(restored, 1, 0, 1, None, None, key, 0.0).duplicate == known
 
 
 def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
@@ -334,7 +345,7 @@ def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
     send(queue, 4, 4, 4, 4)
     first = queue.take(0.0, lease_seconds=10.0, consumer="a")
     assert (first.lease_until, first.delivery) == (10.0, 1)
-    assert queue.forgotten.ids == []
+    assert queue.forgotten == []
     assert not queue.due(9.9)
     assert queue.due(10.0)
     assert queue.expire(10.0) == [first.batch_id]
@@ -343,10 +354,10 @@ def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
     assert not queue.nack(0, consumer="a")  # it is no longer his
     assert queue.nack(0, consumer="b")
     assert queue.ack(0)  # late, but done is done
-    assert queue.forgotten.ids == [0, 1]
+    assert queue.forgotten == [0, 1]
     assert not queue.ack(0)
     assert batch_of(queue, now=11.0) == [2, 3]
-    assert queue.forgotten.ids == [2, 3]
+    assert queue.forgotten == [2, 3]
     assert (queue.status().current_step, queue.status().stored_bytes) == (2, 0)
 
 
@@ -355,9 +366,9 @@ def test_the_same_request_gets_the_same_batch():
     send(queue, 8, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
     assert queue.take(0.0, consumer="a", request="1") == first
-    assert queue.forgotten.ids == []  # a third time is possible
+    assert queue.forgotten == []  # a third time is possible
     leased = queue.take(0.0, 5.0, consumer="a", request="2")
-    assert queue.forgotten.ids == [0]
+    assert queue.forgotten == [0]
     assert leased.group_ids == (1,)
     assert queue.take(1.0, 5.0, consumer="a", request="2") == leased
     back = queue.take(6.0, 5.0, consumer="a", request="2")  # expired meanwhile, and nobody else took it
@@ -388,7 +399,7 @@ def test_a_group_that_would_be_too_old_by_its_turn_is_refused_and_its_environmen
     queue.set_policy_version(4)
     send(queue, 8, env_id=env_id, version=3)
     assert not queue.env_status(env_id).hold
-    refused = queue.add(8, 0, 100, env_id, 3, None, 0.0)  # one version old, one batch ahead
+    refused = add(queue, 8, 0, 100, env_id, 3, None, 0.0)  # one version old, one batch ahead
     assert (refused.status, refused.too_large) == ("refused", False)
     assert "2 policy versions old; the trainer takes at most 1" in refused.reason
     assert send(queue, 8, env_id=env_id) == [1]  # who does not say is not refused
@@ -410,7 +421,7 @@ def test_staleness_never_refuses_a_group_that_a_batch_waits_for():
     send(queue, 8, 8, env_id=eight)
     assert batch_of(queue) is None
     send(queue, 4, 4, env_id=four, version=1)  # an 8 does not go with its share: it has to send all
-    assert queue.add(4, 0, 100, four, 1, None, 0.0).status == "refused"
+    assert add(queue, 4, 0, 100, four, 1, None, 0.0).status == "refused"
     assert batch_of(queue) == [2, 3]
 
 
@@ -435,7 +446,7 @@ def test_only_with_discard_are_groups_dropped_that_are_too_old():
         send(queue, 4)
         assert batch_of(queue, policy_version=3) == expected
     assert queue.report(0.0).discarded == 3
-    assert sorted(queue.forgotten.ids) == [0, 1, 2, 3, 4]
+    assert sorted(queue.forgotten) == [0, 1, 2, 3, 4]
     assert queue.status().stored_bytes == 0
 
 
@@ -446,7 +457,7 @@ def test_a_fresh_group_that_shared_a_unit_with_one_too_old_is_kept():
     send(queue, 1, env_id=env_id, version=2)
     send(queue, 4, env_id=env_id, version=2)
     assert batch_of(queue, policy_version=3) is None
-    assert queue.forgotten.ids == [0]
+    assert queue.forgotten == [0]
     send(queue, 3, env_id=env_id)
     assert batch_of(queue) == [2, 1, 3]
 
@@ -461,7 +472,7 @@ def test_state_is_plain_and_a_restored_queue_goes_on():
     send(queue, 8, 4, key="k")
     queue.take(1.0, 5.0, "a", "1", 2)
     restored = Queue()
-    restored.set_state(msgpack.unpackb(msgpack.packb(queue.get_state())))
+    restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
     assert restored.get_state() == queue.get_state()
     for q in (queue, restored):
         q.nack(0)
@@ -470,8 +481,8 @@ def test_state_is_plain_and_a_restored_queue_goes_on():
     while (batch := queue.take(3.0)) is not None:
         assert restored.take(3.0) == batch
     assert restored.take(3.0) is None
-    with pytest.raises(UsageError, match="format 2"):
-        restored.set_state({**queue.get_state(), "format": 2})
+    with pytest.raises(UsageError, match="format 3"):
+        restored.set_state({**queue.get_state(), "format": 3})
 
 
 def test_only_commands_are_replayed():

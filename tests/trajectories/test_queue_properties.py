@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import msgpack
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import msgpack
 
+from rlframe.trajectories.lanes import Group
 from rlframe.trajectories.queue import Queue
 from tests.trajectories.queues import SETTINGS
 
@@ -14,7 +15,7 @@ LAPSE = 30.0
 
 
 def copied(value):
-    return msgpack.unpackb(msgpack.packb(value))
+    return msgpack.decode(msgpack.encode(value))
 
 
 def sums_of(sizes):
@@ -32,9 +33,10 @@ class Twin:
     """The naive reading of a queue's state: every unit in a list, every subset tried."""
 
     def __init__(self, queue):
-        epoch = queue.get_state()["epoch"]
-        self.lanes = {(env_id, size): units for env_id, size, units in epoch["lanes"]}
-        self.buffers = {env_id: [g for groups in of_size for g in groups] for env_id, of_size in epoch["buffers"]}
+        epoch = copied(queue.get_state())["epoch"]
+        lanes, buffers = epoch["lanes"], epoch["buffers"]
+        self.lanes = {(env_id, size): [Group.unpacked(unit) for unit in units] for env_id, size, units in lanes}
+        self.buffers = {env_id: [Group.unpacked(g) for groups in sizes for g in groups] for env_id, sizes in buffers}
         self.envs = epoch["envs"][0]
         out, returned, answered = epoch["leases"]
         self.out = [batch for batch, _ in out]
@@ -89,7 +91,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.last_served = {}  # (env_id, size) -> the last whole group of a batch
         self.delivered = {}  # batch_id -> its groups
         self.given = {}  # consumer -> (request, batch)
-        self.accepted = {}  # key -> group_id
+        self.accepted = set()  # keys
         self.registration = {
             **SETTINGS,
             "batch_size": batch_size,
@@ -106,10 +108,10 @@ class AnyOrder(RuleBasedStateMachine):
     def do(self, command, **arguments):
         answer = getattr(self.queue, command)(**arguments)
         forgotten = self.queue.forgotten
-        for group_id in forgotten.ids:
+        for group_id in forgotten:
             assert group_id in self.sizes and group_id not in self.forgotten
             self.forgotten.add(group_id)
-        self.log.append((command, copied(arguments), answer, (list(forgotten.ids), forgotten.before)))
+        self.log.append((command, copied(arguments), answer, list(forgotten)))
         return answer
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
@@ -127,6 +129,7 @@ class AnyOrder(RuleBasedStateMachine):
         for _ in range(times):
             answer = self.do(
                 "add",
+                group_id=self.queue.next_group,
                 sequences=size,
                 tokens=size,
                 size_bytes=size,
@@ -136,10 +139,10 @@ class AnyOrder(RuleBasedStateMachine):
                 now=self.now,
             )
             if answer.duplicate:
-                assert self.accepted[key] == answer.group_id
+                assert key in self.accepted
             elif answer.status != "refused":
                 assert key is None or key not in self.accepted
-                self.accepted[key] = answer.group_id
+                self.accepted.add(key)
                 self.sizes[answer.group_id] = size
                 self.senders[answer.group_id] = env_id
                 if answer.status == "received":
@@ -298,7 +301,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         twin = Twin(self.queue)
         held = sorted(set(self.sizes) - self.forgotten)
-        assert twin.held() == held
+        assert twin.held() == held == sorted(self.queue.held())
         status = self.queue.status()
         assert status.stored_bytes == sum(self.sizes[group_id] for group_id in held)
         assert status.queue_size + status.buffered + status.leased == len(held) - sum(
@@ -340,7 +343,7 @@ class AnyOrder(RuleBasedStateMachine):
         replica = Queue()
         for command, arguments, answer, forgotten in self.log:
             assert replica.apply(command, arguments) == answer
-            assert (replica.forgotten.ids, replica.forgotten.before) == forgotten
+            assert replica.forgotten == forgotten
         assert replica.get_state() == self.queue.get_state()
 
 

@@ -131,7 +131,7 @@ def test_refused_repeated_and_invalid_groups_leave_no_payload():
             assert (await add(service, b"large", sequences=9)).too_large
             with pytest.raises(UsageError):
                 await add(service, b"none", sequences=0)
-            assert (await add(service, b"first", key="k")).group_id == 0
+            assert (await add(service, b"first", key="k")).status == "received"
             assert (await add(service, b"again", key="k")).duplicate
             assert store.stats().payloads == 1
             assert (service.stored_bytes, service.pending_bytes) == (5, 0)
@@ -234,7 +234,7 @@ def test_a_store_that_takes_nothing_now_is_an_error_and_the_next_command_works(e
                 await add(service, b"lost")
             store.error = None
             assert service.pending_bytes == 0
-            assert (await add(service, b"kept")).group_id == 0
+            assert (await add(service, b"kept")).status == "received"
 
     run(test())
 

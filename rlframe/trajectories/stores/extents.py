@@ -13,7 +13,7 @@ class Extents:
 
     Args:
         start: the first byte that may be used, a multiple of `BLOCK`.
-        used: offset and length, in bytes, of what is in use; parts do not overlap.
+        used: offset and length, in bytes, of what is in use, ascending; parts do not overlap.
     """
 
     def __init__(self, start: int, used: Iterable[tuple[int, int]] = ()) -> None:
@@ -21,7 +21,7 @@ class Extents:
         self._size_at: dict[int, int] = {}  # of the free part that begins there
         self._start_of: dict[int, int] = {}  # of the free part that ends there
         self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
-        for offset, length in sorted(used):
+        for offset, length in used:
             if offset > self.end:
                 self._insert(self.end, offset - self.end)
             self.end = offset + _blocks(length)

@@ -56,9 +56,9 @@ class PayloadFile:
         self._extents = Extents(BLOCK)
         self._size = os.fstat(self._fd).st_size
 
-    def occupy(self, places: Iterable[Place]) -> None:
-        """Says what is in use; everything else is free."""
-        self._extents = Extents(BLOCK, [(place.offset, place.length) for place in places])
+    def occupy(self, places: Iterable[tuple[int, int]]) -> None:
+        """Says what is in use, as offsets and lengths, ascending; everything else is free."""
+        self._extents = Extents(BLOCK, places)
 
     def write(self, value: bytes) -> Place:
         """Writes a value where there is room. It is durable after `sync`."""

@@ -18,6 +18,7 @@ from rlframe.trajectories.stores.payload_file import PayloadFile, Place
 
 _APPLICATION_ID = 0x726C7472  # "rltr": whose database it is, in its header
 _FORMAT = 1
+_ASKED_AT_ONCE = 1000  # positions in one query
 _DROPPED_AT_ONCE = 5000  # records that one commit deletes: a few milliseconds, however many a snapshot leaves behind
 
 # `state` has one row: the id of the payload file, and the last snapshot with its place there.
@@ -95,21 +96,20 @@ class SQLiteStore:
             return self._last > after
 
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
-        return [self._payload(position) for position in positions]
+        found = self._places(positions)
+        return [self._payload(position, found.get(position)) for position in positions]
 
     def forget(self, positions: Iterable[int]) -> None:
         with self._changed:
-            dropped = [position for position in positions if position in self._places]
-            for position in dropped:
-                place = self._places.pop(position)
-                self._forgotten[position] = place
-                self._payload_bytes -= place.length
+            dropped = [position for position in positions if position not in self._forgotten]
+            self._forgotten.update(dropped)
         if dropped:
             self._commits.forget(dropped)
 
     def held(self) -> list[int]:
-        with self._changed:
-            return sorted(self._places)
+        with self._reading:
+            rows = self._reader.execute("SELECT position FROM payloads ORDER BY position").fetchall()
+        return [position for (position,) in rows if position not in self._forgotten]
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
         return self._commits.snapshot(position, state)
@@ -126,7 +126,7 @@ class SQLiteStore:
 
     def stats(self) -> Stats:
         with self._changed:
-            return Stats(len(self._places), self._payload_bytes)
+            return self._held
 
     def close(self) -> None:
         if self._closed:
@@ -140,12 +140,15 @@ class SQLiteStore:
         self._writer.close()  # the last connection: SQLite removes its log
         self._file.close()
 
-    def _payload(self, position: int) -> bytes | None:
-        place = self._places.get(position)
+    def _places(self, positions: Sequence[int]) -> dict[int, Place]:
+        """Where the payloads lie of these that have one. Not in memory: there are as many as groups wait."""
+        with self._reading:
+            return _find(self._reader, [position for position in positions if position not in self._forgotten])
+
+    def _payload(self, position: int, place: Place | None) -> bytes | None:
         value = self._file.read(place) if place else None
-        if self._places.get(position) is not place:  # forgotten meanwhile: something else may lie there now
-            return None
-        if place and value is None:
+        # Another value may lie there where it was forgotten meanwhile.
+        if place and value is None and self._places([position]).get(position) == place:
             _log.error("%s: the payload at position %d is damaged.", self._name, position)
         return value
 
@@ -191,13 +194,16 @@ class SQLiteStore:
 
     def _recover(self) -> None:
         """Finds out what is there."""
-        self._places = {row[0]: Place(*row[1:]) for row in self._writer.execute("SELECT * FROM payloads")}
-        self._payload_bytes = sum(place.length for place in self._places.values())
-        self._forgotten: dict[int, Place] = {}
+        self._forgotten: set[int] = set()  # positions of payloads whose rows are still to be deleted
+        self._held = Stats(*self._writer.execute("SELECT count(*), coalesce(sum(length), 0) FROM payloads").fetchone())
         position, *place = self._writer.execute('SELECT position, "offset", length, crc FROM state').fetchone()
         self._snapshot = None if position is None else (position, Place(*place))
-        used = list(self._places.values()) + ([self._snapshot[1]] if self._snapshot else [])
-        self._file.occupy(used)
+        self._file.occupy(
+            self._writer.execute(
+                'SELECT "offset", length FROM payloads UNION ALL '
+                'SELECT "offset", length FROM state WHERE position IS NOT NULL ORDER BY 1'
+            )
+        )
         newest = self._writer.execute("SELECT max(position) FROM log").fetchone()[0]
         self._last = max(newest or 0, position or 0)
 
@@ -206,6 +212,7 @@ class SQLiteStore:
     def _write(self, commit: Commit) -> int:
         first = self._last + 1
         new: dict[int, Place] = {}
+        old: list[Place] = []
         snapshot = self._newer(commit.snapshot)
         written: list[Place] = []
         try:
@@ -218,22 +225,23 @@ class SQLiteStore:
                 written.append(state)
             if written and (self._sync or state):
                 self._file.sync()
+            old = list(_find(self._writer, commit.forgotten).values())
             records = [(position, append.record) for position, append in enumerate(commit.appends, start=first)]
             self._commit(records, new, commit.forgotten, (snapshot[0], state) if snapshot and state else None)
         except Exception as error:
             for place in written:
                 self._file.give_back(place)
             raise self._explained(error) from error
-        freed = [self._forgotten.pop(position) for position in commit.forgotten]
         with self._changed:
-            self._places.update(new)
-            self._payload_bytes += sum(place.length for place in new.values())
+            self._forgotten.difference_update(commit.forgotten)
+            more = sum(place.length for place in new.values()) - sum(place.length for place in old)
+            self._held = Stats(self._held.payloads + len(new) - len(old), self._held.payload_bytes + more)
             self._last += len(commit.appends)
             if snapshot and state:
-                freed += [self._snapshot[1]] if self._snapshot else []
+                old += [self._snapshot[1]] if self._snapshot else []
                 self._snapshot = (snapshot[0], state)
             self._changed.notify_all()
-            for place in freed:
+            for place in old:
                 self._file.give_back(place)
         return first
 
@@ -286,3 +294,13 @@ class SQLiteStore:
         if full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
             return UnavailableError(f"{self._name} cannot grow: {error}. Make room on its disk.")
         return StoreError(f"{self._name} failed, and takes nothing more: {error}. Restart the service.")
+
+
+def _find(database: sqlite3.Connection, positions: Sequence[int]) -> dict[int, Place]:
+    """Where the payloads of these positions lie, of those that have one."""
+    found = {}
+    for start in range(0, len(positions), _ASKED_AT_ONCE):
+        some = ",".join(map(str, positions[start : start + _ASKED_AT_ONCE]))
+        rows = database.execute(f"SELECT * FROM payloads WHERE position IN ({some})").fetchall()
+        found.update({row[0]: Place(*row[1:]) for row in rows})
+    return found
