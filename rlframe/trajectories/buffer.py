@@ -16,6 +16,7 @@ from rlframe.trajectories.caller import new_key
 from rlframe.trajectories.client import Client
 from rlframe.trajectories.padding import TokenBatch, bucket_lengths, pad
 from rlframe.trajectories.prefetched import Prefetched
+from rlframe.trajectories.renewal import Renewal
 from rlframe.trajectories.replies import ServedBatch
 from rlframe.types import Batch, ReplaySpec, Sequence, Step
 
@@ -36,14 +37,14 @@ class TrajectoryBuffer(BaseReplayBuffer):
     (env_id or -1, batch_id, index in the batch); `params_version` [S] int64 is the policy version that each sequence
     was sampled from, -1 where the environment did not say.
 
-    Batches are leased. One is acknowledged after the Learner has learned from it, or when the next is asked for;
-    `close` gives back those that were not. So each is learned from at least once, whatever is killed; one that comes
-    again to the same buffer is recognised and not given twice. With each request the service is told the Learner's
-    version.
+    Batches are leased, and a thread renews the leases. A batch is acknowledged after the Learner has learned from it,
+    or when the next is asked for; `close` gives back those that were not. So each is learned from at least once,
+    whatever is killed; one that comes again to the same buffer is recognised and not given twice. With each request
+    the service is told the Learner's version.
 
     Args:
         url, token, run: of the service; see `Client`.
-        lease: seconds for which a batch is this buffer's. More than `prefetch` + 1 learner steps take.
+        lease: seconds after which the batches of a learner that was killed are somebody else's.
         max_token_len: longer sequences are cut to so many tokens, and counted; None: what the trainer registered.
         consumer: whose the leases are; None: a name of this buffer's own.
         timeout: seconds for which the service may be away.
@@ -59,7 +60,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         *,
         token: str | None = None,
         run: str | None = None,
-        lease: float = 600.0,
+        lease: float = 120.0,
         max_token_len: int | None = None,
         consumer: str | None = None,
         timeout: float = 60.0,
@@ -87,6 +88,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self._lease = lease
         self._drawing = threading.Lock()  # a consumer asks for one batch at a time
         self._request = new_key()  # of the next batch; kept where it is not known whether one was given
+        self._unanswered = False  # whether that is so
+        self._renewal: Renewal | None = None  # from the first batch on
         self._lock = threading.Lock()  # of all below
         self._version: int | None = None
         self._out: set[int] = set()  # batches that were drawn and are not done with
@@ -174,6 +177,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self._closed = True
         for dataset in self._datasets:
             dataset.close()
+        if self._renewal is not None:
+            self._renewal.close()
         with self._lock:
             left = sorted(self._out)
         self.give_back(left)
@@ -185,14 +190,17 @@ class TrajectoryBuffer(BaseReplayBuffer):
         """The next batch, leased; None if none came in `wait` seconds. What is done with is acknowledged first."""
         with self._drawing:
             self._acknowledge(client)
+            self._unanswered = True
             served = client.batch(wait=wait, lease=self._lease, policy_version=self._version, request=self._request)
-            self._request = new_key()
+            self._request, self._unanswered = new_key(), False
             if served is None or self._came_again(served):
                 return None
             data, cut = pad(served.groups, self._buckets)
             with self._lock:
                 self._out.add(served.batch_id)
                 self._count(data, cut)
+            if self._renewal is None and not self._closed:
+                self._renewal = Renewal(self._renew, self._lease / 3)
             return _batch(served, data)
 
     def finish(self, batch_id: int | None) -> None:
@@ -209,10 +217,29 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._out.difference_update(batch_ids)
         try:
             self._acknowledge(self._client, _CLOSING)
+            if self._unanswered and self._closed:
+                batch_ids = batch_ids + self._given_unheard()
             for batch_id in batch_ids:
                 self._client.nack(batch_id, timeout=_CLOSING)
         except RlframeError as error:
             _log.warning("Batches were not given back, and will be served again %g s later: %s", self._lease, error)
+
+    def _given_unheard(self) -> list[int]:
+        """The batch that answered a request which was interrupted: the same request gets the same answer."""
+        served = self._client.batch(lease=self._lease, request=self._request, timeout=_CLOSING)
+        self._unanswered = False
+        return [] if served is None else [served.batch_id]
+
+    def _renew(self) -> None:
+        """Has the leases of the batches that are not done with begin anew."""
+        with self._lock:
+            out = sorted(self._out)
+        try:
+            for batch_id in out:
+                self._client.renew(batch_id, self._lease, timeout=self._lease / 3)
+        except RlframeError as error:  # who is done with a batch will see whether the lease was lost
+            if not self._closed:
+                _log.warning("A lease of %g s could not be renewed: %s", self._lease, error)
 
     def _acknowledge(self, client: Client, timeout: float | None = None) -> None:
         with self._lock:
@@ -230,8 +257,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
         with self._lock:
             self._counts["lost_leases"] += 1
         _log.warning(
-            "Batch %d was no longer leased when it was done with: others may have learned from it, too. Learner steps "
-            "take longer than leases of %g s, or the run has started afresh.",
+            "Batch %d was no longer leased when it was done with: others may have learned from it, too. Its lease of "
+            "%g s could not be renewed, or the run has started afresh.",
             batch_id,
             self._lease,
         )

@@ -98,11 +98,7 @@ class Leases:
         if until is None:
             return batch
         self.groups += len(batch.group_ids)
-        self._out[batch.batch_id] = (batch, consumer)
-        if len(self._deadlines) > 2 * len(self._out) + 64:  # mostly of batches that are done with
-            self._deadlines = _deadlines(self._out)
-        else:
-            heapq.heappush(self._deadlines, (until, batch.batch_id))
+        self._lease(batch, consumer, until)
         return batch
 
     def came_back(self, batch_id: int) -> bool:
@@ -124,6 +120,14 @@ class Leases:
         if batch_id not in self._out or consumer not in (None, self._out[batch_id][1]):
             return False
         self._returned[batch_id] = self._out.pop(batch_id)[0]
+        return True
+
+    def renew(self, batch_id: int, consumer: str | None, until: float) -> bool:
+        """The holder (or, where `consumer` is None, anyone) has it until then. False where it is not his."""
+        batch, holder = self._out.get(batch_id, (None, None))
+        if batch is None or consumer not in (None, holder):
+            return False
+        self._lease(replace(batch, lease_until=until), holder, until)
         return True
 
     def due(self, now: float) -> bool:
@@ -149,6 +153,13 @@ class Leases:
         batches = [batch for batch, _ in self._out.values()] + list(self._returned.values())
         batches += [batch for _, batch in self._answered.values() if batch.lease_until is None]
         return (group_id for batch in batches for group_id in batch.group_ids)
+
+    def _lease(self, batch: Batch, consumer: str | None, until: float) -> None:
+        self._out[batch.batch_id] = (batch, consumer)
+        if len(self._deadlines) > 2 * len(self._out) + 64:  # mostly of batches that are done with, or were renewed
+            self._deadlines = _deadlines(self._out)
+        else:
+            heapq.heappush(self._deadlines, (until, batch.batch_id))
 
     def to_state(self) -> list[Any]:
         return [

@@ -37,7 +37,7 @@ class Queue:
 
     COMMANDS = (
         *("register", "reset", "note_trainer", "register_env", "disconnect_env", "heartbeat", "add", "take"),
-        *("ack", "nack", "expire", "pause", "resume", "set_policy_version"),
+        *("ack", "nack", "renew", "expire", "pause", "resume", "set_policy_version"),
     )
 
     def __init__(self) -> None:
@@ -218,6 +218,10 @@ class Queue:
     def nack(self, batch_id: int, consumer: str | None = None) -> bool:
         """A leased batch goes to the next who asks; with `consumer`, only where it is (still) his."""
         return self._begin().leases.give_back(batch_id, consumer)
+
+    def renew(self, batch_id: int, lease_seconds: float, now: float, consumer: str | None = None) -> bool:
+        """A leased batch is its consumer's for so many seconds from now on. False where it is not (his) any more."""
+        return self._begin(now).leases.renew(batch_id, consumer, self._now + lease_seconds)
 
     def expire(self, now: float) -> list[int]:
         """Takes back batches whose leases have ended, and shares of environments that are silent, as every command with

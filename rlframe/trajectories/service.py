@@ -36,7 +36,7 @@ _TICK = 0.5  # seconds between looks at the clock, for leases and silent environ
 _NEARLY = 0.8  # of the bytes that may be kept
 _RETRY = 0.5  # seconds until a store that did not answer is read again
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
-_TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "expire"))  # take `now`
+_TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
 
 _logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode

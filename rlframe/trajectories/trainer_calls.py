@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlframe.errors import UsageError
 from rlframe.trajectories import exchange
 from rlframe.trajectories.caller import Caller, new_key, post_request
@@ -110,6 +112,12 @@ class TrainerCalls(Caller):
         """Gives a leased batch back: it is the next to be given. False where it is not this consumer's."""
         return (yield from self._settle("nack", batch_id, consumer, timeout))
 
+    def renew(
+        self, batch_id: int, lease: float, *, consumer: str | None = None, timeout: float | None = None
+    ) -> Flow[bool]:
+        """Has a leased batch for `lease` seconds from now on. False where it is not this consumer's any more."""
+        return (yield from self._settle("renew", batch_id, consumer, timeout, {"lease": lease}))
+
     def set_policy_version(self, version: int, *, timeout: float | None = None) -> Flow[None]:
         """Says which version of the parameters the trainer has now; `batch` can say it, too."""
         yield from self.tell(post_request("/policy-version", {"policy_version": version}), timeout)
@@ -122,8 +130,11 @@ class TrainerCalls(Caller):
         """Ends `pause`."""
         yield from self.tell(post_request("/resume", {}), timeout)
 
-    def _settle(self, what: str, batch_id: int, consumer: str | None, timeout: float | None) -> Flow[bool]:
-        request = Request("POST", f"/batch/{batch_id}/{what}", {"consumer": consumer or self.consumer})
+    def _settle(
+        self, what: str, batch_id: int, consumer: str | None, timeout: float | None, told: dict[str, Any] | None = None
+    ) -> Flow[bool]:
+        params = {"consumer": consumer or self.consumer, **(told or {})}
+        request = Request("POST", f"/batch/{batch_id}/{what}", params)
         reply = yield from self.exchange(request, timeout)
         content = reply.content
         if reply.status == 404 and isinstance(content, dict) and content.get("status") == "failure":

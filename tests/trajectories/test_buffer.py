@@ -159,14 +159,48 @@ def test_a_buffer_that_dies_leaves_its_batch_to_the_next(client, make_buffer):
     client.post(numbered(1))
     dead = make_buffer(lease=0.3)
     first = dead.sample()
+    dead._renewal.close()  # it is alive only for this test's sake
     other = make_buffer()
     batch = other.wait_for_batch(DEADLINE)
     assert (number_of(batch), batch.keys[0, 1]) == (1, first.keys[0, 1])
 
 
-def test_a_batch_that_comes_again_is_not_given_twice(client, make_buffer):
+def test_a_batch_is_leased_for_as_long_as_it_is_read(client, make_buffer):
+    client.post([numbered(1), numbered(2)])
+    buffer, other = make_buffer(lease=0.6), make_buffer()
+    assert number_of(buffer.sample()) == 1
+    until_later = time.monotonic() + 1.5  # two and a half leases
+    assert number_of(other.sample()) == 2
+    while time.monotonic() < until_later:
+        assert other.sample() is None
+        time.sleep(0.05)
+    assert buffer.sample() is None
+    assert (buffer.stats()["lost_leases"], client.status().leased) == (0, 0)
+
+
+def test_a_batch_whose_request_was_interrupted_is_given_back(client, make_buffer, monkeypatch):
+    client.post([numbered(1), numbered(2)])
+    buffer = make_buffer()
+    ask = buffer._client.batch
+
+    def interrupted(**asked):
+        ask(**asked)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(buffer._client, "batch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.sample()
+    monkeypatch.undo()
+    assert client.status().queue_size == 1
+    buffer.close()
+    other = make_buffer()
+    assert [number_of(other.sample()) for _ in range(2)] == [1, 2]
+
+
+def test_a_batch_that_comes_again_is_not_given_twice(client, make_buffer, monkeypatch):
     client.post(numbered(1))
     buffer = make_buffer(lease=0.3)
+    monkeypatch.setattr(buffer._client, "renew", lambda *told, **how: False)  # as if the service could not be reached for a while
     with buffer.make_dataset(prefetch=2) as dataset:
         until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended while it was waiting to be read
         assert number_of(next(dataset)) == 1

@@ -133,8 +133,10 @@ def test_a_leased_batch_is_given_back_or_acknowledged(client):
     assert client.nack(first.batch_id)
     again = client.batch(lease=60)
     assert (numbers_of(again.groups), again.redelivered, again.step) == ([1], True, first.step)
+    assert client.renew(again.batch_id, 120.0)
     assert client.ack(again.batch_id)
     assert not client.ack(again.batch_id)
+    assert not client.renew(again.batch_id, 120.0)
     assert numbers_of(client.batch(lease=60).groups) == [2]
 
 

@@ -112,6 +112,18 @@ def test_a_batch_that_was_given_back_or_whose_lease_ended_comes_again(api):
     assert (third["batch_id"], third["redelivered"], marks_of(third["batch"])) == (taken["batch_id"], True, [1, 2])
 
 
+def test_a_lease_is_renewed_by_its_holder(api):
+    api.send(1, 2)
+    batch_id = api.get("/batch", params={"lease": 100, "consumer": "a"}).json()["batch_id"]
+    renew = f"/batch/{batch_id}/renew"
+    assert api.post(renew, params={"lease": 0.01, "consumer": "b"}).status_code == 404
+    assert api.post(renew, params={"lease": 0}).status_code == api.post(renew).status_code == 422
+    assert api.post(renew, params={"lease": 0.01, "consumer": "a"}).json() == {"status": "success"}
+    again = api.get("/batch", params={"wait": 30, "lease": 100, "consumer": "b"}).json()
+    assert (again["batch_id"], again["redelivered"]) == (batch_id, True)
+    assert api.post(renew, params={"lease": 100, "consumer": "a"}).status_code == 404
+
+
 def test_the_same_request_gets_the_same_batch(api):
     api.send(1, 2, 3, 4)
     ask = {"consumer": "a", "request": "1"}

@@ -361,6 +361,22 @@ def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
     assert (queue.status().current_step, queue.status().stored_bytes) == (2, 0)
 
 
+def test_a_renewed_lease_ends_later():
+    queue = started()
+    send(queue, 8)
+    queue.take(0.0, lease_seconds=10.0, consumer="a")
+    assert not queue.renew(0, 10.0, 5.0, consumer="b")
+    assert queue.renew(0, 10.0, 5.0, consumer="a")
+    assert not queue.due(14.9)
+    assert queue.take(12.0, 5.0, consumer="b") is None
+    assert queue.expire(15.0) == [0]
+    assert not queue.renew(0, 10.0, 15.0, consumer="a")  # nobody's now
+    for now in range(1000):
+        queue.take(20.0 + now, 5.0) if now == 0 else queue.renew(0, 5.0, 20.0 + now)
+    assert len(queue.get_state()["epoch"]["leases"][0]) == 1
+    assert queue.due(1024.0) and not queue.due(1023.9)
+
+
 def test_the_same_request_gets_the_same_batch():
     queue = started()
     send(queue, 8, 8, 8, 8)

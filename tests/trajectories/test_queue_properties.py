@@ -276,6 +276,14 @@ class AnyOrder(RuleBasedStateMachine):
     def nack(self, data, consumer):
         self.do("nack", batch_id=data.draw(st.sampled_from(sorted(self.delivered))), consumer=consumer)
 
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data(), consumer=st.sampled_from([None, "a", "b"]))
+    def renew(self, data, consumer):
+        batch_id = data.draw(st.sampled_from(sorted(self.delivered)))
+        leased = any(batch["batch_id"] == batch_id for batch in Twin(self.queue).out)
+        renewed = self.do("renew", batch_id=batch_id, lease_seconds=10.0, now=self.now, consumer=consumer)
+        assert leased or not renewed
+
     @rule(version=st.integers(0, 4))
     def set_policy_version(self, version):
         self.do("set_policy_version", version=version)

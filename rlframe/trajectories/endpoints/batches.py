@@ -31,15 +31,14 @@ _UNKNOWN: dict[int | str, dict[str, Any]] = {
     404: {"model": models.Failure, "description": "It is neither leased nor waits to be delivered again."}
 }
 Name = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
+Lease = Annotated[float, Query(gt=0, le=86_400, allow_inf_nan=False, description="Seconds until it is somebody else's.")]
 
 
 @router.get("/batch", response_model=Union[models.Batch, models.NotRegistered], responses=WRITES)
 async def batch(
     request: Request,
     wait: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for data.")] = 0.0,
-    lease: Annotated[
-        float | None, Query(gt=0, le=86_400, allow_inf_nan=False, description="Seconds until it is somebody else's.")
-    ] = None,
+    lease: Lease | None = None,
     consumer: Name | None = None,
     request_key: Annotated[
         str | None,
@@ -82,6 +81,15 @@ async def nack(batch_id: models.Int64, request: Request, consumer: Name | None =
     """The batch goes to the next who asks; with `consumer`, only where it is still his."""
     known = await service_of(request).submit(run_of(request), "nack", batch_id=batch_id, consumer=consumer)
     return _settled(batch_id, known)
+
+
+@router.post("/batch/{batch_id}/renew", response_model=models.Success, responses=WRITES | _UNKNOWN)
+async def renew(batch_id: models.Int64, request: Request, lease: Lease, consumer: Name | None = None) -> Response:
+    """The leased batch is its consumer's for so many seconds from now on; with `consumer`, only where it is his."""
+    renewed = await service_of(request).submit(
+        run_of(request), "renew", batch_id=batch_id, lease_seconds=lease, consumer=consumer
+    )
+    return _settled(batch_id, renewed)
 
 
 @router.get("/latest_example", response_model=Union[models.Item, models.NoItem])
@@ -133,5 +141,6 @@ def _settled(batch_id: int, known: bool) -> Response:
     if known:
         return answer({"status": "success"})
     return answer(
-        {"status": "failure", "error": f"Batch {batch_id} is not out: it was acknowledged, or never was."}, 404
+        {"status": "failure", "error": f"Batch {batch_id} is not out: it was acknowledged or given back, or never was."},
+        404,
     )
