@@ -9,7 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-
 _PACKED = struct.Struct("<qqqqd?")
 
 

@@ -29,6 +29,10 @@ class Latest:
         while self._bytes > KEPT_BYTES and len(self._payloads) > 1:
             self._drop(next(iter(self._payloads)))
 
+    def positions(self, run: str) -> list[int]:
+        """Of the latest groups, oldest first."""
+        return list(self._positions.get(run, ()))
+
     def missing(self, run: str, count: int) -> list[int]:
         """Positions of the latest `count` groups whose payloads have to be read from the store."""
         return [position for position in self._newest(run, count) if position not in self._payloads]
@@ -39,7 +43,7 @@ class Latest:
         return [payload for payload in known if payload is not None]
 
     def _newest(self, run: str, count: int) -> list[int]:
-        return list(self._positions.get(run, ()))[: -count - 1 : -1]
+        return self.positions(run)[: -count - 1 : -1]
 
     def _drop(self, position: int) -> None:
         self._bytes -= len(self._payloads.pop(position, b""))

@@ -53,12 +53,3 @@ class Run:
 
     def forget_waiter(self, waiter: asyncio.Future[None]) -> None:
         self._waiters.discard(waiter)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"queue": self.queue.get_state()}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Run:
-        run = cls()
-        run.queue.set_state(state["queue"])
-        return run

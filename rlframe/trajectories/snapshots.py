@@ -19,7 +19,7 @@ def encode(runs: dict[str, Any]) -> bytes:
     """MessagePack of the runs' states, long lists slice by slice, and all in one piece of memory."""
     out = bytearray()
     _append({"format": FORMAT, "runs": runs}, out)
-    return out
+    return bytes(out)
 
 
 def decode(snapshot: bytes) -> dict[str, Any]:

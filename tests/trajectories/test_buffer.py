@@ -200,7 +200,9 @@ def test_a_batch_whose_request_was_interrupted_is_given_back(client, make_buffer
 def test_a_batch_that_comes_again_is_not_given_twice(client, make_buffer, monkeypatch):
     client.post(numbered(1))
     buffer = make_buffer(lease=0.3)
-    monkeypatch.setattr(buffer._client, "renew", lambda *told, **how: False)  # as if the service could not be reached for a while
+    monkeypatch.setattr(
+        buffer._client, "renew", lambda *told, **how: False
+    )  # as if the service could not be reached for a while
     with buffer.make_dataset(prefetch=2) as dataset:
         until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended while it was waiting to be read
         assert number_of(next(dataset)) == 1

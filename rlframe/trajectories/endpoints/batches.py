@@ -31,7 +31,9 @@ _UNKNOWN: dict[int | str, dict[str, Any]] = {
     404: {"model": models.Failure, "description": "It is neither leased nor waits to be delivered again."}
 }
 Name = Annotated[str, Query(min_length=1, max_length=MAX_NAME)]
-Lease = Annotated[float, Query(gt=0, le=86_400, allow_inf_nan=False, description="Seconds until it is somebody else's.")]
+Lease = Annotated[
+    float, Query(gt=0, le=86_400, allow_inf_nan=False, description="Seconds until it is somebody else's.")
+]
 
 
 @router.get("/batch", response_model=Union[models.Batch, models.NotRegistered], responses=WRITES)
@@ -141,6 +143,9 @@ def _settled(batch_id: int, known: bool) -> Response:
     if known:
         return answer({"status": "success"})
     return answer(
-        {"status": "failure", "error": f"Batch {batch_id} is not out: it was acknowledged or given back, or never was."},
+        {
+            "status": "failure",
+            "error": f"Batch {batch_id} is not out: it was acknowledged or given back, or never was.",
+        },
         404,
     )
