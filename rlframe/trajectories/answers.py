@@ -154,7 +154,11 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Report:
-    envs: list[EnvReport]
+    """`oldest_age` is in seconds, of what waits longest; None where nothing waits."""
+
+    envs: list[EnvReport]  # of `registered_envs`, as many as were asked for, by id
+    registered_envs: int
+    oldest_age: float | None
     waiting: list[Waiting]
     groups_added: int
     sequences_added: int

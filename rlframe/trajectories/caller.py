@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 import urllib.parse
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -72,6 +74,14 @@ class Caller:
 def post_request(path: str, content: dict[str, Any], headers: dict[str, str] | None = None) -> Request:
     """A small request, as JSON."""
     return Request("POST", path, {}, {"Content-Type": JSON, **(headers or {})}, msgspec.json.encode(content))
+
+
+def pauses(wait: float) -> Iterator[float]:
+    """Seconds to pause between two looks at whether to go on, until `wait` seconds from now on are over."""
+    end, pause = time.monotonic() + wait, POLL
+    while (left := end - time.monotonic()) > 0:
+        yield min(pause, left)
+        pause = min(2 * pause, LONGEST_POLL)
 
 
 def new_key() -> str:

@@ -19,6 +19,7 @@ INTS = ("tokens", "masks")
 FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+LARGEST = float(np.finfo(np.float32).max)  # of a number: what is larger would be infinite to whoever learns from it
 
 
 class InvalidGroupError(UsageError):
@@ -102,11 +103,11 @@ def _check_count(name: str, value: list[Any], sequences: int) -> None:
 
 
 def _check_finite(loc: tuple[str | int, ...], values: list[float]) -> None:
-    if math.isfinite(sum(values)):  # as it is where all are, but for sums that overflow
+    if not values or (math.isfinite(sum(values)) and min(values) >= -LARGEST and max(values) <= LARGEST):
         return
     for i, value in enumerate(values):
-        if not math.isfinite(value):
-            raise InvalidGroupError((*loc, i), f"{loc[0]} holds finite numbers; got {value}.", "finite_number")
+        if not abs(value) <= LARGEST:
+            raise InvalidGroupError((*loc, i), f"{loc[0]} holds finite float32 numbers; got {value}.", "finite_number")
 
 
 def _check_distillation(group: Any, sequences: int) -> None:

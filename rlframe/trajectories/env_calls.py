@@ -9,7 +9,7 @@ import msgspec
 
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.trajectories import exchange
-from rlframe.trajectories.caller import JSON, LONGEST_POLL, POLL, Caller, new_key, post_request
+from rlframe.trajectories.caller import JSON, LONGEST_POLL, Caller, new_key, pauses, post_request
 from rlframe.trajectories.exchange import MSGPACK, Flow, Request
 from rlframe.trajectories.groups import Group
 from rlframe.trajectories.replies import EnvStatus, Posted, RegisteredEnv
@@ -51,21 +51,20 @@ class EnvCalls(Caller):
         }
         if resume_token is not None:
             settings["resume_token"] = resume_token
-        began, pause = time.monotonic(), POLL
+        looks = pauses(wait)
         while True:
             # A key of its own for each look: the same one would be answered with the first answer again.
             request = post_request("/register-env", settings, {"Idempotency-Key": new_key()})
             content = exchange.accepted(self.base, request, (yield from self.exchange(request, timeout)))
             if content.get("status") == "success":
                 return exchange.convert(self.base, content, RegisteredEnv)
-            left = began + wait - time.monotonic()
-            if left <= 0:
+            pause = next(looks, None)
+            if pause is None:
                 raise UnavailableError(
                     f"{self.base}: {desired_name!r} waited {wait:g} s to join, and the service still says "
                     f"{content.get('status')!r}. Start the trainer, which has to ask for a batch once, or wait longer."
                 )
-            yield min(pause, left)
-            pause = min(2 * pause, LONGEST_POLL)
+            yield pause
 
     def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> Flow[None]:
         """Leaves the run; what was sent stays."""
@@ -138,19 +137,18 @@ class EnvCalls(Caller):
         Raises:
             UnavailableError: it still has to hold after `wait` seconds (or as every call).
         """
-        began, pause = time.monotonic(), POLL
+        looks = pauses(wait)
         while True:
             status = yield from self.env_status(env_id, timeout=timeout)
             if status.queue_size <= max_queued and not status.hold:
                 return status
-            left = began + wait - time.monotonic()
-            if left <= 0:
+            pause = next(looks, None)
+            if pause is None:
                 raise UnavailableError(
                     f"{self.base}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
                     f"wait, of which it may leave {max_queued}, and hold is {status.hold}. Does the trainer run?"
                 )
-            yield min(pause, left)
-            pause = min(2 * pause, LONGEST_POLL)
+            yield pause
 
 
 def _compressed(body: bytes) -> bytes:

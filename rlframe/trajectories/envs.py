@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass
@@ -51,12 +52,14 @@ class Envs:
     Attributes:
         sizes: how many live environments have each group size.
         sharing: ids of the live environments with a minimum allocation.
+        silent: ids of the others, live no more, that which was live last at the end.
     """
 
     def __init__(self) -> None:
         self.all: list[Env] = []
         self.sizes: Counter[int] = Counter()
         self.sharing: dict[int, None] = {}
+        self.silent: OrderedDict[int, None] = OrderedDict()
         self._by_token: dict[str, int] = {}
         self._names: Counter[str] = Counter()
         self._heard: OrderedDict[int, None] = OrderedDict()  # live ones, that heard of longest ago first
@@ -87,6 +90,7 @@ class Envs:
             )
             self._names[name] += 1
             self.all.append(env)
+            self.silent[env.env_id] = None
             if token is not None:
                 self._by_token[token] = env.env_id
         env.largest_group = max(env.largest_group, env.group_size)
@@ -102,6 +106,7 @@ class Envs:
         if env.live:
             return False
         env.live = True
+        del self.silent[env.env_id]
         self._sum(env, 1)
         return True
 
@@ -110,12 +115,18 @@ class Envs:
         if env.live:
             env.live = False
             del self._heard[env.env_id]
+            self.silent[env.env_id] = None
             self._sum(env, -1)
 
     def overdue(self, heard_before: float) -> Env | None:
         """The live environment that was heard of longest ago, if that was before `heard_before`."""
         env = self.all[next(iter(self._heard))] if self._heard else None
         return env if env is not None and env.last_heard < heard_before else None
+
+    def latest(self, count: int) -> list[Env]:
+        """At most so many: the live ones first, those that were heard of last first."""
+        ids = itertools.islice(itertools.chain(reversed(self._heard), reversed(self.silent)), count)
+        return [self.all[env_id] for env_id in ids]
 
     def weight_of(self, env: Env) -> float:
         """The part of the live environments' weights that is this one's, at least 0.01."""
@@ -131,7 +142,7 @@ class Envs:
         return float(1 - min(self._allocated, Fraction(1)))
 
     def to_state(self) -> list[Any]:
-        return [[asdict(env) for env in self.all], list(self._heard)]
+        return [[asdict(env) for env in self.all], list(self._heard), list(self.silent)]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Envs:
@@ -144,6 +155,7 @@ class Envs:
             if env.live:
                 envs._sum(env, 1)
         envs._heard = OrderedDict.fromkeys(state[1])
+        envs.silent = OrderedDict.fromkeys(state[2])
         return envs
 
     def _sum(self, env: Env, sign: int) -> None:

@@ -15,7 +15,7 @@ IGNORED = -100  # in masks, of a token that nothing is learned from
 
 INTS = ("tokens", "masks")
 FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = float(np.finfo(np.float32).max)  # of scores too, whose digits are kept as float64
 _REST = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {np.dtype(np.int32): ("iu", "integers"), np.dtype(np.float32): ("iuf", "numbers")}
@@ -106,10 +106,7 @@ class Group:
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:
-        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does.
-
-        Numbers beyond float32, which other clients may have sent as JSON, are the largest that there are.
-        """
+        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does."""
         # The published clients send [] for what a group has not.
         fields: dict[str, Any] = {name: item.get(name) for name in _NAMES if item.get(name) != []}
         fields = {**dict.fromkeys(_NAMES), **fields}
@@ -119,11 +116,9 @@ class Group:
                 if not isinstance(lengths, bytes):
                     raise UsageError(f"The {name} of a group came as bytes, and no lengths to divide them by.")
                 fields[name] = _divided(name, fields[name], np.frombuffer(lengths, "<i4"))
-            elif name in FLOATS and fields[name] is not None:
-                fields[name] = [np.clip(row, -_LARGEST, _LARGEST) for row in fields[name]]
-        scores = fields["scores"]
-        scores = np.frombuffer(scores, "<f4") if isinstance(scores, bytes) else np.clip(scores, -_LARGEST, _LARGEST)
-        return cls(**{**fields, "scores": scores})
+        if isinstance(fields["scores"], bytes):
+            fields["scores"] = np.frombuffer(fields["scores"], "<f4")
+        return cls(**fields)
 
     def _check_rows(self, name: str) -> None:
         rows = getattr(self, name)
@@ -158,9 +153,9 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
             raise UsageError(f"{name} is a row of {dtype}; got numbers from {array.min()} to {array.max()}.")
     with np.errstate(over="ignore"):  # what is too large for float32 is refused as infinite
         converted = array.astype(dtype, copy=False)
-    if dtype.kind == "f" and not np.isfinite(converted).all():
-        position = int(np.argmin(np.isfinite(converted)))
-        raise UsageError(f"{name} must be finite {dtype}; got {array[position]} at position {position}.")
+    if dtype.kind == "f" and not (fits := np.abs(converted) <= _LARGEST).all():  # NaN does not, either
+        position = int(np.argmin(fits))
+        raise UsageError(f"{name} must be finite float32; got {array[position]} at position {position}.")
     return converted
 
 

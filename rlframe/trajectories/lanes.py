@@ -70,6 +70,10 @@ class Lane:
         self.units: deque[bytes] = deque()  # packed
         self.groups = 0
 
+    def key(self) -> tuple[bool, int, int]:
+        """By which lanes are put in an order that depends on nothing but what they hold."""
+        return self.env_id is None, self.env_id or 0, self.size
+
     @property
     def head(self) -> Group:
         """The oldest unit."""
@@ -102,8 +106,8 @@ class Lanes:
         return (lane for lanes in self._of_env.values() for lane in lanes.values())
 
     def in_order(self) -> list[Lane]:
-        """All lanes, in an order that depends on nothing but what they hold."""
-        return sorted(self, key=lambda lane: (lane.env_id is None, lane.env_id or 0, lane.size))
+        """All lanes."""
+        return sorted(self, key=Lane.key)
 
     def all_groups(self) -> Iterator[Group]:
         return (group for lane in self for unit in lane.units for group in Group.unpacked(unit).groups)
@@ -142,6 +146,13 @@ class Lanes:
             if lane is not None and lane.head.id == unit_id:
                 return lane
             heapq.heappop(heads)
+
+    def oldest_added(self) -> float | None:
+        """When the unit came that waits longest; None where none waits."""
+        return min((self.oldest(size).head.added_at for size in self.counts), default=None)
+
+    def of_sizes(self, sizes: Iterable[int]) -> Iterator[Lane]:
+        return (lane for size in sizes for lane in self._of_size[size].values())
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
         """Says how many sequences of a lane are the minimum share of its environment: other envs do not count these."""

@@ -121,10 +121,9 @@ class _Queues(Collector):
             ("store_failed", "1 where the store has failed and every write is refused.", scrape.failed),
         ):
             yield GaugeMetricFamily(PREFIX + name, help_text, value)
-        for name, help_text, read in _COUNTERS:
-            yield self._of_runs(CounterMetricFamily(PREFIX + name, help_text, labels=["run"]), read)
-        for name, help_text, read in _GAUGES:
-            yield self._of_runs(GaugeMetricFamily(PREFIX + name, help_text, labels=["run"]), read)
+        for family, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, help_text, read in table:
+                yield self._of_runs(family(PREFIX + name, help_text, labels=["run"]), read)
         staleness = SummaryMetricFamily(
             PREFIX + "staleness_versions",
             "Policy versions by which groups were older than the trainer's when served, where both are known.",
@@ -141,10 +140,6 @@ class _Queues(Collector):
             if value is not None:
                 family.add_metric([run], value)
         return family
-
-
-def _oldest(state: RunState) -> float:
-    return max((env.oldest_age for env in state.report.envs if env.oldest_age is not None), default=0.0)
 
 
 # Name, help, and how it is read of a `RunState`. Counters start afresh with each epoch of a run.
@@ -167,7 +162,7 @@ _GAUGES = (
     ("paused", "1 while all environments are told to hold.", lambda run: run.status.paused),
     ("queue_groups", "Groups in the queue, those set aside too.", lambda run: run.status.queue_size),
     ("queue_sequences", "Sequences in the queue, those set aside too.", lambda run: run.report.queued_sequences),
-    ("queue_oldest_seconds", "What waits longest, of what environments sent.", _oldest),
+    ("queue_oldest_seconds", "What waits longest.", lambda run: run.report.oldest_age or 0.0),
     ("set_aside_groups", "Groups that no exact batch can hold.", lambda run: sum(n for _, n in run.status.set_aside)),
     ("buffered_groups", "Groups of odd sizes that complete no unit yet.", lambda run: run.status.buffered),
     ("leased_groups", "Groups in batches that are not acknowledged.", lambda run: run.status.leased),
@@ -180,5 +175,5 @@ _GAUGES = (
         lambda run: run.report.staleness.largest,
     ),
     ("envs_live", "Environments that were heard of lately.", lambda run: run.status.live_envs),
-    ("envs_registered", "Environments that registered in this epoch.", lambda run: len(run.report.envs)),
+    ("envs_registered", "Environments that registered in this epoch.", lambda run: run.report.registered_envs),
 )

@@ -300,7 +300,7 @@ class Queue:
         return consumer is not None and self._epoch.leases.recall(consumer, request) is not None
 
     def waiting(self) -> list[Waiting]:
-        """What waits, and for what; O(environments)."""
+        """What waits, and for what: the first `views.MAX_WAITING`; O(what cannot flow)."""
         return views.waiting(self._epoch)
 
     def status(self) -> Status:
@@ -311,9 +311,9 @@ class Queue:
         make it hold."""
         return views.env_status(self._epoch, env_id, hold)
 
-    def report(self, now: float) -> Report:
-        """All that the live page shows; O(environments)."""
-        return views.report(self._epoch, max(self._now, now))
+    def report(self, now: float, envs: int = 1000) -> Report:
+        """All that the live page shows, of at most so many environments, those that were heard of last; O(`envs`)."""
+        return views.report(self._epoch, max(self._now, now), envs)
 
     def get_state(self) -> dict[str, Any]:
         """Everything, as plain data that MessagePack can carry; no later command changes anything in it. Quick: what is

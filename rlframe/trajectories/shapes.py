@@ -10,7 +10,7 @@ import numpy as np
 _INT = b"0123456789- \n\r\t"
 _FLOAT = _INT + b".eE+"
 _INT_CHARACTERS = 10  # with the comma: what is longer may be no int32
-_FLOAT_CHARACTERS = 40  # with the comma: what is shorter, and has no positive exponent, is finite
+_FLOAT_CHARACTERS = 39  # with the comma: what is shorter, and has no positive exponent, is a finite float32
 
 
 def lengths(text: bytes, *, integers: bool) -> list[int] | None:
@@ -18,7 +18,7 @@ def lengths(text: bytes, *, integers: bool) -> list[int] | None:
 
     Args:
         text: valid JSON.
-        integers: whether all numbers have to be int32; else they have to be finite.
+        integers: whether all numbers have to be int32; else they have to be finite float32.
 
     Returns:
         None unless it is certain that `text` is a list of lists of such numbers, each with two or more.

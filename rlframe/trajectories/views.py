@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import TYPE_CHECKING
 
 from rlframe.trajectories.answers import Added, EnvReport, EnvStatus, Report, Staleness, Status, Waiting
 from rlframe.trajectories.envs import Env
 from rlframe.trajectories.forming import Share, scaled
-from rlframe.trajectories.lanes import Group
+from rlframe.trajectories.lanes import Group, Lane
 from rlframe.trajectories.packing import fillable, usable
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Batches that are queued, as an environment is told that should hold. The published client pauses at its
 # `max_batches_offpolicy` (3 unless configured), and quits for good where current_step and these exceed its steps.
 HOLD_BATCHES = 64
+MAX_WAITING = 100  # sentences about what waits, in one answer
 
 
 def share_of(epoch: Epoch, env: Env) -> int:
@@ -120,10 +122,14 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
     )
 
 
-def report(epoch: Epoch, now: float) -> Report:
+def report(epoch: Epoch, now: float, envs: int) -> Report:
     tally = epoch.tally
+    oldest = epoch.lanes.oldest_added()
+    shown = sorted(epoch.envs.latest(envs), key=lambda env: env.env_id)
     return Report(
-        envs=[_env_report(epoch, env, now) for env in epoch.envs.all],
+        envs=[_env_report(epoch, env, now) for env in shown],
+        registered_envs=len(epoch.envs.all),
+        oldest_age=None if oldest is None else now - oldest,
         waiting=waiting(epoch),
         groups_added=tally.added,
         sequences_added=tally.added_sequences,
@@ -201,23 +207,19 @@ def waiting(epoch: Epoch) -> list[Waiting]:
     if epoch.registration is None:
         return []
     batch_size = epoch.registration.batch_size
-    found = []
-    sizes = set(flowing(epoch))
-    for lane in epoch.lanes.in_order():
+    found: list[Waiting] = []
+    aside = epoch.lanes.of_sizes(sorted(set(epoch.lanes.counts) - set(flowing(epoch))))
+    for lane in heapq.nsmallest(MAX_WAITING, aside, key=Lane.key):
+        why = f"set aside: with the sizes that are sent, no sum is exactly batch_size {batch_size}"
         if lane.size > batch_size:
             why = f"set aside: larger than batch_size {batch_size}"
-        elif lane.size not in sizes:
-            why = f"set aside: with the sizes that are sent, no sum is exactly batch_size {batch_size}"
-        else:
-            continue
         found.append(Waiting(lane.env_id, lane.size, lane.groups, why))
-    for env_id, odd in sorted(epoch.buffers.items()):
-        if odd.groups:
-            size = epoch.envs.all[env_id].group_size
-            why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
-            found.append(Waiting(env_id, size, odd.groups, why))
+    for env_id in heapq.nsmallest(MAX_WAITING, (env_id for env_id, odd in epoch.buffers.items() if odd.groups)):
+        odd, size = epoch.buffers[env_id], epoch.envs.all[env_id].group_size
+        why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
+        found.append(Waiting(env_id, size, odd.groups, why))
     for share in scaled(batch_size, shares(epoch)):
         if share.sequences and not epoch.lanes.of_env(share.env_id):
             why = f"every batch waits for its minimum share of {share.sequences} sequences"
             found.append(Waiting(share.env_id, share.unit_size, 0, why))
-    return found
+    return found[:MAX_WAITING]

@@ -257,6 +257,21 @@ def test_pause_tells_every_environment_to_hold_and_never_to_quit():
     assert status.current_step + status.queue_size * 4 // 8 == 100  # a client quits above its number of steps
 
 
+def test_a_report_is_of_as_many_environments_as_were_asked_for_those_heard_of_last():
+    queue = started(lapse_after=10.0)
+    for now in range(6):
+        join(queue, now=float(now))
+    queue.heartbeat(1, 6.0)
+    queue.disconnect_env(5)
+    send(queue, 4, now=7.0)
+    reports = [queue.report(12.0, envs) for envs in (0, 2, 5, 6)]
+    assert [[env.env_id for env in report.envs] for report in reports] == [[], [1, 4], [0, 1, 2, 3, 4], list(range(6))]
+    assert {(report.registered_envs, report.oldest_age) for report in reports} == {(6, 5.0)}
+    queue.expire(14.5)
+    assert [env.env_id for env in queue.report(14.5, 2).envs] == [1, 4]
+    assert queue.report(14.5, 3).envs[1].live is False
+
+
 # Epochs.
 
 

@@ -187,3 +187,5 @@ def test_what_takes_a_closer_look_among_floats(text):
 def test_the_common_case_takes_none():
     assert shapes.lengths(b"[[1,-100],[3, 4, 151643]]", integers=True) == [2, 3]
     assert shapes.lengths(b"[[1.0,-1.5e-05],[-0.125, 2, 3]]", integers=False) == [2, 3]
+    assert shapes.lengths(b"[[1.0," + b"9" * 38 + b",0]]", integers=False) == [3]
+    assert shapes.lengths(b"[[1.0," + b"9" * 39 + b",0]]", integers=False) is None

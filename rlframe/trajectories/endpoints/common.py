@@ -65,6 +65,7 @@ class InvalidHeaderError(UsageError):
         self.header = header
 
 
+REPLAYED = {"Idempotent-Replayed": "true"}  # header of an answer that was given before
 KEY_PARAMETER = {
     "name": "Idempotency-Key",
     "in": "header",

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from rlframe.trajectories import models
 from rlframe.trajectories.endpoints.common import (
     KEY_PARAMETER,
+    REPLAYED,
     WRITES,
     idempotency_key,
     invalid,
@@ -69,7 +70,7 @@ async def register_env(env: models.RegisterEnv, request: Request) -> Response:
         "num_steps": trainer.num_steps,
         "resume_token": registered.resume_token,
     }
-    return answer(content, headers={"Idempotent-Replayed": "true"} if replayed else None)
+    return answer(content, headers=REPLAYED if replayed else None)
 
 
 @router.post("/disconnect-env", response_model=Union[models.Success, models.Failure], responses=WRITES)

@@ -13,6 +13,7 @@ from rlframe.trajectories.answers import Added
 from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.endpoints.common import (
     KEY_PARAMETER,
+    REPLAYED,
     WRITES,
     idempotency_key,
     invalid,
@@ -27,7 +28,6 @@ from rlframe.trajectories.wire import Parsed, parse_group, parse_groups
 
 router = APIRouter(tags=["groups"])
 RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves
-_REPLAYED = {"Idempotent-Replayed": "true"}
 _PACING = 5  # seconds after which a group that came too early may be tried again
 
 
@@ -51,7 +51,7 @@ async def scored_data(request: Request) -> Response:
     content: dict[str, Any] = {"status": added.status}
     if added.status == "buffered":
         content["buffer_size"] = added.buffer_size
-    return answer(content, headers=_REPLAYED if added.duplicate else None)
+    return answer(content, headers=REPLAYED if added.duplicate else None)
 
 
 @router.post(
@@ -85,7 +85,7 @@ async def scored_data_list(request: Request) -> Response:
         content |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
     if refused:
         content |= {"refused": len(refused), "error": refused[0].reason}
-    return answer(content, headers=_REPLAYED if added and all(one.duplicate for one in added) else None)
+    return answer(content, headers=REPLAYED if added and all(one.duplicate for one in added) else None)
 
 
 def _is_packed(request: Request) -> bool:

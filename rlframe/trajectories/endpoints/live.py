@@ -42,7 +42,6 @@ class LiveReport(Report):
 
     registration: Registration | None
     status: Status
-    registered_envs: int  # `envs` may hold fewer
     run: str
     runs: list[str]
     now: float
@@ -98,14 +97,10 @@ def metrics_router(metrics: Metrics) -> APIRouter:
 def _report(service: Service, run: str, count: int) -> LiveReport:
     queue = service.queue(run)
     now = time.time()
-    report = queue.report(now)
-    envs = sorted(report.envs, key=lambda env: (not env.live, env.unheard))[:count]
-    envs.sort(key=lambda env: env.env_id)
     return LiveReport(
-        **vars(report) | {"envs": envs},
+        **vars(queue.report(now, count)),
         registration=queue.registration,
         status=queue.status(),
-        registered_envs=len(report.envs),
         run=run,
         runs=service.runs,
         now=now,
@@ -124,7 +119,7 @@ def _scrape(service: Service) -> Scrape:
     now = time.time()
     queues = {name: service.queue(name) for name in service.runs}
     return Scrape(
-        runs={name: RunState(queue.status(), queue.report(now)) for name, queue in queues.items()},
+        runs={name: RunState(queue.status(), queue.report(now, envs=0)) for name, queue in queues.items()},
         stored_bytes=service.stored_bytes,
         max_bytes=service.max_bytes,
         writing_bytes=service.pending_bytes,
