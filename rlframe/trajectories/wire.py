@@ -160,7 +160,8 @@ def _parse_json(body: bytes) -> Parsed:
     check(group, lengths)
     absent = [name for name in OPTIONAL if getattr(group, name) is UNSET]
     if absent:
-        body = body[:-1] + "".join(f',"{name}":null' for name in absent).encode() + b"}"
+        nulls = "".join(f',"{name}":null' for name in absent)
+        body = b"".join((memoryview(body)[:-1], nulls.encode(), b"}"))  # one copy
     return _parsed(group, lengths, body)
 
 

@@ -8,5 +8,8 @@ from rlframe.trajectories.endpoints import batches, envs, groups, trainer
 
 
 def routers(reset: bool) -> list[APIRouter]:
-    """Those of one run. `reset`: whether /reset_data does what it says."""
-    return [trainer.router, envs.router, groups.router, batches.router, trainer.reset_router(reset)]
+    """Those of one run, what is asked for most often first: the others are looked at one by one until one matches.
+
+    `reset`: whether /reset_data does what it says.
+    """
+    return [groups.router, batches.router, envs.router, trainer.router, trainer.reset_router(reset)]

@@ -38,7 +38,7 @@ def service_of(request: Request) -> Service:
     return request.app.state.service
 
 
-def named_run(
+async def named_run(
     run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="A namespace of its own.")],
 ) -> None:
     """Refuses what cannot be the name of a run."""
