@@ -96,7 +96,7 @@ def _alone(config: ModelConfig, params: Any, length: int) -> Any:
             cache, lengths = model.init_cache(config, SLOTS, length), jnp.full(SLOTS, PROMPTS[1], jnp.int32)
             jax.block_until_ready((token, cache, lengths))
             start = time.perf_counter()
-            for i in range(ANSWERS[1]):
+            for _ in range(ANSWERS[1]):
                 token, cache, lengths = step(params, token, cache, lengths, span=length)
             jax.block_until_ready(token)
             spent += time.perf_counter() - start

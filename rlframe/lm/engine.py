@@ -275,9 +275,7 @@ class Engine:
         columns = zip(rows, sampled.tokens.T.tolist(), sampled.log_probs.T.tolist(), counts.tolist())
         for (slot, handle), tokens, log_probs, count in columns:
             if not all(map(math.isfinite, log_probs[:count])):
-                handle.fail(
-                    UnavailableError(f"The model's logits are not finite with the parameters of version {version}.")
-                )
+                handle.fail(UnavailableError(f"With the parameters of version {version} logits are not finite."))
             if handle.add(tokens[:count], log_probs[:count], version):
                 with self._changed:
                     del self._running[slot]
