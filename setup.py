@@ -52,6 +52,7 @@ EXTRAS = {
     ],
     # Environments of language models (BaseEnv), beside `trajectories`.
     "envs": ["openai", "pyyaml"],
+    "lm": ["jinja2", "safetensors", "tokenizers"],  # published weights, tokenizers and chat templates
     "tokenizers": ["tokenizers"],  # with which the live page shows tokens as text
     "wandb": ["wandb"],
     "trackio": ["trackio"],

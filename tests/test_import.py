@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "httpx", "wandb", "trackio")
+ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "httpx", "tokenizers", "wandb", "trackio")
 PUBLIC = (
-    "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.metrics rlframe.replay "
-    "rlframe.trajectories"
+    "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.lm rlframe.metrics "
+    "rlframe.replay rlframe.trajectories"
 )
 
 

@@ -42,7 +42,7 @@ class ModelConfig:
     Hashable, so it may be a static argument of a jitted function.
     """
 
-    vocab_size: int = 264  # of `rlframe.lm.tokenizers.ByteTokenizer`
+    vocab_size: int = 264  # `rlframe.lm.tokenizers.ByteTokenizer` has 263
     hidden_size: int = 128
     intermediate_size: int = 384
     num_hidden_layers: int = 4

@@ -37,40 +37,39 @@ class PublishedTokenizer:
         self._folder = folder
         self._special = {name: _content(config[name]) for name in SPECIAL if config.get(name)}
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.bos_id, self.eos_id, self.pad_id = (self._id(f"{name}_token") for name in ("bos", "eos", "pad"))
-        self.stop_ids = self._stop_ids(_read(folder / "generation_config.json").get("eos_token_id"))
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(self._id, ("bos_token", "eos_token", "pad_token"))
+        self.stop_token_ids = self._stop_ids(_read(folder / "generation_config.json").get("eos_token_id"))
         self._template = _compile(_template(folder, config), folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`. Special tokens within the text are these tokens."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """See `Tokenizer`."""
         known = [token for token in tokens if 0 <= token < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> list[int]:
-        """See `Tokenizer`."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
-
-    def render_chat(self, messages: Sequence[Any], add_generation_prompt: bool) -> str:
-        """The conversation as its template writes it, as transformers renders it."""
+    def apply_chat_template(
+        self, messages: Sequence[Any], *, tokenize: bool = True, add_generation_prompt: bool = False
+    ) -> Any:
+        """See `Tokenizer`. The text is what transformers makes of it."""
         if self._template is None:
             raise UsageError(f"The tokenizer in {self._folder} has no chat template: it takes plain text only.")
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
             raise UsageError(f"The chat template in {self._folder} refuses the messages: {error}") from error
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _id(self, name: str) -> int | None:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
 
     def _stop_ids(self, more: int | list[int] | None) -> tuple[int, ...]:
         listed = more if isinstance(more, list) else [more]
-        return tuple(dict.fromkeys(token for token in (self.eos_id, *listed) if token is not None))
+        return tuple(dict.fromkeys(token for token in (self.eos_token_id, *listed) if token is not None))
 
 
 class _Generation(jinja2.ext.Extension):
@@ -128,10 +127,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise UsageError(f"The file {file} cannot be read: {error}") from error
 
 
-def save_bytes(
-    folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str, stop_ids: Sequence[int]
-) -> None:
-    """Writes a tokenizer of the 256 bytes, followed by `marks`; a prompt begins with the `bos_token`."""
+def save_bytes(folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str) -> None:
+    """Writes a tokenizer of the 256 bytes, followed by `marks`, with the `special` ones' names."""
     # GPT-2's: a byte that can be seen stands for itself, the others for characters from 256 on.
     seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     unseen = [byte for byte in range(256) if byte not in seen]
@@ -140,12 +137,7 @@ def save_bytes(
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(list(marks))
-    bos = special["bos_token"]
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stop_ids)}, indent=2) + "\n")

@@ -13,7 +13,7 @@ from rlframe.lm import ModelConfig
 from rlframe.lm.tokenizers import ByteTokenizer, load_tokenizer
 
 CHATS = json.loads((Path(__file__).parent / "golden" / "chats.json").read_text())
-CHAT = [{"role": "user", "content": "añ😀"}, {"role": "assistant", "content": "<|end|>?"}]
+CHAT = [{"role": "user", "content": "añ😀"}, {"role": "assistant", "content": "no"}]
 VOCABULARY = {"?": 0, "<s>": 1, "</s>": 2, "hello": 3, "there": 4, "<turn>": 5}
 
 
@@ -34,28 +34,34 @@ def write_config(folder, **fields):
 
 def test_bytes_are_their_own_tokens_and_survive():
     tokenizer = ByteTokenizer()
-    assert tokenizer.encode("añ") == [257, 97, 0xC3, 0xB1]
-    assert tokenizer.encode("añ", add_special_tokens=False) == [97, 0xC3, 0xB1]
+    assert tokenizer.encode("añ") == tokenizer.encode("añ", add_special_tokens=False) == [97, 0xC3, 0xB1]
     assert tokenizer.decode(tokenizer.encode("añ😀\n")) == "añ😀\n"
-    assert tokenizer.decode([257, 97, 0xC3, 258, 9999]) == "a\ufffd"
-    assert tokenizer.decode([257, 97, 263], skip_special_tokens=False) == "<|bos|>a<|end|>"
-    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (256, 257, 258, (258, 263))
-    assert tokenizer.vocab_size == ModelConfig().vocab_size == 264
+    assert tokenizer.decode([257, 97, 0xC3, 258, 9999, -1], skip_special_tokens=True) == "a\ufffd"
+    assert tokenizer.decode([257, 97, 258]) == "<|bos|>a<|eos|>"
+    assert tokenizer.encode("<|bos|>a<|eos|><|no|>") == [257, 97, 258, *b"<|no|>"]
+    assert tokenizer.encode("\ud800") == [ord("?")]
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257, 258)
+    assert tokenizer.stop_token_ids == (258,)
+    assert tokenizer.vocab_size == 263 <= ModelConfig().vocab_size
 
 
-def test_a_conversation_in_bytes_marks_roles_by_tokens_that_no_text_has():
-    tokens = ByteTokenizer().apply_chat_template(CHAT)
-    assert tokens == [257, 260, *"añ😀".encode(), 263, 261, *b"<|end|>?", 263, 261]
-    assert ByteTokenizer().apply_chat_template(CHAT, add_generation_prompt=False) == tokens[:-1]
+def test_a_conversation_in_bytes_marks_roles_and_the_ends_of_turns():
+    tokenizer = ByteTokenizer()
+    tokens = [260, *"añ😀".encode(), 258, 261, *b"no", 258]
+    assert tokenizer.apply_chat_template(CHAT) == tokens
+    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=True) == [*tokens, 261]
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == "<|user|>añ😀<|eos|><|assistant|>no<|eos|>"
     with pytest.raises(UsageError, match="role must be one of system, user, assistant, tool, got 'god'"):
-        ByteTokenizer().apply_chat_template([{"role": "god", "content": ""}])
+        tokenizer.apply_chat_template([{"role": "god", "content": ""}])
+    with pytest.raises(UsageError, match="content of a message must be text, got None"):
+        tokenizer.apply_chat_template([{"role": "user", "content": None}])
 
 
 def test_saved_bytes_are_a_published_tokenizer_with_the_same_tokens(tmp_path):
     ours = ByteTokenizer()
     ours.save(tmp_path / "folder")
     theirs = load_tokenizer(tmp_path / "folder")
-    for text in ("", "añ😀\n x  y", "".join(map(chr, range(300)))):
+    for text in ("", "añ😀\n x  y", "".join(map(chr, range(300))), "a<|eos|><|user|> <|"):
         for special in (True, False):
             tokens = ours.encode(text, add_special_tokens=special)
             assert theirs.encode(text, add_special_tokens=special) == tokens
@@ -66,7 +72,7 @@ def test_saved_bytes_are_a_published_tokenizer_with_the_same_tokens(tmp_path):
     for prompt in (True, False):
         expected = ours.apply_chat_template(chat, add_generation_prompt=prompt)
         assert theirs.apply_chat_template(chat, add_generation_prompt=prompt) == expected
-    for name in ("vocab_size", "pad_id", "bos_id", "eos_id", "stop_ids"):
+    for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "stop_token_ids"):
         assert getattr(theirs, name) == getattr(ours, name)
     with pytest.raises(UsageError, match="role must be one of system, user, assistant, tool, got god"):
         theirs.apply_chat_template([{"role": "god", "content": ""}])
@@ -76,28 +82,32 @@ def test_a_published_tokenizer_is_read_with_its_special_tokens(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("hello there you") == [1, 3, 4, 0]
     assert tokenizer.encode("hello</s>", add_special_tokens=False) == [3, 2]
-    assert tokenizer.decode([1, 3, 4, 2, 77]) == "hello there"
-    assert tokenizer.decode([1, 3], skip_special_tokens=False) == "<s> hello"
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (6, 1, 2, None)
-    assert tokenizer.stop_ids == (2,)
+    assert tokenizer.decode([1, 3, 4, 2, 77], skip_special_tokens=True) == "hello there"
+    assert tokenizer.decode([1, 3]) == "<s> hello"
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id) == (6, 1, 2)
+    assert tokenizer.pad_token_id is None
+    assert tokenizer.stop_token_ids == (2,)
 
 
 @pytest.mark.parametrize(("listed", "stops"), [([2, 5], (2, 5)), (5, (2, 5)), ([], (2,))])
 def test_more_tokens_may_end_an_answer(folder, listed, stops):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
-    assert load_tokenizer(folder).stop_ids == stops
+    assert load_tokenizer(folder).stop_token_ids == stops
 
 
 @pytest.mark.parametrize("case", CHATS)
 def test_conversations_are_rendered_as_transformers_renders_them(folder, case):
     write_config(folder, bos_token="<s>", eos_token="</s>", chat_template=case["template"])
-    assert load_tokenizer(folder).render_chat(case["messages"], case["add_generation_prompt"]) == case["text"]
+    text = load_tokenizer(folder).apply_chat_template(
+        case["messages"], tokenize=False, add_generation_prompt=case["add_generation_prompt"]
+    )
+    assert text == case["text"]
 
 
 def test_a_template_of_its_own_file_comes_first_and_its_tokens_are_special(folder):
     templates = [{"name": "default", "template": "never"}, {"name": "tools", "template": "never"}]
     write_config(folder, bos_token="<s>", eos_token="</s>", chat_template=templates)
-    assert load_tokenizer(folder).render_chat([], True) == "never"
+    assert load_tokenizer(folder / "tokenizer.json").apply_chat_template([], tokenize=False) == "never"
     (folder / "chat_template.jinja").write_text(
         "{% for message in messages %}<turn>{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
     )
