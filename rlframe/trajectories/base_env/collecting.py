@@ -73,7 +73,7 @@ class Collector:
             timer.cancel()
         self._changed.clear()
         for late in [one for one in self.under_way if self._timeout is not None and one.seconds > self._timeout]:
-            logger.warning("An item is given up after %.0f s (worker_timeout): %.200r", self._timeout, late.item)
+            logger.warning("An item is given up after %g s (worker_timeout): %.200r", self._timeout, late.item)
             self._statistics.ended(late.seconds, sent=False)
             self._drop(late)
         if self.failed is not None:

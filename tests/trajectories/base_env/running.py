@@ -130,3 +130,13 @@ def until(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < end, what
         time.sleep(0.01)
     return found
+
+
+def text_of(tokens: Any) -> str:
+    """Without special tokens."""
+    return bytes(int(token) for token in tokens if token < 256).decode()
+
+
+def asked(group: Group) -> str:
+    """The prompt of its first sequence."""
+    return text_of(group.tokens[0][group.masks[0] == -100])

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 import urllib.request
 import uuid
 
@@ -16,8 +17,19 @@ from rlframe.errors import EnvError, UnavailableError, UsageError
 from rlframe.trajectories import Group
 from rlframe.trajectories.base_env import EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
 from rlframe.trajectories.base_env.collecting import ATTEMPTS, FAILURES_IN_A_ROW
+from rlframe.trajectories.base_env.membership import Membership
 from tests.trajectories.base_env.model import Model, serving
-from tests.trajectories.base_env.running import DEADLINE, Letters, made, pull, serving_env, trainer, until
+from tests.trajectories.base_env.running import (
+    DEADLINE,
+    Letters,
+    asked,
+    made,
+    pull,
+    serving_env,
+    text_of,
+    trainer,
+    until,
+)
 from tests.trajectories.serving import running_service
 
 
@@ -50,17 +62,16 @@ def test_groups_arrive_as_they_were_sampled(url, model):
     with trainer(url, num_steps=2) as client, serving_env(lambda: made(Letters, model, url=url)) as running:
         groups = [pull(client)[0] for _ in range(2)]
         running.join()
-    prompts = sorted(bytes(group.tokens[0][:-1].tolist()).decode() for group in groups)
+    prompts = sorted(map(asked, groups))
     assert prompts == ["item 1", "item 2"]
     for group in groups:
-        length = len(b"item 1")
+        length = 1 + len("item 1")  # with the token that prompts begin with
         assert [row.tolist()[length:] for row in group.tokens] == [[65], [66]]
         assert [row.tolist() for row in group.masks] == [[-100] * length + [65], [-100] * length + [66]]
         expected = [[1.0] * length + [model.logprob(token)] for token in (65, 66)]
         np.testing.assert_allclose([row.tolist() for row in group.inference_logprobs], expected, rtol=1e-6)
         assert (group.scores.tolist(), group.policy_version, group.env_id) == ([0, 1], 7, 0)
     assert envs_of(url)["letters_0"]["connected"] is False
-    assert running.env.curr_step == 2
 
 
 class Turns(Letters):
@@ -107,13 +118,13 @@ def test_a_pause_keeps_what_is_there(url, model):
         groups = [pull(client)[0] for _ in range(2)]
         while any(group.tokens[0].tolist() == [1, 1] for group in groups):
             groups = [*groups[1:], pull(client)[0]]
-    prompts = [bytes(request["prompt"]).decode() for request in model.requests]
+    prompts = [text_of(request["prompt"]) for request in model.requests]
     for name in ("item 1:0", "item 1:1", "item 2:0", "item 2:1"):
         assert prompts.count(name) == 1, "no turn is sampled twice"
     for group in groups:
         for row in group.tokens:
-            first, letter, rest = bytes(row.tolist()).partition(b";")
-            assert letter and first[-1:].isalpha() and len(rest) == 1
+            first, between, second = text_of(row).partition(";")
+            assert between and first[-1].isalpha() and len(second) == 1
 
 
 def test_a_sent_group_knows_the_oldest_version_of_its_turns(url, model):
@@ -131,7 +142,21 @@ def test_a_sent_group_knows_the_oldest_version_of_its_turns(url, model):
         assert [pull(client)[0].policy_version for _ in range(2)] == [4, 9]
 
 
-def test_collecting_stays_within_max_batches_offpolicy(url, model):
+def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
+    """Though groups arrive after the service has answered, and before the environment hears of it."""
+    ask = Membership.status
+
+    async def slowly(self):
+        status = await ask(self)
+        await asyncio.sleep(0.1)
+        return status
+
+    def reply(prompt, number):  # the first group is there before the status is asked for, the others after it
+        time.sleep(0 if number < 2 else 0.05)
+        return [65]
+
+    monkeypatch.setattr(Membership, "status", slowly)
+    model.reply = reply
     make = lambda: made(Letters, model, url=url, max_num_workers=8, max_batches_offpolicy=3)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
         until(lambda: client.status().queue_size == 3, "the queue fills")
@@ -220,7 +245,7 @@ def test_a_service_that_is_killed_and_started_again_loses_nothing(tmp_path, mode
         service.restart()
         groups = [*first, *(pull(client)[0] for _ in range(4))]
         running.join()
-    prompts = [bytes(group.tokens[0][:-1].tolist()).decode() for group in groups]
+    prompts = list(map(asked, groups))
     assert len(set(prompts)) == 6
     assert {group.env_id for group in groups} == {0}
 
@@ -229,7 +254,7 @@ def test_a_run_that_starts_afresh_is_joined_again(url, model):
     with trainer(url) as client, serving_env(lambda: made(Letters, model, url=url)) as running:
         pull(client)
         client.register(batch_size=4, max_token_len=64, num_steps=10)
-        assert client.batch() is None
+        client.batch()  # before which nobody can join; groups that were on their way may make one
         assert sum(map(len, pull(client))) == 4
         until(lambda: running.env.config.batch_size == 4, "it knows the new batch size")
         assert envs_of(url)["letters_0"]["connected"]
@@ -249,7 +274,7 @@ def test_an_item_that_fails_is_tried_again(url, model):
     make = lambda: made(Failing, model, url=url, max_num_workers=1)  # noqa: E731
     with trainer(url, num_steps=1) as client, serving_env(make) as running:
         (group,) = pull(client)
-    assert bytes(group.tokens[0][:-1].tolist()) == b"item 1"
+    assert asked(group) == "item 1"
     assert running.env.tried[:ATTEMPTS] == ["item 1"] * ATTEMPTS
 
 
@@ -283,7 +308,7 @@ def test_an_item_that_takes_too_long_is_given_up(url, model):
     make = lambda: made(Slow, model, url=url, max_num_workers=1, worker_timeout=0.2)  # noqa: E731
     with trainer(url) as client, serving_env(make):
         (group,) = pull(client)
-    assert bytes(group.tokens[0][:-1].tolist()) == b"item 2"
+    assert asked(group) == "item 2"
 
 
 def test_groups_that_teach_nothing_are_not_sent(url, model):
@@ -300,7 +325,7 @@ def test_groups_that_teach_nothing_are_not_sent(url, model):
             return None if item == "item 4" else group, []
 
     with trainer(url) as client, serving_env(lambda: made(Odd, model, url=url, max_num_workers=1)):
-        assert bytes(pull(client)[0].tokens[0][:-1].tolist()) == b"item 5"
+        assert asked(pull(client)[0]) == "item 5"
 
 
 class Singles(Letters):
@@ -352,6 +377,19 @@ def test_without_a_trainer_or_with_too_small_a_batch_it_ends(url, model):
     told = pytest.raises(UsageError, match="group_size=4 sequences fits into no batch of 2")
     with trainer(url), serving_env(lambda: made(Letters, model, url=url, group_size=4)) as env, told:
         env.join()
+
+
+def test_what_others_sent_does_not_stop_one_with_a_minimum(url, model):
+    other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
+    make = lambda: made(Letters, model, url=url, max_batches_offpolicy=2, min_batch_allocation=0.5)  # noqa: E731
+    with trainer(url, batch_size=4) as client:
+        client.post([other] * 8)
+        with serving_env(make) as running:
+            until(lambda: running.env.status_dict.get("self_queue_size") == 2, "its own part of the batches is filled")
+            looks = running.env.statistics.mainloop_timings
+            seen = len(looks)
+            until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+            assert running.env.status_dict["self_queue_size"] == 2 and len(model.requests) == 2
 
 
 def test_two_environments_share_and_a_minimum_is_kept(url, model):

@@ -209,40 +209,65 @@ def test_so_many_requests_are_under_way_and_less_with_a_weight():
     assert asyncio.run(asyncio.wait_for(run(), DEADLINE)) == (4, 2, 0)
 
 
-def test_turns_of_a_chat_are_never_encoded_again(model):
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
+def test_turns_of_a_chat_are_never_encoded_again(model, ended):
     tokenizer = load_tokenizer("byte")
     chat = [{"role": "user", "content": "hi"}]
+    end = tokenizer.apply_chat_template(chat)[-1]  # the mark that the template puts behind a message
     # Tokens that no text gives back: what is sampled is not what its text is encoded as.
-    first = [0xFF, *b"ok", tokenizer.eos_token_id]
+    first = [0xFF, *b"ok ", *([end] if ended else [])]
     model.reply = lambda prompt, number: first if number == 0 else [*b"bye"]
 
     async def question(manager):
         async with manager.managed_server(tokenizer=tokenizer) as managed:
             answer = await managed.chat_completion(messages=chat, n=1, max_tokens=5)
-            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            said = {"role": "assistant", "content": answer.choices[0].message.content.strip()}
             await managed.chat_completion(messages=[*chat, said, {"role": "user", "content": "so?"}], max_tokens=5)
             return managed.get_state()["nodes"]
 
     (node,) = ask([config_of(model)], question)
     start = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    assert model.requests[0]["prompt"] == list(start)
-    sent = model.requests[1]["prompt"]
-    assert sent[: len(start) + len(first)] == [*start, *first]
-    added = sent[len(start) + len(first) :]
-    ended = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "x"}], tokenize=False)
-    begun = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    template = tokenizer.apply_chat_template(
-        [*chat, {"role": "assistant", "content": "x"}, {"role": "user", "content": "so?"}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    assert ended.startswith(begun)
-    between = tokenizer.encode(template[len(begun) + 1 :], add_special_tokens=False)
-    assert added == list(between)[1:]  # the end of turn is there already: the model has sampled it
-    assert node.tokens == [*sent, *b"bye"]
+    assert model.requests[0]["prompt"] == start
+    two = [{"role": "user", "content": "hi"}, {"role": "user", "content": "so?"}]
+    second = tokenizer.apply_chat_template(two, add_generation_prompt=True)
+    added = second[len(tokenizer.apply_chat_template(chat)) :]
+    if not ended:
+        added = [end, *added]
+    assert model.requests[1]["prompt"] == [*start, *first, *added]
+    assert node.tokens == [*start, *first, *added, *b"bye"]
     masks = [-100] * len(start) + first + [-100] * len(added) + list(b"bye")
     assert node.masked_tokens == masks
     assert node.logprobs == [1.0 if mask == -100 else model.logprob(mask) for mask in masks]
+
+
+def test_a_chat_that_is_no_next_turn_is_a_sequence_of_its_own(model):
+    tokenizer = load_tokenizer("byte")
+    other = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "else"}]
+
+    async def question(manager):
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            await managed.chat_completion(messages=other[:1], n=2, max_tokens=5)
+            await managed.chat_completion(messages=[*other, other[0]], max_tokens=5)
+            said = {"role": "assistant", "content": "B"}
+            await managed.chat_completion(messages=[other[0], said, other[0]], max_tokens=5)
+            return managed.get_state()["nodes"]
+
+    nodes = ask([config_of(model)], question)
+    assert [node.tokens[-1] for node in nodes] == [65, 68, 67]  # the second one went on
+    assert nodes[1].tokens[: len(model.requests[0]["prompt"]) + 1] == [*model.requests[0]["prompt"], 66]
+    assert model.requests[1]["prompt"] == tokenizer.apply_chat_template([*other, other[0]], add_generation_prompt=True)
+
+
+def test_the_tokenizer_has_the_names_and_defaults_of_transformers():
+    tokenizer = load_tokenizer("byte")
+    chat = [{"role": "user", "content": "hi"}]
+    open_end = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert open_end[:-1] == tokenizer.apply_chat_template(chat)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == tokenizer.decode(tokenizer.apply_chat_template(chat))
+    assert tokenizer.decode([*b"a", tokenizer.eos_token_id]) == "a" + tokenizer.eos_token
+    assert tokenizer.decode([*b"a", tokenizer.eos_token_id], skip_special_tokens=True) == "a"
+    assert tokenizer.encode("a") == [tokenizer.bos_token_id, 97] and len(tokenizer) == tokenizer.vocab_size
+    assert tokenizer.encode("a", add_special_tokens=False) == [97]
 
 
 def test_completions_are_kept_in_the_order_of_the_choices(model):
