@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 import rlframe
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
+from rlframe.http.measuring import Measure
+from rlframe.http.middleware import Compress, ReadBody, RequireToken, answer, retry_later
 from rlframe.trajectories import models
 from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.decoding import load_decode
@@ -20,9 +22,8 @@ from rlframe.trajectories.endpoints import routers
 from rlframe.trajectories.endpoints.common import REFUSED, InvalidHeaderError, invalid, named_run, service_of
 from rlframe.trajectories.endpoints.groups import RAW
 from rlframe.trajectories.endpoints.live import live_router, metrics_router
-from rlframe.trajectories.middleware import Compress, ReadBody, RequireToken, answer, retry_later
 from rlframe.trajectories.page import Page
-from rlframe.trajectories.prometheus import Measure, Metrics
+from rlframe.trajectories.prometheus import Metrics
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.settings import Settings
 from rlframe.trajectories.stores import open_store
@@ -71,7 +72,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(Page)
-    app.add_middleware(Measure, metrics=metrics)
+    app.add_middleware(Measure, metrics=metrics, stripped="/runs/{run}")
     return app
 
 

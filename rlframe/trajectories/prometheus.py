@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
-from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rlframe.http.measuring import RequestMetrics
 from rlframe.trajectories.answers import Report, Status
 
 PREFIX = "rlframe_trajectories_"
-_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    10.0,
-    60.0,
-)  # seconds; /batch may wait 60
-_METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 
 class RunState(NamedTuple):
@@ -48,64 +29,15 @@ class Scrape(NamedTuple):
     failed: bool
 
 
-class Metrics:
+class Metrics(RequestMetrics):
     """All of one application: its requests, its process, and the queues of a `Scrape`."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = Histogram(
-            PREFIX + "request_duration_seconds",
-            "From the headers of a request to the end of its answer.",
-            ("method", "endpoint", "status"),
-            buckets=_BUCKETS,
-            registry=self._registry,
-        )
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
+        super().__init__(PREFIX)
 
     def text(self, scrape: Scrape) -> bytes:
         """The exposition in Prometheus's text format 0.0.4. May be called in any thread."""
-        queues = CollectorRegistry()
-        queues.register(_Queues(scrape))
-        return generate_latest(queues) + generate_latest(self._registry)
-
-
-class Measure:
-    """ASGI: how long requests take, by method, endpoint (of all runs together) and status."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._histogram = metrics.requests
-        self._children: dict[tuple[str, str, int], Any] = {}  # `labels` takes longer than all the rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = 500  # of a request that ends without an answer
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        start = time.perf_counter()
-        try:
-            await self._app(scope, receive, noting)
-        finally:
-            self._child(scope, status).observe(time.perf_counter() - start)
-
-    def _child(self, scope: Scope, status: int) -> Any:
-        # The route, not the path that was asked for: what clients make up must not become labels.
-        route = scope.get("route")
-        endpoint = "other" if route is None else route.path.removeprefix("/runs/{run}")
-        method = scope["method"] if scope["method"] in _METHODS else "other"
-        key = (method, endpoint, status)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = self._histogram.labels(method, endpoint, str(status))
-        return child
+        return self.exposition(_Queues(scrape))
 
 
 class _Queues(Collector):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rlframe.errors import UsageError, suggest
+from rlframe.http.token_file import read_token
 
 PREFIX = "RLFRAME_TRAJECTORIES_"
 
@@ -48,15 +48,7 @@ class Settings:
 
     def token(self) -> str | None:
         """The bearer token. Raises `UsageError` where the file cannot be read or is empty."""
-        if self.token_file is None:
-            return None
-        try:
-            token = pathlib.Path(self.token_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"The token file {self.token_file} cannot be read: {error}.") from error
-        if not token:
-            raise UsageError(f"The token file {self.token_file} is empty. Put a secret into it, on one line.")
-        return token
+        return read_token(self.token_file)
 
 
 def _value(variable: str, default: object, text: str) -> object:

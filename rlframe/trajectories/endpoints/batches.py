@@ -10,11 +10,11 @@ from fastapi import APIRouter, Query, Request
 from msgspec import Raw
 from starlette.responses import Response
 
+from rlframe.http.middleware import MSGPACK, answer
 from rlframe.trajectories import models
 from rlframe.trajectories.endpoints.common import MAX_NAME, WRITES, run_of, service_of
 from rlframe.trajectories.latest import KEPT
 from rlframe.trajectories.leases import Batch
-from rlframe.trajectories.middleware import MSGPACK, answer
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.wire import as_json, as_packed, join_json, join_packed
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from rlframe.errors import UsageError
+from rlframe.http.middleware import answer
 from rlframe.trajectories import models
-from rlframe.trajectories.middleware import answer
 from rlframe.trajectories.service import Service
 
 DEFAULT_RUN = "default"

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from rlframe.http.middleware import answer
 from rlframe.trajectories import models
 from rlframe.trajectories.endpoints.common import (
     KEY_PARAMETER,
@@ -24,7 +25,6 @@ from rlframe.trajectories.endpoints.common import (
     service_of,
 )
 from rlframe.trajectories.envs import check_env
-from rlframe.trajectories.middleware import answer
 from rlframe.trajectories.service import Service
 
 router = APIRouter(tags=["environments"])

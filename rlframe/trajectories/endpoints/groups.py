@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from rlframe.http.middleware import MSGPACK, answer, retry_later
 from rlframe.trajectories import models
 from rlframe.trajectories.answers import Added
 from rlframe.trajectories.checks import InvalidGroupError
@@ -22,7 +23,6 @@ from rlframe.trajectories.endpoints.common import (
     run_of,
     service_of,
 )
-from rlframe.trajectories.middleware import MSGPACK, answer, retry_later
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.wire import Parsed, parse_group, parse_groups
 

@@ -12,11 +12,11 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 import rlframe
+from rlframe.http.middleware import answer
 from rlframe.trajectories.answers import Registration, Report, Status
 from rlframe.trajectories.decoding import Decode
 from rlframe.trajectories.endpoints.common import INVALID, run_of, service_of
 from rlframe.trajectories.latest import KEPT
-from rlframe.trajectories.middleware import answer
 from rlframe.trajectories.previews import GroupPreview, preview
 from rlframe.trajectories.prometheus import Metrics, RunState, Scrape
 from rlframe.trajectories.service import Service

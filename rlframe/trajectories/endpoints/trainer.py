@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
+from rlframe.http.middleware import answer
 from rlframe.trajectories import models
 from rlframe.trajectories.answers import Registration
 from rlframe.trajectories.endpoints.common import UNAVAILABLE, WRITES, run_of, service_of
-from rlframe.trajectories.middleware import answer
 
 router = APIRouter(tags=["trainer"])
 

@@ -32,6 +32,14 @@ def answer(content: Any, status: int = 200, headers: dict[str, str] | None = Non
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
+Refusal = Callable[[str, int, dict[str, str] | None], Response]  # (error, status, headers) -> what the client sees
+
+
+def detail(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    """A refusal as FastAPI has it."""
+    return answer({"detail": error}, status, headers)
+
+
 def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
     """503: the same request may be sent again."""
     return answer({"status": status, "error": error}, 503, {"Retry-After": str(seconds)})
@@ -40,8 +48,9 @@ def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
 class RequireToken:
     """401 unless the request carries the bearer token."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail) -> None:
         self._app = app
+        self._refusal = refusal
         self._expected = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +58,7 @@ class RequireToken:
             scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._expected):
                 error = "This service needs the header Authorization: Bearer TOKEN, with the token of its --token-file."
-                refused = answer({"detail": error}, 401, {"WWW-Authenticate": "Bearer"})
+                refused = self._refusal(error, 401, {"WWW-Authenticate": "Bearer"})
                 await refused(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -62,11 +71,21 @@ class ReadBody:
 
     Args:
         limit: bytes, both as sent and decompressed.
+        raw: ends of these paths.
         deadline: seconds for a body to arrive.
+        refusal: what refusals look like.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, raw: tuple[str, ...], deadline: float = BODY_DEADLINE) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limit: int,
+        raw: tuple[str, ...] = (),
+        deadline: float = BODY_DEADLINE,
+        refusal: Refusal = detail,
+    ) -> None:
         self._app = app
+        self._refusal = refusal
         self._deadline = deadline
         self._limit = limit
         self._raw = raw
@@ -93,7 +112,7 @@ class ReadBody:
             headers["content-length"] = str(len(body))
             await self._app(scope, _handing(body, receive), send)
         except _Refused as refused:
-            await refused.response(scope, receive, send)
+            await self._refusal(str(refused), refused.status, refused.headers)(scope, receive, send)
         finally:
             self._reading -= taken[0]
 
@@ -183,7 +202,7 @@ class Compress:
 class _Refused(Exception):
     def __init__(self, error: str, status: int, headers: dict[str, str] | None = None) -> None:
         super().__init__(error)
-        self.response = answer({"detail": error}, status, headers)
+        self.status, self.headers = status, headers
 
 
 def _handing(body: bytes, receive: Receive) -> Receive:

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import uvicorn
 
-from rlframe.trajectories.connections import bounded
-from rlframe.trajectories.middleware import ReadBody
+from rlframe.http.connections import bounded
+from rlframe.http.middleware import ReadBody
 
 DEADLINE = 60.0
 

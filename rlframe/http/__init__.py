@@ -1,0 +1,1 @@
+"""What the services that are reached over HTTP share: how they listen, end, and refuse."""

@@ -1,0 +1,90 @@
+"""A service as a process or a thread: where it listens, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from rlframe.errors import UsageError
+from rlframe.http.connections import bounded
+
+DRAIN = 10  # seconds for requests that are under way when the service is told to end
+
+
+class Server(uvicorn.Server):
+    """Serves an application until SIGTERM or Ctrl-C (in the main thread) or `should_exit`; answers what is under way.
+
+    Args:
+        app: the application.
+        max_connections: at the same time; more are refused.
+        greeting: is called once it answers.
+        let_go: is called before it waits for the requests that are under way.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_connections: int,
+        greeting: Callable[[], None],
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_level="error",
+            http=bounded(max_connections),
+            timeout_graceful_shutdown=DRAIN,
+            timeout_keep_alive=60,
+            server_header=False,
+            ws="none",
+        )
+        super().__init__(config)
+        self._greeting, self._let_go = greeting, let_go
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:  # from here on it answers, and ends as it should
+            self._greeting()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()  # else uvicorn ends the process by them: having drained is a success
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._let_go()
+        await super().shutdown(sockets)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises `UsageError` where that cannot be."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, OverflowError) as error:
+        raise UsageError(f"{host}:{port} is no address to listen at: {error}.") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"Port {port} of {host} is in use. Choose another with --port, or 0 for a free one."
+            ) from error
+        raise UsageError(f"{host}:{port} cannot be listened at: {error.strerror}.") from error
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """HOST:PORT, as it stands in a URL."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
