@@ -142,10 +142,5 @@ def _wants_packed(request: Request) -> bool:
 def _settled(batch_id: int, known: bool) -> Response:
     if known:
         return answer({"status": "success"})
-    return answer(
-        {
-            "status": "failure",
-            "error": f"Batch {batch_id} is not out: it was acknowledged or given back, or never was.",
-        },
-        404,
-    )
+    error = f"Batch {batch_id} is not out (to this consumer): it was acknowledged, given back or late, or never was."
+    return answer({"status": "failure", "error": error}, 404)
