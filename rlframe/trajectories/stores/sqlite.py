@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import sqlite3
@@ -18,7 +19,6 @@ from rlframe.trajectories.stores.payload_file import PayloadFile, Place
 
 _APPLICATION_ID = 0x726C7472  # "rltr": whose database it is, in its header
 _FORMAT = 1
-_ASKED_AT_ONCE = 1000  # positions in one query
 _DROPPED_AT_ONCE = 5000  # records that one commit deletes: a few milliseconds, however many a snapshot leaves behind
 
 # `state` has one row: the id of the payload file, and the last snapshot with its place there.
@@ -298,9 +298,5 @@ class SQLiteStore:
 
 def _find(database: sqlite3.Connection, positions: Sequence[int]) -> dict[int, Place]:
     """Where the payloads of these positions lie, of those that have one."""
-    found = {}
-    for start in range(0, len(positions), _ASKED_AT_ONCE):
-        some = ",".join(map(str, positions[start : start + _ASKED_AT_ONCE]))
-        rows = database.execute(f"SELECT * FROM payloads WHERE position IN ({some})").fetchall()
-        found.update({row[0]: Place(*row[1:]) for row in rows})
-    return found
+    query = "SELECT * FROM payloads WHERE position IN (SELECT value FROM json_each(?))"  # 0.5 us for each
+    return {row[0]: Place(*row[1:]) for row in database.execute(query, (json.dumps(list(positions)),))}
