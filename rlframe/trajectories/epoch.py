@@ -193,8 +193,9 @@ class Epoch:
 
     def held(self) -> Iterator[int]:
         """Every group whose payload somebody may ask for."""
-        for waiting in (self.lanes.all_groups(), *(buffer.all_groups() for buffer in self.buffers.values())):
-            yield from (group.id for group in waiting)
+        yield from self.lanes.ids()
+        for buffer in self.buffers.values():
+            yield from (group.id for group in buffer.all_groups())
         yield from self.leases.held()
 
     # State.

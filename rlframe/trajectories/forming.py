@@ -71,7 +71,7 @@ class _Attempt:
     def rest(self) -> bool:
         """Fills what is left, oldest first. False where that is impossible."""
         while self._left:
-            size = oldest_fitting(self._left, self._lanes.counts, lambda size: self._lanes.oldest(size).head.id)
+            size = oldest_fitting(self._left, self._lanes.counts, lambda size: self._lanes.oldest(size).head_id)
             if size is None:
                 return False
             self._take(self._lanes.oldest(size))
@@ -91,7 +91,7 @@ class _Attempt:
                 while got[share.env_id] < share.sequences:
                     room = self._left if beyond else share.sequences - got[share.env_id]
                     coming = {**self._lanes.counts, **unlimited}
-                    lanes = sorted(self._lanes.of_env(share.env_id), key=lambda lane: lane.head.id)
+                    lanes = sorted(self._lanes.of_env(share.env_id), key=lambda lane: lane.head_id)
                     lane = next((lane for lane in lanes if self._fits(lane.size, room, coming)), None)
                     if lane is not None:
                         got[share.env_id] += self._take(lane)

@@ -28,10 +28,8 @@ class Group(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable[Group]) -> Group:
-        """One unit of several groups, or the one group."""
+        """One unit of several groups."""
         parts = tuple(sorted(parts))
-        if len(parts) == 1:
-            return parts[0]
         versions = [part.policy_version for part in parts if part.policy_version is not None]
         return cls(
             id=parts[-1].id,
@@ -52,11 +50,11 @@ class Group(NamedTuple):
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Group:
-        numbers = _PACKED.iter_unpack(packed)
-        return cls.joined(
+        parts = [
             cls(group_id, sequences, size_bytes, version if known else None, added_at)
-            for group_id, sequences, size_bytes, version, added_at, known in numbers
-        )
+            for group_id, sequences, size_bytes, version, added_at, known in _PACKED.iter_unpack(packed)
+        ]
+        return parts[0] if len(parts) == 1 else cls.joined(parts)
 
 
 class Lane:
@@ -73,6 +71,11 @@ class Lane:
     def key(self) -> tuple[bool, int, int]:
         """By which lanes are put in an order that depends on nothing but what they hold."""
         return self.env_id is None, self.env_id or 0, self.size
+
+    @property
+    def head_id(self) -> int:
+        """Of the oldest unit: that of its last part."""
+        return _PACKED.unpack_from(self.units[0], len(self.units[0]) - _PACKED.size)[0]
 
     @property
     def head(self) -> Group:
@@ -109,16 +112,13 @@ class Lanes:
         """All lanes."""
         return sorted(self, key=Lane.key)
 
-    def all_groups(self) -> Iterator[Group]:
-        return (group for lane in self for unit in lane.units for group in Group.unpacked(unit).groups)
+    def ids(self) -> Iterator[int]:
+        """Of all groups."""
+        return (part[0] for lane in self for unit in lane.units for part in _PACKED.iter_unpack(unit))
 
     def push(self, env_id: int | None, size: int, unit: Group) -> None:
         """Puts a unit behind the others of its lane."""
-        lane = self._lane(env_id, size)
-        lane.units.append(unit.packed())
-        self._count(lane, 1, len(unit.groups))
-        if len(lane.units) == 1:
-            self._note_head(lane)
+        self._push(env_id, size, unit.packed())
 
     def put_back(self, env_id: int | None, size: int, unit: Group) -> None:
         """Puts a unit that was popped before the others of its lane."""
@@ -143,7 +143,7 @@ class Lanes:
         while True:
             unit_id, env_id = heads[0]
             lane = self._of_size[size].get(env_id)
-            if lane is not None and lane.head.id == unit_id:
+            if lane is not None and lane.head_id == unit_id:
                 return lane
             heapq.heappop(heads)
 
@@ -185,8 +185,15 @@ class Lanes:
         lanes = cls()
         for env_id, size, units in state:
             for unit in units:
-                lanes.push(env_id, size, Group.unpacked(unit))
+                lanes._push(env_id, size, unit)
         return lanes
+
+    def _push(self, env_id: int | None, size: int, unit: bytes) -> None:
+        lane = self._lane(env_id, size)
+        lane.units.append(unit)
+        self._count(lane, 1, len(unit) // _PACKED.size)
+        if len(lane.units) == 1:
+            self._note_head(lane)
 
     def _lane(self, env_id: int | None, size: int) -> Lane:
         lane = self._of_env.get(env_id, {}).get(size)
@@ -224,7 +231,7 @@ class Lanes:
         heads = self._heads.setdefault(lane.size, [])
         lanes = self._of_size[lane.size]
         if len(heads) > 2 * len(lanes) + 64:  # mostly leftovers of units that were taken and put back
-            heads[:] = [(other.head.id, env_id) for env_id, other in lanes.items()]
+            heads[:] = [(other.head_id, env_id) for env_id, other in lanes.items()]
             heapq.heapify(heads)
         else:
-            heapq.heappush(heads, (lane.head.id, lane.env_id))
+            heapq.heappush(heads, (lane.head_id, lane.env_id))
