@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
 from rlframe.errors import EnvError
+from rlframe.lm.tokenizers import load_tokenizer
 from rlframe.trajectories.base_env import cli, files, process, scoring, work
 from rlframe.trajectories.base_env.config import BaseEnvConfig
 from rlframe.trajectories.base_env.loop import ServeLoop
@@ -22,7 +23,6 @@ from rlframe.trajectories.base_env.servers import (
     ServerManager,
 )
 from rlframe.trajectories.base_env.statistics import Statistics
-from rlframe.trajectories.base_env.tokens import load_tokenizer
 from rlframe.trajectories.base_env.tracking import WandbRun
 from rlframe.trajectories.base_env.types import Item, ScoredDataGroup, ScoredDataItem
 

@@ -1,50 +1,11 @@
-"""Tokenizers, and chats as the tokens that a trainer takes."""
+"""Chats as the tokens that a trainer takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlframe.lm import tokenizers
-from rlframe.lm.tokenizers import Tokenizer
 from rlframe.trajectories.groups import IGNORED
-
-
-class EnvTokenizer:
-    """A tokenizer under the names, and with the defaults, that environments know from transformers."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.vocab_size
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-        self.bos_token, self.eos_token, self.pad_token = (
-            None if token is None else self.decode([token])
-            for token in (self.bos_token_id, self.eos_token_id, self.pad_token_id)
-        )
-        self.stop_ids = tokenizer.stop_ids  # the tokens that end an answer
-
-    def __len__(self) -> int:
-        return self.vocab_size
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; with what a prompt begins with, if so asked."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens, with that of special ones unless told otherwise."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def apply_chat_template(
-        self, conversation: Sequence[Any], tokenize: bool = True, add_generation_prompt: bool = False
-    ) -> Any:
-        """A conversation as tokens, or as text; with what an answer of the assistant begins with, if so asked."""
-        tokens = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
-        return tokens if tokenize else self.decode(tokens)
-
-
-def load_tokenizer(name: str) -> EnvTokenizer:
-    """The tokenizer that a config names: see `rlframe.lm.tokenizers.load_tokenizer`."""
-    return EnvTokenizer(tokenizers.load_tokenizer(name))
 
 
 def tokenize_for_trainer(

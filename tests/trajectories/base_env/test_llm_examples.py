@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from rlframe.lm.tokenizers import load_tokenizer
 from rlframe.trajectories.base_env import APIServerConfig
-from rlframe.trajectories.base_env.tokens import load_tokenizer
 from tests.trajectories.base_env.model import Model, serving
 from tests.trajectories.serving import ROOT
 

@@ -65,7 +65,7 @@ def test_groups_arrive_as_they_were_sampled(url, model):
     prompts = sorted(map(asked, groups))
     assert prompts == ["item 1", "item 2"]
     for group in groups:
-        length = 1 + len("item 1")  # with the token that prompts begin with
+        length = len("item 1")
         assert [row.tolist()[length:] for row in group.tokens] == [[65], [66]]
         assert [row.tolist() for row in group.masks] == [[-100] * length + [65], [-100] * length + [66]]
         expected = [[1.0] * length + [model.logprob(token)] for token in (65, 66)]

@@ -12,11 +12,12 @@ import openai
 import pytest
 
 from rlframe.errors import PeerError, UsageError
+from rlframe.lm.tokenizers import load_tokenizer
 from rlframe.trajectories.base_env import APIServerConfig, ServerBaseline, ServerManager
 from rlframe.trajectories.base_env.servers import ReasoningConfig
 from rlframe.trajectories.base_env.servers.config import servers_of
 from rlframe.trajectories.base_env.servers.slots import Slots
-from rlframe.trajectories.base_env.tokens import load_tokenizer, tokenize_for_trainer
+from rlframe.trajectories.base_env.tokens import tokenize_for_trainer
 from tests.trajectories.base_env.model import Model, serving
 
 DEADLINE = 60
@@ -256,18 +257,6 @@ def test_a_chat_that_is_no_next_turn_is_a_sequence_of_its_own(model):
     assert [node.tokens[-1] for node in nodes] == [65, 68, 67]  # the second one went on
     assert nodes[1].tokens[: len(model.requests[0]["prompt"]) + 1] == [*model.requests[0]["prompt"], 66]
     assert model.requests[1]["prompt"] == tokenizer.apply_chat_template([*other, other[0]], add_generation_prompt=True)
-
-
-def test_the_tokenizer_has_the_names_and_defaults_of_transformers():
-    tokenizer = load_tokenizer("byte")
-    chat = [{"role": "user", "content": "hi"}]
-    open_end = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    assert open_end[:-1] == tokenizer.apply_chat_template(chat)
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == tokenizer.decode(tokenizer.apply_chat_template(chat))
-    assert tokenizer.decode([*b"a", tokenizer.eos_token_id]) == "a" + tokenizer.eos_token
-    assert tokenizer.decode([*b"a", tokenizer.eos_token_id], skip_special_tokens=True) == "a"
-    assert tokenizer.encode("a") == [tokenizer.bos_token_id, 97] and len(tokenizer) == tokenizer.vocab_size
-    assert tokenizer.encode("a", add_special_tokens=False) == [97]
 
 
 def test_completions_are_kept_in_the_order_of_the_choices(model):

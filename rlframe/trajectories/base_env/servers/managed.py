@@ -50,7 +50,7 @@ class ManagedServer:
     def __init__(self, server: APIServer, tokenizer: Any) -> None:
         self.server = server
         self.tokenizer = tokenizer
-        self._stops = getattr(tokenizer, "stop_ids", None) or (tokenizer.eos_token_id,)
+        self._stops = getattr(tokenizer, "stop_token_ids", None) or (tokenizer.eos_token_id,)
         self._kept: list[_Kept] = []
 
     async def chat_completion(self, **kwargs: Any) -> Any:

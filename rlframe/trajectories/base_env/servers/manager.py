@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from rlframe.errors import UsageError
+from rlframe.lm.tokenizers import load_tokenizer
 from rlframe.trajectories.base_env.servers.config import APIServerConfig, ReasoningConfig, ServerBaseline, servers_of
 from rlframe.trajectories.base_env.servers.managed import ManagedServer
 from rlframe.trajectories.base_env.servers.server import APIServer
-from rlframe.trajectories.base_env.tokens import load_tokenizer
 
 
 class ServerManager:
