@@ -18,6 +18,7 @@ from rlframe.trajectories.base_env.servers import ReasoningConfig
 from rlframe.trajectories.base_env.servers.config import servers_of
 from rlframe.trajectories.base_env.servers.slots import Slots
 from rlframe.trajectories.base_env.tokens import tokenize_for_trainer
+from rlframe.trajectories.base_env.work import Gate, Work, current
 from tests.trajectories.base_env.model import Model, serving
 
 DEADLINE = 60
@@ -58,6 +59,26 @@ def test_tokens_are_those_that_were_sampled(model, ids):
     assert (prompt, tokens, reasons) == ([1, 2], [[200, 7], [201, 7]], ["stop", "stop"])
     assert logprobs == [[model.logprob(200), model.logprob(7)], [model.logprob(201), model.logprob(7)]]
     assert model.requests[0]["prompt"] == [1, 2] and model.requests[0]["return_token_ids"] is True
+
+
+def test_the_version_of_an_answer_is_that_of_its_oldest_token(model):
+    answer = model.answer
+    model.policy_version = 9
+
+    def with_versions(path, body):
+        status, content = answer(path, body)
+        content["choices"][1]["policy_versions"] = [7, 9]
+        return status, content
+
+    model.answer = with_versions
+    doing = Work("item", Gate())
+
+    async def question(manager):
+        current.set(doing)
+        await manager.tokens_and_logprobs_completion(input_ids=[1], n=2)
+
+    ask([config_of(model)], question)
+    assert doing.policy_version == 7
 
 
 def test_sglang_is_asked_in_its_own_way(model):

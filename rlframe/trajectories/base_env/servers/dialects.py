@@ -19,7 +19,7 @@ class Samples:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     finish_reasons: list[str]
-    policy_version: int | None
+    policy_version: int | None  # the oldest that sampled a token
 
 
 async def completions(client: Any, config: APIServerConfig, options: dict[str, Any], timeout: float) -> Samples:
@@ -56,7 +56,7 @@ async def completions(client: Any, config: APIServerConfig, options: dict[str, A
         if input_ids is None:
             raise UsageError(f"{config.base_url} does not say the tokens of a prompt: give input_ids, not text.")
     reasons = [choice.finish_reason or "stop" for choice in answer.choices]
-    return Samples(list(input_ids), tokens, logprobs, reasons, getattr(answer, "policy_version", None))
+    return Samples(list(input_ids), tokens, logprobs, reasons, _oldest_version(answer))
 
 
 async def sglang(client: Any, config: APIServerConfig, options: dict[str, Any], timeout: float) -> Samples:
@@ -81,6 +81,14 @@ async def sglang(client: Any, config: APIServerConfig, options: dict[str, Any], 
         finish_reasons=[reason["type"] if isinstance(reason, dict) else reason for reason in reasons],
         policy_version=None,
     )
+
+
+def _oldest_version(answer: Any) -> int | None:
+    """`rlframe serve policy` says the last token's version, and in a choice those of all, where they are several."""
+    versions = [getattr(answer, "policy_version", None)]
+    for choice in answer.choices:
+        versions += getattr(choice, "policy_versions", None) or []
+    return min((version for version in versions if version is not None), default=None)
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
