@@ -79,10 +79,27 @@ class SequenceBatch(NamedTuple):
     agent_state: AgentState  # [B, ...], before step 0
 
 
+class TokenBatch(NamedTuple):
+    """S sequences of a language model, padded to T tokens.
+
+    All that is `[S, T]` is 0 where mask is, but `tokens`, which are 0 after the end.
+    """
+
+    tokens: Any  # [S, T] int32
+    mask: Any  # [S, T] float32: 1 where the token is trained on, 0 where it is not, or after the end
+    advantages: Any  # [S, T] float32: as sent, or else the sequence's score at each token
+    has_advantages: Any  # [S] bool: whether they are as sent
+    scores: Any  # [S] float32
+    inference_logprobs: Any  # [S, T] float32, of the tokens; None unless all groups of the batch have them
+    ref_logprobs: Any  # the same
+    lengths: Any  # [S] int32: tokens before the padding
+    group: Any  # [S] int32: which of the batch's groups each sequence is of, from 0 on
+
+
 class Batch(NamedTuple):
     """What `ReplayBuffer.sample()` returns."""
 
-    data: Any  # a TransitionBatch or a SequenceBatch, or what another service's items are
+    data: Any  # a TransitionBatch, a SequenceBatch or a TokenBatch
     keys: Any  # [B, 3] int64: (writer rank, writer incarnation, sequence number) of each item
     probabilities: Any  # [B] float32: the chance with which each item was drawn (1 / size if uniform or queue)
     params_version: Any  # [B] int64: the oldest version that acted in the item; -1 where it is unknown
@@ -204,6 +221,7 @@ __all__ = [
     "Step",
     "StepSpec",
     "TimeStep",
+    "TokenBatch",
     "Transition",
     "TransitionBatch",
     "Tree",

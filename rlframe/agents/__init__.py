@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from rlframe.agents.base import Agent, LearnerState
 from rlframe.agents.dqn import DQN, DQNConfig
+from rlframe.agents.grpo import GRPO, GRPOConfig
 from rlframe.agents.impala import IMPALA, IMPALAConfig
 from rlframe.agents.ppo import PPO, PPOConfig
 
-__all__ = ["DQN", "IMPALA", "PPO", "Agent", "DQNConfig", "IMPALAConfig", "LearnerState", "PPOConfig"]
+__all__ = [
+    "DQN",
+    "GRPO",
+    "IMPALA",
+    "PPO",
+    "Agent",
+    "DQNConfig",
+    "GRPOConfig",
+    "IMPALAConfig",
+    "LearnerState",
+    "PPOConfig",
+]

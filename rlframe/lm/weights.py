@@ -37,8 +37,7 @@ def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[M
             configuration says. Names them.
     """
     folder = Path(folder)
-    fields = _read_json(folder / CONFIG)
-    config = ModelConfig.from_json({**fields, "dtype": dtype} if dtype else fields)
+    config = read_config(folder, dtype=dtype)
     expected, treedef = _expected(config)
     found: dict[str, jax.Array] = {}
     unexpected = []
@@ -54,6 +53,12 @@ def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[M
                 f"as its {CONFIG} describes it: {_listed(names)}."
             )
     return config, jax.tree.unflatten(treedef, [found[name] for name in expected])
+
+
+def read_config(folder: str | os.PathLike[str], *, dtype: str | None = None) -> ModelConfig:
+    """The configuration that `load` returns, without the weights. Raises what that does."""
+    fields = _read_json(Path(folder) / CONFIG)
+    return ModelConfig.from_json({**fields, "dtype": dtype} if dtype else fields)
 
 
 def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) -> None:

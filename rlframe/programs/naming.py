@@ -17,6 +17,7 @@ from rlframe.errors import UsageError, suggest
 # name -> (module, class). A class of the user's own needs no entry: it is named by its file.
 AGENTS = {
     "dqn": ("rlframe.agents.dqn", "DQN"),
+    "grpo": ("rlframe.agents.grpo", "GRPO"),
     "impala": ("rlframe.agents.impala", "IMPALA"),
     "ppo": ("rlframe.agents.ppo", "PPO"),
 }

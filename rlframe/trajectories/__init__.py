@@ -9,9 +9,10 @@ from rlframe.errors import UsageError
 
 if TYPE_CHECKING:
     from rlframe.trajectories.base_env import BaseEnv, BaseEnvConfig
-    from rlframe.trajectories.buffer import TokenBatch, TrajectoryBuffer
+    from rlframe.trajectories.buffer import TrajectoryBuffer
     from rlframe.trajectories.client import AsyncClient, Client
     from rlframe.trajectories.groups import Group
+    from rlframe.types import TokenBatch
 
 # Public name -> module. Resolved on first use (PEP 562): not everyone has what the service and its clients need.
 _PUBLIC = {
@@ -20,7 +21,7 @@ _PUBLIC = {
     "BaseEnvConfig": "rlframe.trajectories.base_env",
     "Client": "rlframe.trajectories.client",
     "Group": "rlframe.trajectories.groups",
-    "TokenBatch": "rlframe.trajectories.buffer",
+    "TokenBatch": "rlframe.types",
     "TrajectoryBuffer": "rlframe.trajectories.buffer",
 }
 

@@ -14,13 +14,13 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
 from rlframe.trajectories.caller import new_key
 from rlframe.trajectories.client import Client
-from rlframe.trajectories.padding import TokenBatch, bucket_lengths, pad
+from rlframe.trajectories.padding import bucket_lengths, pad
 from rlframe.trajectories.prefetched import Prefetched
 from rlframe.trajectories.renewal import Renewal
 from rlframe.trajectories.replies import ServedBatch
-from rlframe.types import Batch, ReplaySpec, Sequence, Step
+from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch
 
-__all__ = ["TokenBatch", "TrajectoryBuffer"]
+__all__ = ["TrajectoryBuffer"]
 
 _CLOSING = 2.0  # seconds for each call when the buffer is closed
 _REMEMBERED = 4096  # batches that were learned from

@@ -5,28 +5,16 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from rlframe.trajectories.groups import IGNORED, Group
+from rlframe.types import TokenBatch
 
 _SHORTEST = 64  # tokens
 
 _log = logging.getLogger(__name__)
-
-
-class TokenBatch(NamedTuple):
-    """S sequences, padded to T tokens. All arrays are 0 where mask is, but `tokens`, which are 0 after the end."""
-
-    tokens: Any  # [S, T] int32
-    mask: Any  # [S, T] float32: 1 where the token is trained on, 0 where it is not, or after the end
-    advantages: Any  # [S, T] float32: as sent, or else the sequence's score at each token
-    scores: Any  # [S] float32
-    inference_logprobs: Any  # [S, T] float32, of the tokens; None unless all groups of the batch have them
-    ref_logprobs: Any  # the same
-    lengths: Any  # [S] int32: tokens before the padding
-    group: Any  # [S] int32: which of the batch's groups each sequence is of, from 0 on
 
 
 def bucket_lengths(max_token_len: int) -> list[int]:
@@ -59,6 +47,7 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
     masks = _fill([row for group in groups for row in group.masks], shape, np.int32)
     mask = ((masks != IGNORED) & present).astype(np.float32)
     advantages = np.repeat(scores[:, None], length, axis=1)
+    sizes = [len(group) for group in groups]
     start = 0
     for group in groups:
         if group.advantages is not None:
@@ -68,11 +57,12 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
         tokens=_fill([row for group in groups for row in group.tokens], shape, np.int32),
         mask=mask,
         advantages=advantages * mask,
+        has_advantages=np.repeat([group.advantages is not None for group in groups], sizes),
         scores=scores,
         inference_logprobs=_optional("inference_logprobs", groups, mask),
         ref_logprobs=_optional("ref_logprobs", groups, mask),
         lengths=lengths,
-        group=np.repeat(np.arange(len(groups), dtype=np.int32), [len(group) for group in groups]),
+        group=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
     )
     return batch, int((full > lengths).sum())
 

@@ -41,6 +41,7 @@ def test_given_advantages_and_logprobs_are_taken_where_there_is_a_loss():
     batch, _ = pad([group, a_group(inference_logprobs=[[1, -3, -4], [1, -5]])], BUCKETS)
     np.testing.assert_allclose(batch.advantages[:2], [[0, 0.5, 0.25, 0], [0, -2, 0, 0]])
     np.testing.assert_allclose(batch.advantages[2:], [[0, 0.1, 0.1, 0], [0, -1, 0, 0]])
+    np.testing.assert_array_equal(batch.has_advantages, [True, True, False, False])
     expected = [[0, -0.5, -1.5, 0], [0, -0.125, 0, 0], [0, -3, -4, 0], [0, -5, 0, 0]]
     np.testing.assert_allclose(batch.inference_logprobs, expected)
 
