@@ -13,17 +13,15 @@ import jax
 import numpy as np
 
 from rlframe import compilation, handles
-from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
+from rlframe.errors import UnavailableError, UsageError
 from rlframe.inferencers.batching import TIMEOUT, Batcher
+from rlframe.inferencers.refreshing import Refresher
 from rlframe.inferencers.shared_calls import CallReader
 from rlframe.interprocess.memory import Name
-from rlframe.learners.shared_params import LearnerClient
 from rlframe.packing import Packing
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)
-
-_POLL = 0.2  # seconds for which the learner keeps a service's question for newer parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +86,9 @@ class Inferencer:
     # Made when they are first used, in the process that uses them.
 
     @functools.cached_property
-    def _learner(self) -> Any:
-        deadline = self._cfg.learner_deadline
-        return handles.resolve(
-            self._learner_or_handle, "learner", deadline=deadline, stop=self._stop, connect=LearnerClient
-        )
+    def _refresher(self) -> Refresher:
+        learner, deadline = self._learner_or_handle, self._cfg.learner_deadline
+        return Refresher(learner, lambda: self.params_version, self._take, deadline, self._stop)
 
     @functools.cached_property
     def _rng(self) -> jax.Array:
@@ -169,9 +165,7 @@ class Inferencer:
 
     def refresh(self) -> None:
         """Fetches the learner's parameters if there is a newer version."""
-        version, params = self._learner.get_params(self._acting[0])
-        if params is not None:
-            self._take(version, params)
+        self._refresher.refresh()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         """The version that acts, as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
@@ -185,7 +179,7 @@ class Inferencer:
                     lambda: self.params_version > known_version or self._stop.is_set(), min(timeout, 1.0)
                 )
         elif self.params_version <= known_version:
-            self._learner.wait_for_version(known_version, timeout)
+            self._refresher.wait_for_version(known_version, timeout)
             with self._lock:
                 self.refresh()
         return self.params_version
@@ -205,11 +199,9 @@ class Inferencer:
         try:
             with handles.stopped_by_program(self.stop):
                 is_on_policy = self._agent.replay_spec.max_staleness is not None
-                while not self._stop.is_set():
-                    self._refresh_of_service(waits=is_on_policy and self.params_version >= 0)
-                    if not is_on_policy:
-                        self._stop.wait(self._cfg.refresh_interval)
+                self._refresher.follow(self._cfg.refresh_interval, waits=is_on_policy)
         finally:
+            self.stop()
             self._batcher.stop("The inference service has stopped.")
             self._has_params.set()  # for those who wait for them: the Batcher tells them
         if self._failure is not None:
@@ -247,20 +239,7 @@ class Inferencer:
         with self._new_version:
             self._acting = acting
             self._new_version.notify_all()
-
-    def _refresh_of_service(self, waits: bool) -> None:
-        try:
-            if waits:
-                self._learner.wait_for_version(self.params_version, _POLL)
-            self.refresh()
-        except StoppedError:
-            self.stop()
-        except PeerError as error:
-            if self.params_version < 0:
-                raise
-            _log.warning("Inference goes on by version %d of the parameters: %s", self.params_version, error)
-        if self.params_version >= 0:
-            self._has_params.set()
+        self._has_params.set()
 
     def _step_of_service(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
         known, began = len(self._output_packings), time.perf_counter()
