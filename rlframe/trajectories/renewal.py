@@ -6,6 +6,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+_PATIENCE = 2.0  # seconds
+
 
 class Renewal:
     """Calls a method now and then, until `close`, or until the method's object is gone.
@@ -23,10 +25,10 @@ class Renewal:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, after a call that is under way. Twice does nothing more."""
+        """Ends the thread. A call to a service that does not answer ends later. Twice does nothing more."""
         self._stop.set()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_PATIENCE)
 
     def _run(self) -> None:
         while not self._stop.wait(self._period):
