@@ -1,66 +1,41 @@
-"""`rlframe serve`."""
+"""`rlframe serve`: which service was asked for."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import ipaddress
 import sys
-from typing import Union
 
-from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError, suggest
 
-PROG = "rlframe serve trajectories"
-DESCRIPTION = (
-    "Serve trajectories: environments send groups of sequences over HTTP, trainers pull batches of them. "
-    "The endpoints are described at /docs."
-)
-SERVICES = ("trajectories",)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What `rlframe serve trajectories` takes."""
-
-    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks
-    port: int = 8000  # 0: one that is free
-    store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
-    token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
-    tokenizer: Union[str, None] = None  # file tokenizer.json with which the live page shows tokens as text
-    max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
-    max_body_mb: int = 64  # megabytes of one request, decompressed
-    max_connections: int = 1024  # at the same time; more are refused
-    reset: bool = True  # whether /reset_data is there
-    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
-    traceback: bool = False  # show where an error came from
+# service -> what it does, for the help. Each is a module `serve_SERVICE` here with `run(arguments) -> exit code`.
+SERVICES = {
+    "trajectories": "groups of sequences from environments, in batches for trainers",
+    "policy": "a language model behind the OpenAI API, with its learner's newest weights",
+}
 
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    if not arguments or arguments[0] not in SERVICES:
-        if arguments and arguments[0] in ("-h", "--help"):
-            print(f"usage: rlframe serve {{{','.join(SERVICES)}}} [OPTIONS]")
-            return 0
-        asked = f"{arguments[0]!r} is no service" if arguments else "Name a service"
-        hint = suggest(arguments[0], SERVICES) if arguments else ""
-        raise UsageError(f"{asked}; there is {', '.join(SERVICES)}.{hint}")
-    options = parse(Options, arguments[1:], PROG, DESCRIPTION)
-    try:
-        from rlframe.trajectories.serving import serve
-    except ModuleNotFoundError as error:
-        raise UsageError(f"The service needs the package {error.name}: pip install 'rlframe[trajectories]'.") from error
-    from rlframe.trajectories.settings import Settings
+    if arguments and arguments[0] in SERVICES:
+        return importlib.import_module(f"rlframe.cli.serve_{arguments[0]}").run(arguments[1:])
+    if arguments and arguments[0] in ("-h", "--help"):
+        lines = [f"usage: rlframe serve {{{','.join(SERVICES)}}} [OPTIONS]", ""]
+        print("\n".join([*lines, *(f"  {name:14} {what}" for name, what in SERVICES.items())]))
+        return 0
+    asked = f"{arguments[0]!r} is no service" if arguments else "Name a service"
+    hint = suggest(arguments[0], SERVICES) if arguments else ""
+    raise UsageError(f"{asked}; there are {', '.join(SERVICES)}.{hint}")
 
-    names = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(options, name) for name in names})
-    if not _is_loopback(options.host) and options.token_file is None:
+
+def warn_if_open(host: str, token_file: str | None, can: str) -> None:
+    """Says on stderr what others `can` do where a service is reached from other machines without a token."""
+    if token_file is None and not _is_loopback(host):
         print(
-            f"rlframe: {options.host} can be reached from other machines, and there is no --token-file: whoever "
-            "reaches it can read, send and reset.",
+            f"rlframe: {host} can be reached from other machines, and there is no --token-file: whoever reaches it "
+            f"can {can}.",
             file=sys.stderr,
         )
-    serve(settings, options.host, options.port, options.max_connections)
-    return 0
 
 
 def _is_loopback(host: str) -> bool:

@@ -181,6 +181,11 @@ class Engine:
         """Of the parameters that the next call decodes with."""
         return self._params[0]
 
+    @property
+    def closed(self) -> str:
+        """Why it answers nothing any more; empty while it does."""
+        return self._closed
+
     def stats(self) -> dict[str, int]:
         """Counts so far (requests, tokens sampled, prompt_tokens, calls) and now: version, running, waiting."""
         with self._changed:

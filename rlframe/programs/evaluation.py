@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import jax
-
 from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
-from rlframe.agents import Agent
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.learners.checkpoints import Checkpointer
 from rlframe.programs.assemble import EnvBuilder, make_agent
 from rlframe.programs.experiment import Experiment, load_experiment
+from rlframe.programs.restored import Restored
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.video import Film
-from rlframe.types import Logs, Tree
+from rlframe.types import Logs
 
 
 def evaluate(run_dir: str | os.PathLike, *, episodes: int = 20, seed: int | None = None) -> Logs:
@@ -75,23 +72,5 @@ def _play(directory: RunDir, described: Experiment, env_builder: Any, episodes: 
     seed = described.seed if seed is None else seed
     pool = env_builder(seed=env_seed(seed, EVALUATOR_RANK))
     agent = make_agent(described, pool.observation_spec, pool.action_spec)
-    inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, _Restored(agent, directory))
+    inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, Restored(agent, directory))
     return Evaluator(pool, inferencer, episodes, seed=seed).evaluate()
-
-
-class _Restored:
-    """A run's latest checkpoint where a Learner is expected. It writes nothing, since the run may be alive."""
-
-    def __init__(self, agent: Agent, directory: RunDir) -> None:
-        params = agent.initial_params(jax.random.PRNGKey(0))
-        checkpointer = Checkpointer(directory.checkpoints)
-        try:
-            (params, learner_state), saved = checkpointer.restore((params, agent.initial_learner_state(params)))
-        finally:
-            checkpointer.close()
-        self._version: int = saved["counters"]["version"]
-        self._published = agent.actor_params(params, learner_state)
-
-    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """As `Learner.get_params`."""
-        return self._version, None if known_version == self._version else self._published

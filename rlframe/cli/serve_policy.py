@@ -1,0 +1,84 @@
+"""`rlframe serve policy`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from typing import Annotated, Union
+
+import tyro
+
+from rlframe.cli.parsing import parse
+from rlframe.cli.serve import warn_if_open
+from rlframe.errors import UsageError
+
+PROG = "rlframe serve policy"
+DESCRIPTION = (
+    "Serve a language model behind the OpenAI API (/v1/completions, /v1/chat/completions), with the newest weights of "
+    "whoever learns it. The model is a folder in the published format (config.json, model.safetensors, "
+    "tokenizer.json), or that of a run (--run-dir), whose newest checkpoint answers. With --learner its newer weights "
+    "come from a learner that runs, by Courier. The endpoints are described at /docs."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `rlframe serve policy` takes."""
+
+    model: Annotated[Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_FOLDER]")] = (
+        None  # published
+    )
+    run_dir: Union[str, None] = None  # directory of a run in place of a folder; its checkpoints are followed
+    learner: Union[str, None] = None  # HOST:PORT of a learner's node (trust it), which newer weights come from
+    tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; none: the model's own, else byte
+    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks
+    port: int = 8001  # 0: one that is free
+    token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
+    model_name: str = "policy"  # that requests have to ask for
+    dtype: Union[str, None] = None  # float32 or bfloat16; none: what the model's config.json says
+    slots: int = 32  # answers that are decoded at once
+    length: Union[int, None] = None  # tokens of a prompt and its answer; none: as many as the model takes
+    steps: int = 8  # tokens that an answer gets between two chances of others to join
+    max_waiting: int = 1024  # answers that wait for a slot; more are refused (429)
+    request_timeout: float = 600.0  # seconds for an answer
+    max_body_mb: int = 64  # megabytes of one request, decompressed
+    max_connections: int = 1024  # at the same time; more are refused
+    seed: int = 0  # of the requests that name none
+    traceback: bool = False  # show where an error came from
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    options = parse(Options, arguments, PROG, DESCRIPTION)
+    if (options.model is None) == (options.run_dir is None):
+        raise UsageError("Name the folder of a model, or a run by --run-dir: one of the two.")
+    if options.run_dir is not None and options.dtype is not None:
+        raise UsageError("--dtype is for a MODEL_FOLDER: a run's checkpoints have their own.")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before it is imported, by Courier
+    try:
+        from rlframe.policy_server import PolicyServer, PolicyServerConfig
+        from rlframe.policy_server import app as app
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"The policy server needs the package {error.name}: pip install 'rlframe[trajectories,lm]'."
+        ) from error
+    from rlframe.lm import EngineConfig
+    from rlframe.programs import policy
+
+    engine = EngineConfig(
+        slots=options.slots, length=options.length, steps=options.steps, max_waiting=options.max_waiting
+    )
+    names = {field.name for field in dataclasses.fields(PolicyServerConfig)} & set(vars(options))
+    cfg = PolicyServerConfig(**{name: getattr(options, name) for name in names}, engine=engine)
+    if options.run_dir is not None:
+        made = policy.of_run(options.run_dir, options.tokenizer, options.learner)
+    else:
+        assert options.model is not None
+        made = policy.of_folder(options.model, options.tokenizer, options.learner, options.dtype)
+    warn_if_open(options.host, options.token_file, "have it answer")
+    server = PolicyServer(cfg, *made)
+    for number in (signal.SIGINT, signal.SIGTERM):  # having drained is a success
+        signal.signal(number, lambda *_: server.stop())
+    server.run()
+    return 0

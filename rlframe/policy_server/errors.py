@@ -1,0 +1,62 @@
+"""Refusals in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import Response
+
+from rlframe.errors import RlframeError, suggest
+from rlframe.http.middleware import answer
+
+_TYPES = {
+    401: "authentication_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class RefusedError(RlframeError):
+    """A request that is answered with an HTTP status and a sentence."""
+
+    def __init__(
+        self, message: str, status: int, *, param: str | None = None, code: str | None = None, retry: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry = status, param, code, retry
+
+    @property
+    def response(self) -> Response:
+        headers = None if self.retry is None else {"Retry-After": str(self.retry)}
+        return answer(self.content, self.status, headers)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    """As `rlframe.http.middleware.Refusal`."""
+    response = RefusedError(error, status).response
+    response.headers.update(headers or {})
+    return response
+
+
+def invalid(error: RequestValidationError, known: list[str]) -> RefusedError:
+    """What is wrong with a body, in one sentence."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        return RefusedError(f"There is no option {name!r}.{suggest(name, known)}", 400, param=where)
+    if first["type"] == "json_invalid":
+        return RefusedError(f"The body is no valid JSON: {first['ctx']['error']}.", 400)
+    message = first["msg"].removeprefix("Value error, ")
+    return RefusedError(
+        f"{where}: {message}." if where and first["type"] != "value_error" else message, 400, param=where
+    )

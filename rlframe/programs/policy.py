@@ -1,0 +1,70 @@
+"""The parts of `rlframe serve policy`: a model, and where its newer weights come from."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+from rlframe import handles
+from rlframe.errors import UsageError
+from rlframe.lm import ModelConfig, weights
+from rlframe.programs.assemble import make_agent
+from rlframe.programs.experiment import load_experiment
+from rlframe.programs.restored import Checkpoints
+from rlframe.programs.run_dir import RunDir
+from rlframe.types import Params
+
+
+class Policy(NamedTuple):
+    """Arguments of a `PolicyServer`."""
+
+    model_config: ModelConfig
+    tokenizer: str
+    learner: Any
+    params: Params | None
+
+
+def of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> Policy:
+    """A published model, which answers as version 0 until the learner at the address, if any, has a newer one.
+
+    Raises:
+        UsageError, CheckpointError: as `rlframe.lm.weights.load`; the address cannot be.
+    """
+    source = _at(learner)
+    model_config, params = weights.load(folder, dtype=dtype)
+    return Policy(model_config, tokenizer or _tokenizer_of(folder), source, params)
+
+
+def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> Policy:
+    """The model that a run learns, by its newest checkpoint, or by what the learner at the address has.
+
+    Raises:
+        UsageError: there is no run, or it learns no language model; the address cannot be.
+    """
+    source = _at(learner)
+    directory = RunDir(path)
+    directory.check_holds_run()
+    described = load_experiment(directory.config)
+    try:
+        agent = make_agent(described, None, None)
+        model_config: ModelConfig = agent.model_config  # type: ignore[attr-defined]
+    except (AttributeError, TypeError) as error:  # it asks an environment's specs what they are
+        raise UsageError(f"The run in {path} learns no language model: its agent is {described.agent}.") from error
+    if tokenizer is None:
+        weights_folder = getattr(agent.cfg, "weights", None)
+        tokenizer = "byte" if weights_folder is None else _tokenizer_of(weights_folder)
+    return Policy(model_config, tokenizer, source or Checkpoints(agent, directory), None)
+
+
+def _at(address: str | None) -> Any:
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise UsageError(f"A learner is at HOST:PORT, got {address!r}.")
+    return handles.Remote([address], "learner")
+
+
+def _tokenizer_of(folder: str) -> str:
+    return folder if (pathlib.Path(folder) / "tokenizer.json").is_file() else "byte"
