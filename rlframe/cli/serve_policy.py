@@ -26,9 +26,9 @@ DESCRIPTION = (
 class Options:
     """What `rlframe serve policy` takes."""
 
-    model: Annotated[Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_FOLDER]")] = (
-        None  # published
-    )
+    model: Annotated[
+        Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_FOLDER]", help="in the published format")
+    ] = None
     run_dir: Union[str, None] = None  # directory of a run in place of a folder; its checkpoints are followed
     learner: Union[str, None] = None  # HOST:PORT of a learner's node (trust it), which newer weights come from
     tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; none: the model's own, else byte

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import openai
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_completion_is_the_model_s(client):
 
 def test_log_probabilities_are_those_that_a_learner_computes(client):
     (choice,) = ask(client, seed=5, **with_ids()).choices
-    computed = model.token_log_probs(params_of(0), TINY, [PROMPT + choice.token_ids])
+    computed = model.token_log_probs(params_of(0), TINY, np.array([PROMPT + choice.token_ids]))
     assert choice.logprobs.token_logprobs == pytest.approx(computed[0, len(PROMPT) - 1 :].tolist(), abs=1e-4)
 
 
