@@ -49,7 +49,7 @@ def make_app(server: PolicyServer) -> FastAPI:
     @app.get("/health", tags=["server"])
     async def health() -> Response:
         """200 once it can answer."""
-        return answer({"status": "ok", "policy_version": server.engine.version})
+        return answer({"status": "ok", "policy_version": server.live_engine().version})
 
     @app.get("/metrics", tags=["server"], response_class=Response)
     async def read_metrics() -> Response:
@@ -97,7 +97,7 @@ async def _reply(
     server: PolicyServer, body: CompletionRequest | ChatRequest, request: Request, form: type[Replies]
 ) -> Response:
     _check_model(body.model, server.cfg.model_name)
-    engine, tokenizer = server.engine, server.tokenizer
+    engine, tokenizer = server.live_engine(), server.tokenizer
     asked = body.asked(tokenizer)
     generation = Generation(
         engine,

@@ -119,9 +119,9 @@ class PolicyServer:
             raise PeerError(f"The policy server did not listen within {timeout:g} s.")
         return self._url
 
-    @property
-    def engine(self) -> Engine:
+    def live_engine(self) -> Engine:
         """What decodes. Raises `UnavailableError` where there are no parameters yet."""
+        # No property: Courier would read it before there are.
         if self._engine is None:
             raise UnavailableError("The policy server has no parameters yet: its learner has not answered.")
         if self._engine.closed:
