@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ TINY = ModelConfig(
     num_key_value_heads=1,
     max_position_embeddings=512,
 )
+LONG = dataclasses.replace(TINY, max_position_embeddings=1 << 15)  # whose answers take seconds
 ENGINE = EngineConfig(slots=4, steps=2, length=512, max_waiting=64)
 
 
@@ -46,11 +49,13 @@ class Learner:
 
 
 @contextlib.contextmanager
-def serving_policy(learner: Any = None, engine: EngineConfig = ENGINE, **options: Any) -> Iterator[PolicyServer]:
+def serving_policy(
+    learner: Any = None, engine: EngineConfig = ENGINE, model_config: ModelConfig = TINY, **options: Any
+) -> Iterator[PolicyServer]:
     """A server that runs; raises what `run()` raised."""
     config = PolicyServerConfig(**{"port": 0, "engine": engine, **options})
     params = params_of(0) if learner is None else None
-    server = PolicyServer(config, TINY, "byte", learner, params)
+    server = PolicyServer(config, model_config, "byte", learner, params)
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -63,6 +68,7 @@ def serving_policy(learner: Any = None, engine: EngineConfig = ENGINE, **options
     thread.start()
     try:
         server.url(DEADLINE)
+        until(lambda: server.stats()["version"] >= 0, "no parameters came")
         yield server
     finally:
         server.stop()
@@ -77,3 +83,12 @@ def client_of(server: PolicyServer, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(
         **{"base_url": server.url(), "api_key": "none", "timeout": DEADLINE, "max_retries": 0, **options}
     )
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """What the condition says, once that is true."""
+    end = time.monotonic() + DEADLINE
+    while not (found := condition()):
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+    return found

@@ -1,0 +1,237 @@
+"""The policy server while learners come and go, clients leave, and more is asked than it can do."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+
+import httpx
+import openai
+import pytest
+
+from rlframe.errors import PeerError, UsageError
+from rlframe.lm import EngineConfig
+from rlframe.policy_server import PolicyServer, PolicyServerConfig
+from tests.policy_server.serving import (
+    DEADLINE,
+    ENGINE,
+    LONG,
+    TINY,
+    Learner,
+    client_of,
+    params_of,
+    serving_policy,
+    until,
+)
+
+LONG_ENGINE = EngineConfig(slots=2, steps=2, max_waiting=2)
+BODY = {"ignore_eos": True, "return_token_ids": True}
+
+
+def root_of(server):
+    return server.url().removesuffix("/v1")
+
+
+def policy(server):
+    return httpx.get(f"{server.url()}/policy", timeout=DEADLINE).json()
+
+
+def ask(client, **options):
+    return client.completions.create(
+        **{"model": "policy", "prompt": [1, 2], "max_tokens": 8, "extra_body": BODY, **options}
+    )
+
+
+def long_stream(client):
+    """One that has begun and goes on for seconds."""
+    stream = ask(client, max_tokens=30_000, stream=True)
+    next(stream)
+    return stream
+
+
+def test_concurrent_requests_are_decoded_together():
+    with serving_policy(engine=dataclasses.replace(ENGINE, slots=8)) as server, client_of(server) as client:
+        ask(client, max_tokens=200)  # compiled
+        alone = server.stats()["calls"]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda seed: ask(client, max_tokens=200, seed=seed), range(8)))
+        assert len({tuple(answer.choices[0].token_ids) for answer in answers}) == 8
+        assert server.stats()["calls"] - alone < 4 * alone, "one after another"
+
+
+def test_newer_parameters_come_in_the_middle_of_an_answer_and_drop_nothing():
+    learner = Learner(version=3)
+    with serving_policy(learner, LONG_ENGINE, LONG) as server, client_of(server) as client:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(ask, client, max_tokens=2000)
+            stream = ask(client, max_tokens=2000, stream=True)
+            first = next(stream)
+            until(lambda: server.stats()["running"] == 2, "the two are not decoded together")
+            calls = server.stats()["calls"]
+            until(lambda: server.stats()["calls"] > calls + 1, "nothing is decoded")
+            learner.publish(7)
+            events = [first, *stream]
+            answer = whole.result(DEADLINE)
+        versions = [event.policy_version for event in events]
+        assert versions[0] == 3 and versions[-1] == 7 and versions == sorted(versions)
+        assert sum(len(event.choices[0].token_ids) for event in events) == 2000
+        (choice,) = answer.choices
+        assert answer.policy_version == 7 and set(choice.policy_versions) == {3, 7}
+        assert len(choice.policy_versions) == len(choice.token_ids) == 2000
+        assert not hasattr(ask(client).choices[0], "policy_versions")
+        report = policy(server)
+        assert (report["version"], report["learner_version"], report["versions_behind"]) == (7, 7, 0)
+        assert report["refreshes"] == 2 and report["since_learner"] < DEADLINE and report["problem"] is None
+
+
+def test_what_newer_parameters_answer_is_theirs():
+    learner = Learner(version=1)
+    with serving_policy(learner) as server, client_of(server) as client:
+        before = ask(client, temperature=0).choices[0].token_ids
+        learner.publish(2)
+        until(lambda: policy(server)["version"] == 2, "no refresh")
+        after = ask(client, temperature=0)
+        assert after.policy_version == 2 and after.choices[0].token_ids != before
+    with serving_policy(Learner(version=2)) as server, client_of(server) as client:
+        assert ask(client, temperature=0).choices[0].token_ids == after.choices[0].token_ids
+
+
+def test_a_learner_that_begins_anew_is_not_followed_and_no_answer_is_lost(caplog):
+    learner = Learner(version=5)
+    with serving_policy(learner) as server, client_of(server) as client:
+        learner.publish(1)
+        until(lambda: "it began anew" in caplog.text, "no warning")
+        assert ask(client).policy_version == 5
+        learner.publish(6)
+        until(lambda: policy(server)["version"] == 6, "no refresh")
+    assert caplog.text.count("it began anew") == 1
+
+
+def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
+    serving = pytest.importorskip("tests.serving")
+    address = serving.free_address()
+    learner = Learner(version=4)
+    server_of_learner = contextlib.ExitStack()
+    server_of_learner.enter_context(serving.serving(learner, address))
+    handle = serving.client(address)
+    with server_of_learner, serving_policy(handle, learner_deadline=1.0) as server, client_of(server) as client:
+        assert ask(client).policy_version == 4
+        server_of_learner.close()
+        problem = until(lambda: policy(server)["problem"], "the death was not noticed")
+        assert f"The learner at {address} did not answer get_params() within 1 s" in problem
+        assert ask(client).policy_version == 4 and policy(server)["since_learner"] > 0.5
+        learner.publish(9)
+        server_of_learner.enter_context(serving.serving(learner, address))
+        until(lambda: policy(server)["version"] == 9, "the next learner was not followed")
+        assert ask(client).policy_version == 9 and policy(server)["problem"] is None
+
+
+def test_without_parameters_it_says_so_and_without_a_learner_it_fails():
+    serving = pytest.importorskip("tests.serving")
+    address = serving.free_address()
+    server = PolicyServer(
+        PolicyServerConfig(port=0, learner_deadline=3.0, engine=ENGINE), TINY, "byte", serving.client(address)
+    )
+    failed: list[BaseException] = []
+
+    def run():
+        try:
+            server.run()
+        except PeerError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with client_of(server) as client, pytest.raises(openai.InternalServerError, match="no parameters yet") as caught:
+        ask(client)
+    assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "1"
+    assert httpx.get(f"{root_of(server)}/health").status_code == 503
+    thread.join(DEADLINE)
+    assert not thread.is_alive() and f"The learner at {address} did not answer" in str(failed[0])
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_frees_its_slot(streams):
+    with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
+        if streams:
+            long_stream(client).close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                ask(client, max_tokens=30_000, n=2, timeout=2.0)
+        until(lambda: server.stats()["running"] == 0, "the slot is still taken")
+        assert 0 < server.stats()["tokens"] < 29_000
+        assert ask(client).choices[0].finish_reason == "length"
+
+
+def test_too_much_waiting_is_refused_and_what_has_begun_goes_on():
+    with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
+        streams = [long_stream(client) for _ in range(2)]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, client, n=2)
+            until(lambda: server.stats()["waiting"] == 2, "nothing waits")
+            with pytest.raises(openai.RateLimitError, match="2 requests wait for the decode engine") as caught:
+                ask(client)
+            assert caught.value.response.headers["retry-after"] == "1"
+            for stream in streams:
+                assert next(stream).choices[0].token_ids
+                stream.close()
+            assert len(waiting.result(DEADLINE).choices) == 2
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+def test_an_answer_that_takes_too_long_is_given_up(streams):
+    with serving_policy(engine=LONG_ENGINE, model_config=LONG, request_timeout=2.0) as server:
+        with client_of(server) as client, pytest.raises(openai.APIError, match="not complete within 2 s"):
+            list(ask(client, max_tokens=30_000, stream=streams))
+        until(lambda: server.stats()["running"] == 0, "the slot is still taken")
+
+
+def test_a_token_is_needed_where_there_is_one(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    with serving_policy(token_file=str(tmp_path / "token")) as server:
+        with client_of(server, api_key="secret") as client:
+            assert ask(client).choices
+        with client_of(server, api_key="wrong") as client:
+            with pytest.raises(openai.AuthenticationError, match="Authorization: Bearer TOKEN") as caught:
+                ask(client)
+            assert caught.value.body["type"] == "authentication_error"
+
+
+def test_a_body_is_bounded_and_must_be_json():
+    with serving_policy(max_body_mb=1) as server:
+        with client_of(server) as client, pytest.raises(openai.APIStatusError, match="at most 1 MB") as caught:
+            ask(client, prompt="x" * (1 << 20))
+        assert caught.value.status_code == 413
+        answer = httpx.post(f"{server.url()}/completions", content=b"{", timeout=DEADLINE)
+        assert answer.status_code == 400 and "no valid JSON" in answer.json()["error"]["message"]
+
+
+def test_prometheus_is_told():
+    with serving_policy(Learner(version=3)) as server, client_of(server) as client:
+        ask(client, n=2)
+        lines = httpx.get(f"{root_of(server)}/metrics", timeout=DEADLINE).text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        read = {name: float(values[f"rlframe_policy_{name}"]) for name in ("tokens_total", "version", "running")}
+        assert read == {"tokens_total": 16, "version": 3, "running": 0}
+        labels = 'endpoint="/v1/completions",method="POST",status="200"'
+        assert float(values[f"rlframe_policy_request_duration_seconds_count{{{labels}}}"]) == 1
+
+
+def test_parameters_of_another_model_end_it():
+    learner = Learner()
+    other = dataclasses.replace(TINY, hidden_size=32)
+    server = PolicyServer(PolicyServerConfig(port=0, engine=ENGINE), other, "byte", learner)
+    with pytest.raises(UsageError, match="not those of the policy server's model"):
+        server.run()
+
+
+def test_a_server_that_cannot_be_is_refused():
+    small = dataclasses.replace(TINY, vocab_size=100)
+    with pytest.raises(UsageError, match="The tokenizer has 263 tokens, the model 100"):
+        PolicyServer(PolicyServerConfig(), small, "byte", None, params_of(0))
+    with pytest.raises(UsageError, match="needs a learner, or parameters"):
+        PolicyServer(PolicyServerConfig(), TINY, "byte")
+    with pytest.raises(UsageError, match="max_body_mb must be at least 1"):
+        PolicyServerConfig(max_body_mb=0)
