@@ -55,6 +55,10 @@ class Add(BaseEnv):
             if held_out(numbers) == for_exam:
                 return numbers
 
+    def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
+        sums = [self.sum(source, False) for _ in range(count)]
+        return [(self.prompt(numbers), self.answer(numbers)) for numbers in sums]
+
     async def get_next_item(self) -> Sum:
         return self.sum(self.random, False)
 

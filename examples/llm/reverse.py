@@ -60,6 +60,10 @@ class Reverse(BaseEnv):
             if held_out(word) == for_exam:
                 return word
 
+    def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
+        words = [self.word(source, False) for _ in range(count)]
+        return [(self.prompt(word), self.answer(word)) for word in words]
+
     async def get_next_item(self) -> str:
         return self.word(self.random, False)
 

@@ -56,7 +56,7 @@ class GRPOConfig:
     kl_cost: float = 0.04  # to the reference: the initial parameters, or the batch's ref_logprobs; 0: none is kept
     dpo_beta: float = 0.1  # dpo; Rafailov et al. 2023, arXiv:2305.18290, appendix B
     learning_rate: float = 1e-6
-    lr_warmup_steps: int = 0  # updates over which the learning rate rises from 0
+    learning_rate_rise: int = 0  # updates until the learning rate is reached, from 0, in a line
     adam_b1: float = 0.9
     adam_b2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -66,17 +66,24 @@ class GRPOConfig:
     remat: bool = False  # compute layers a second time for the gradient, and keep less
     logits_chunk: Union[int, None] = None  # positions of a sequence whose logits are kept at once; None: all
     master_weights: bool = True  # of a bfloat16 model: the optimiser has a float32 copy, which small updates reach
+    # Of the supervised warm-up before all this, see `rlframe.learners.warm_up`.
+    supervised_steps: int = 0  # updates; 0: there is none
+    supervised_batch_size: int = 64  # demonstrations for each
+    supervised_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_size", "micro_batch_size", "logits_chunk"):
+        for name in ("max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"GRPOConfig.{name} must be at least 1, got {value}.")
-        for name in ("learning_rate", "clip_epsilon", "clip_epsilon_high", "ratio_cap", "dpo_beta", "max_grad_norm"):
+        for name in (
+            *("learning_rate", "supervised_learning_rate", "max_grad_norm"),
+            *("clip_epsilon", "clip_epsilon_high", "ratio_cap", "dpo_beta"),
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0.0:  # NaN is not
                 raise UsageError(f"GRPOConfig.{name} must be above 0, got {value}.")
-        for name in ("kl_cost", "lr_warmup_steps", "weight_decay"):
+        for name in ("kl_cost", "learning_rate_rise", "weight_decay", "supervised_steps"):
             if not getattr(self, name) >= 0:
                 raise UsageError(f"GRPOConfig.{name} must be at least 0, got {getattr(self, name)}.")
         if self.clip_epsilon >= 1.0:
@@ -340,7 +347,7 @@ class GRPO(Agent):
 
     def _learning_rate(self, steps: Any) -> jax.Array:
         """[] float32: of the update after `steps` updates."""
-        risen = jnp.minimum((steps + 1) / (self.cfg.lr_warmup_steps + 1), 1.0)
+        risen = jnp.minimum((steps + 1) / (self.cfg.learning_rate_rise + 1), 1.0)
         return jnp.asarray(self.cfg.learning_rate * risen, jnp.float32)
 
 

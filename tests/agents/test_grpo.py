@@ -235,7 +235,7 @@ def test_each_loss_makes_what_scores_high_likelier(loss):
 
 
 def test_logs_say_what_the_batch_was():
-    agent = make(lr_warmup_steps=3)
+    agent = make(learning_rate_rise=3)
     _, _, logs = learn(agent, *started(agent), BATCH)
     np.testing.assert_allclose(logs["reward"], BATCH.data.scores.mean(), rtol=1e-6)
     np.testing.assert_allclose(logs["length"], np.mean([7, 2, 4, 5, 3]), rtol=1e-6)

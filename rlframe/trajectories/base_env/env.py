@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
@@ -133,6 +134,16 @@ class BaseEnv(abc.ABC):
     @abc.abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Measures the model, every `steps_per_eval` steps. `gather_eval` runs many tasks side by side."""
+
+    def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
+        """Prompts and right answers for a supervised warm-up, drawn from `source`; none that evaluations ask.
+
+        May be called before `setup`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no demonstrations, which a supervised warm-up imitates: "
+            "def demonstrations(self, source, count)."
+        )
 
     async def cleanup(self) -> None:  # noqa: B027 - there need be none
         """Called after each item."""

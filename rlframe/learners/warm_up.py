@@ -1,0 +1,113 @@
+"""The supervised warm-up of a language model: it imitates right answers before it learns from its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlframe import compilation
+from rlframe.agents.grpo import GRPO
+from rlframe.errors import UsageError
+from rlframe.learners.checks import check_loss, check_params
+from rlframe.lm.sampling import power_of_two
+from rlframe.lm.tokenizers import Tokenizer
+from rlframe.types import Batch, Params, TokenBatch
+
+Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]
+
+_SHORTEST = 16  # tokens that batches are padded to
+_NOTHING = "Nothing was saved before: this is the supervised warm-up."
+
+
+def warm_up(
+    agent: GRPO,
+    demonstrate: Demonstrate,
+    tokenizer: Tokenizer,
+    *,
+    seed: int = 0,
+    logger: Any = None,
+    log_every: int = 10,
+) -> Params:
+    """Trains for `supervised_steps` updates of the agent's config, by cross-entropy.
+
+    Save what it returns with `rlframe.lm.weights.save`, beside the tokenizer, and name the folder in
+    `GRPOConfig.weights`: then that is what GRPO starts from, and its reference.
+
+    Args:
+        agent: whose parameters, optimiser and `supervised_*` settings.
+        demonstrate: `f(source of chance, count)` gives so many prompts and right answers, fresh ones with each call;
+            `BaseEnv.demonstrations`.
+        tokenizer: of the model. The answers end with its eos token.
+        seed: of the initial parameters and of the demonstrations.
+        logger: anything with `write(step, values)`; it gets `supervised_loss`. None logs nothing.
+        log_every: updates between two rows.
+
+    Returns:
+        The parameters after the last update.
+
+    Raises:
+        UsageError: the tokenizer has no eos token, or a demonstration is longer than `max_tokens`.
+        NonFiniteLossError: the loss was NaN or infinite.
+    """
+    cfg = agent.cfg
+    pupil = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
+    params = pupil.initial_params(jax.random.PRNGKey(seed))
+    state = pupil.initial_learner_state(params)
+    update = compilation.jit(pupil.learner_step, differentiates=True)
+    source = random.Random(seed)
+    for step in range(1, cfg.supervised_steps + 1):
+        pairs = demonstrate(source, cfg.supervised_batch_size)
+        batch = demonstration_batch(tokenizer, pairs, cfg.max_tokens)
+        params, state, logs = update(params, state, batch)
+        if step % log_every == 0 or step == cfg.supervised_steps:
+            check_loss(logs, step, np.asarray(batch.keys), lambda: _NOTHING)
+            if logger is not None:
+                logger.write(step, {"supervised_loss": float(logs["loss"])})
+    check_params(params, cfg.supervised_steps, lambda: _NOTHING)
+    return params
+
+
+def demonstration_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], max_tokens: int) -> Batch:
+    """Prompts and answers as a batch of sequences whose answers are trained on.
+
+    Raises:
+        UsageError: the tokenizer has no eos token, or a sequence is longer than `max_tokens`.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UsageError("The tokenizer has no eos token, with which the answers of demonstrations end.")
+    prompts = [tokenizer.encode(prompt) for prompt, _ in pairs]
+    rows = [
+        [*prompt, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        for prompt, (_, answer) in zip(prompts, pairs)
+    ]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    if lengths.max() > max_tokens:
+        raise UsageError(
+            f"A demonstration has {lengths.max()} tokens, more than GRPOConfig.max_tokens, {max_tokens}: "
+            f"{pairs[int(lengths.argmax())]!r}."
+        )
+    S, T = len(rows), min(power_of_two(int(lengths.max()), _SHORTEST), max_tokens)
+    tokens = np.zeros((S, T), np.int32)
+    for target, row in zip(tokens, rows):
+        target[: len(row)] = row
+    at = np.arange(T)
+    answered = (at >= np.array([[len(prompt)] for prompt in prompts])) & (at < lengths[:, None])
+    zeros = np.zeros((S, T), np.float32)
+    data = TokenBatch(
+        tokens=tokens,
+        mask=answered.astype(np.float32),
+        advantages=zeros,
+        has_advantages=np.zeros(S, bool),
+        scores=np.zeros(S, np.float32),
+        inference_logprobs=None,
+        ref_logprobs=None,
+        lengths=lengths,
+        group=np.arange(S, dtype=np.int32),
+    )
+    keys = np.stack([np.full(S, -1), np.zeros(S), np.arange(S)], axis=1).astype(np.int64)
+    return Batch(data, keys, np.full(S, 1 / S, np.float32), np.full(S, -1, np.int64))

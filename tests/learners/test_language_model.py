@@ -1,0 +1,125 @@
+"""The ordinary Learner trains a language model from the trajectory service, by GRPO."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.agents import GRPO, GRPOConfig
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.lm import ModelConfig, SamplingParams, generate
+from rlframe.trajectories import Client, Group, TrajectoryBuffer
+from tests.agents.batches import assert_trees_equal
+from tests.trajectories.serving import DEADLINE, running_service
+
+BEST = 3  # the token that is rewarded
+MODEL = ModelConfig(
+    vocab_size=8,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=128,
+)
+CONFIG = GRPOConfig(MODEL, max_tokens=128, batch_size=16, learning_rate=1e-2, kl_cost=0.01)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with running_service(tmp_path_factory.mktemp("service")) as service:
+        yield service.url
+
+
+@pytest.fixture
+def run():
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def client(url, run):
+    with Client(url, run=run, timeout=DEADLINE) as client:
+        client.register(batch_size=16, max_token_len=128, num_steps=100)
+        yield client
+
+
+def answers(params, version: int, prompt: int = 2) -> list[Group]:
+    """Two groups of eight answers; each scores its part of BEST."""
+    prompts = [[group + 1] * prompt for group in range(2) for _ in range(8)]
+    params = jax.tree.map(np.asarray, params)
+    said = generate(params, MODEL, prompts, version, SamplingParams(max_tokens=6))
+    groups = []
+    for i in (0, 8):
+        eight = said[i : i + 8]
+        groups.append(
+            Group(
+                tokens=[[*prompts[i], *one.tokens] for one in eight],
+                masks=[[-100] * prompt + one.tokens for one in eight],
+                scores=[float(np.mean(np.array(one.tokens) == BEST)) for one in eight],
+                inference_logprobs=[[1.0] * prompt + one.log_probs for one in eight],
+                policy_version=version,
+            )
+        )
+    return groups
+
+
+def test_the_policy_learns_what_is_rewarded_and_goes_on_from_a_checkpoint(url, run, client, tmp_path):
+    buffer = TrajectoryBuffer(url, run=run, timeout=DEADLINE)
+    config = LearnerConfig(checkpoint_dir=str(tmp_path), seed=4)
+    learner = Learner(config, GRPO(CONFIG), buffer)
+    rewards = []
+    for _ in range(30):
+        version, params = learner.get_params()
+        client.post(answers(params, version))
+        logs = learner.step(buffer.wait_for_batch(DEADLINE))
+        rewards.append(float(logs["reward"]))
+        assert (logs["staleness"], logs["tokens"], logs["length"]) == (0, 16 * 8, 6)
+        assert abs(float(logs["approx_kl"])) < 1e-5  # what was sampled, and what the learner makes of it, are the same
+    assert np.mean(rewards[:3]) < 0.3 and np.mean(rewards[-3:]) > 0.9
+    assert logs["kl"] > 0.1 and learner.learner_steps == 30
+    learner.save()
+    version, params = learner.get_params()
+    client.post(answers(params, version))
+    batch = buffer.wait_for_batch(DEADLINE)
+    after = learner.step(batch)
+
+    resumed = Learner(dataclasses.replace(config, resume=True, seed=5), GRPO(CONFIG), buffer)
+    assert resumed.learner_steps == 30 and resumed.params_version > version
+    assert_trees_equal(resumed.get_params()[1], params)
+    again = resumed.step(batch)
+    for name in ("loss", "kl", "grad_norm"):  # the reference and the optimiser's state came back as well
+        np.testing.assert_allclose(again[name], after[name], rtol=1e-5, err_msg=name)
+    assert_trees_equal(resumed.get_params()[1], learner.get_params()[1])
+    for each in (learner, resumed, buffer):
+        each.close()
+
+
+class CountingGRPO(GRPO):
+    """Counts how often its update is traced, by the shape of the batch."""
+
+    traced: list[tuple[int, ...]] = []  # noqa: RUF012
+
+    def learner_step(self, params, learner_state, batch):
+        self.traced.append(batch.data.tokens.shape)
+        return super().learner_step(params, learner_state, batch)
+
+
+def test_an_update_is_compiled_once_for_each_bucket_of_lengths(url, run, client):
+    buffer = TrajectoryBuffer(url, run=run, timeout=DEADLINE)
+    learner = Learner(LearnerConfig(), CountingGRPO(CONFIG), buffer)
+    traced = CountingGRPO.traced
+    traced.clear()
+    shapes = []
+    for length in (6, 30, 80, 9, 62, 85, 120):
+        tokens = np.arange(length).reshape(1, -1).repeat(16, axis=0) % MODEL.vocab_size
+        client.post(Group(tokens.tolist(), tokens.tolist(), list(range(16))))
+        batch = buffer.wait_for_batch(DEADLINE)
+        learner.step(batch)
+        shapes.append(batch.data.tokens.shape[1])
+    assert shapes == [64, 64, 96, 64, 64, 96, 128]
+    assert [shape[1] for shape in traced] == [64, 96, 128]
+    learner.close()
+    buffer.close()
