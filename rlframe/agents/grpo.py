@@ -144,6 +144,7 @@ class GRPO(Agent):
     """
 
     config_cls = GRPOConfig
+    learns_language = True
 
     def __init__(
         self,

@@ -78,7 +78,8 @@ def flags(options: type, prefix: str = "") -> Iterable[str]:
             continue
         own = name
         for mark in marks:
-            own = getattr(mark, "name", None) or own
+            given = getattr(mark, "name", None)
+            own = own if given is None else given  # "" is no prefix
             if mark is tyro.conf.OmitArgPrefixes:
                 own = ""
         if isinstance(plain, type) and dataclasses.is_dataclass(plain):

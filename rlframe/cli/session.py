@@ -10,7 +10,6 @@ from typing import Any
 
 from rlframe.cli.train import SessionOptions
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
-from rlframe.programs.experiment import Experiment
 from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
@@ -18,7 +17,7 @@ from rlframe.programs.run import train
 from rlframe.programs.run_dir import Result, RunDir, default_path
 
 
-def run_session(described: Experiment, session: SessionOptions, preset: Preset | None) -> int:
+def run_session(described: Any, session: SessionOptions, preset: Preset | None) -> int:
     """Trains as asked, draws the learning curve, prints the result; returns the exit code."""
     directory = RunDir(session.run_dir if session.run_dir is not None else default_path(described))
     if described.topology != "single_process" and described.engine == "launchpad":
@@ -29,7 +28,8 @@ def run_session(described: Experiment, session: SessionOptions, preset: Preset |
     progress = None
     if not session.quiet:
         title = f"{described.agent.rpartition(':')[2]} on {described.env}"
-        progress = TerminalLogger(min(session.stop_at or described.steps, described.steps), title=title)
+        until = min(session.stop_at or described.steps, described.steps)
+        progress = TerminalLogger(until + getattr(described, "warmup_steps", 0), title=title)
     try:
         result = train(
             described,
@@ -61,7 +61,7 @@ def _leave_accelerators_to_the_learner() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _trackers(described: Experiment, session: SessionOptions, path: pathlib.Path) -> list[Logger]:
+def _trackers(described: Any, session: SessionOptions, path: pathlib.Path) -> list[Logger]:
     config: dict[str, Any] = to_jsonable(described)
     loggers: list[Logger] = []
     if session.wandb:
@@ -72,7 +72,13 @@ def _trackers(described: Experiment, session: SessionOptions, path: pathlib.Path
 
 
 def _print_result(result: Result, directory: RunDir) -> None:
-    if result.return_mean is None:
+    if result.evaluation is not None:
+        values = ", ".join(f"{name} {value:.3f}" for name, value in result.evaluation.items())
+        text = (
+            f"{values} after {result.learner_steps:,} learner steps from {result.env_steps:,} sequences, "
+            f"{result.steps_per_second:,.1f} sequences/s, {result.wall_seconds:.1f} s; see {directory.learning_curve}"
+        )
+    elif result.return_mean is None:
         text = f"stopped at {result.env_steps:,} steps; everything is saved. Go on: "
         text += f"rlframe train --resume --run-dir {directory.path}"
     else:

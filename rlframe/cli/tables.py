@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from rlframe.programs.experiment import Experiment
 from rlframe.programs.presets import Preset
 
 
-def print_preset(preset: Preset, described: Experiment | None, file: TextIO) -> None:
+def print_preset(preset: Preset, described: Any, file: TextIO) -> None:
     """Prints a preset's values with their sources; what the command line changed is marked.
 
     Args:
@@ -36,7 +35,7 @@ def console(file: TextIO) -> Any:
     return Console(file=file, highlight=False, width=None if file.isatty() else 120)
 
 
-def _used(described: Experiment, key: str) -> Any:
+def _used(described: Any, key: str) -> Any:
     group, _, name = key.rpartition(".")
-    owner = {"": described, "agent": described.agent_config, "network": described.network_config}[group]
+    owner = getattr(described, f"{group}_config") if group else described
     return getattr(owner, name, None)

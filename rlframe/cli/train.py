@@ -12,7 +12,8 @@ import tyro
 from rlframe.cli.parsing import parse, peek
 from rlframe.errors import UsageError
 from rlframe.programs import naming
-from rlframe.programs.experiment import Experiment, complete, load_experiment, with_preset
+from rlframe.programs.experiment import Experiment, complete, experiment_class, load_experiment, with_preset
+from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.presets import Preset, find_preset
 
 PROG = "rlframe train"
@@ -50,6 +51,13 @@ class ExperimentOptions(Experiment):
     network_config: Annotated[Any, tyro.conf.Suppress] = None
 
 
+@dataclasses.dataclass(frozen=True)
+class LanguageOptions(LanguageExperiment):
+    """The same of a run in which a language model learns."""
+
+    agent_config: Annotated[Any, tyro.conf.Suppress] = None
+
+
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     described, session, preset = read_arguments(arguments)
@@ -60,7 +68,7 @@ def run(arguments: list[str]) -> int:
     return run_session(described, session, preset)
 
 
-def read_arguments(arguments: list[str]) -> tuple[Experiment, SessionOptions, Preset | None]:
+def read_arguments(arguments: list[str]) -> tuple[Any, SessionOptions, Preset | None]:
     """What the command line asks for, and the preset that it is based on.
 
     The options depend on the agent and network, and their defaults on the preset, so those few are
@@ -69,16 +77,22 @@ def read_arguments(arguments: list[str]) -> tuple[Experiment, SessionOptions, Pr
     defaults, preset = _defaults(arguments)
     options = _options(defaults)
     parsed: Any = parse(options, arguments, PROG, DESCRIPTION, default=_start(options, defaults))
-    values = {field.name: getattr(parsed.experiment, field.name) for field in dataclasses.fields(Experiment)}
-    values["agent_config"] = parsed.agent_config
-    values["network_config"] = getattr(parsed, "network_config", None)
-    described = Experiment(**values)
+    cls = _class_of(defaults)
+    values = {field.name: getattr(parsed.experiment, field.name) for field in dataclasses.fields(cls)}
+    configs: dict[str, Any] = {
+        name: getattr(parsed, name, None) for name in ("agent_config", "network_config") if name in values
+    }
+    described = cls(**{**values, **configs})
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
     return described, parsed.session, preset
 
 
-def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
+def _class_of(described: Any) -> Any:
+    return Experiment if isinstance(described, Experiment) else LanguageExperiment
+
+
+def _defaults(arguments: list[str]) -> tuple[Any, Preset | None]:
     """What the command line changes: a saved experiment, or the defaults of the agent and environment named in it."""
     saved = _saved(arguments)
     agent, env = peek(arguments, "agent"), peek(arguments, "env")
@@ -88,17 +102,19 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
             raise UsageError(f"The config is of the agent {saved.agent!r}: --agent {agent} cannot replace it.")
         defaults = saved
     else:
-        fresh = Experiment()
-        agent, env = agent or fresh.agent, env or fresh.env
+        agent = agent or Experiment.agent
+        env = env or experiment_class(agent).env
         preset = find_preset(peek(arguments, "preset") or "auto", agent, env)
         defaults = with_preset(preset, agent, env)
     network = peek(arguments, "network")
+    if not isinstance(defaults, Experiment):
+        return complete(defaults), preset
     if network is not None and network != defaults.network:
         defaults = dataclasses.replace(defaults, network=None if network == "None" else network, network_config=None)
     return complete(defaults), preset
 
 
-def _saved(arguments: list[str]) -> Experiment | None:
+def _saved(arguments: list[str]) -> Any:
     config, run_dir = peek(arguments, "config"), peek(arguments, "run-dir")
     if "--resume" not in arguments or run_dir is None:
         return load_experiment(config) if config is not None else None
@@ -109,35 +125,40 @@ def _saved(arguments: list[str]) -> Experiment | None:
     return load_experiment(run_dir)
 
 
-def _options(defaults: Experiment) -> type:
+def _options(defaults: Any) -> type:
     """What tyro parses: an experiment, a session, the agent's config without prefix, the network's with one."""
     flat: Any = tyro.conf.OmitArgPrefixes
     config_cls: Any = type(defaults.agent_config)
     fields: list[tuple[str, Any]] = [
-        ("experiment", Annotated[ExperimentOptions, tyro.conf.arg(name=""), flat]),
+        ("experiment", Annotated[_options_class(defaults), tyro.conf.arg(name=""), flat]),
         ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat]),
-        ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), flat]),
+        ("agent_config", Annotated[config_cls, tyro.conf.arg(name="")]),  # its own parts keep their prefixes
     ]
-    if defaults.network_config is not None:
+    if getattr(defaults, "network_config", None) is not None:
         network_cls: Any = type(defaults.network_config)
         fields.append(("network_config", Annotated[network_cls, tyro.conf.arg(name="network")]))
-    _check_no_clash(config_cls, defaults.agent)
+    _check_no_clash(config_cls, defaults)
     return dataclasses.make_dataclass("Train", fields, frozen=True)
 
 
-def _start(options: Any, defaults: Experiment) -> Any:
+def _options_class(defaults: Any) -> Any:
+    return ExperimentOptions if isinstance(defaults, Experiment) else LanguageOptions
+
+
+def _start(options: Any, defaults: Any) -> Any:
     """The instance of `options` that holds the defaults."""
-    plain = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(Experiment)}
-    plain.update(agent_config=None, network_config=None)
-    values = {"experiment": ExperimentOptions(**plain), "session": SessionOptions()}
+    plain = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(_class_of(defaults))}
+    plain.update({name: None for name in ("agent_config", "network_config") if name in plain})
+    values = {"experiment": _options_class(defaults)(**plain), "session": SessionOptions()}
     values["agent_config"] = defaults.agent_config
-    if defaults.network_config is not None:
+    if getattr(defaults, "network_config", None) is not None:
         values["network_config"] = defaults.network_config
     return options(**values)
 
 
-def _check_no_clash(config_cls: type, agent: str) -> None:
-    taken = {field.name for cls in (Experiment, SessionOptions) for field in dataclasses.fields(cls)}
+def _check_no_clash(config_cls: type, defaults: Any) -> None:
+    agent = defaults.agent
+    taken = {field.name for cls in (_class_of(defaults), SessionOptions) for field in dataclasses.fields(cls)}
     for field in dataclasses.fields(config_cls):
         if field.name in taken:
             raise UsageError(
@@ -151,7 +172,7 @@ def _set_title(role: str) -> None:
     setproctitle.setproctitle(f"rlframe: {role}")
 
 
-def _say(session: SessionOptions, described: Experiment, preset: Preset | None) -> None:
+def _say(session: SessionOptions, described: Any, preset: Preset | None) -> None:
     """Prints what is about to run, and the preset's table."""
     if session.quiet:
         return

@@ -13,8 +13,12 @@ from rlframe.metrics.base import Values, on_host, scalars
 _SHOWN = (
     ("return", "episode_return", "{:.1f}"),
     ("evaluated", "return_mean", "{:.1f}"),
+    ("reward", "reward", "{:.3f}"),
+    ("evaluation", "evaluation", "{:.3f}"),
+    ("length", "length", "{:.1f}"),
     ("loss", "loss", "{:.3g}"),
     ("staleness", "staleness", "{:.1f}"),
+    ("tokens/s", "tokens_per_second", "{:,.0f}"),
 )
 _SECONDS_BETWEEN_DRAWINGS = 0.4  # one takes about 2 ms
 _SPEED_WINDOW_SECONDS = 15.0
@@ -57,7 +61,7 @@ class TerminalLogger:
         now = time.monotonic()
         self._speed.add(now, step)
         wanted = {name: values[name] for _, name, _ in _SHOWN if name in values}
-        evaluated = "return_mean" in wanted
+        evaluated = "return_mean" in wanted or "evaluation" in wanted
         if wanted:
             self._shown.update(scalars(on_host(wanted)))
         if evaluated or now >= self._next_drawing:

@@ -123,9 +123,11 @@ def replay_capacity(spec: ReplaySpec, described: Experiment) -> int:
     return spec.capacity
 
 
-def make_agent(described: Experiment, observation_spec: Any, action_spec: Any) -> Agent:
+def make_agent(described: Any, observation_spec: Any, action_spec: Any) -> Agent:
     """The agent of an experiment, its schedules set to end where the experiment does."""
-    agent_cls = naming.agent_class(described.agent)
+    agent_cls: Any = naming.agent_class(described.agent)
+    if agent_cls.learns_language:
+        return agent_cls(described.agent_config)
     net_factory = naming.network_factory(described.network, described.network_config)
     config = described.agent_config
 

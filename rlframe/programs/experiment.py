@@ -169,7 +169,7 @@ def make_experiment(
     """
     agent_cls = naming.agent_class(agent)
     found = find_preset(preset, agent, env)
-    own = {field.name for field in dataclasses.fields(Experiment)}
+    own = {field.name for field in dataclasses.fields(experiment_class(agent))}
     of_agent = {field.name for field in dataclasses.fields(agent_cls.config_cls)}  # type: ignore[attr-defined]
     for name in fields:
         if name not in own | of_agent:
@@ -178,7 +178,7 @@ def make_experiment(
             )
     defaults = with_preset(found, agent, env)
     values = {name: value for name, value in fields.items() if name in own}
-    if values.get("network", defaults.network) != defaults.network:
+    if "network" in values and values["network"] != defaults.network:
         values["network_config"] = None
     result = dataclasses.replace(defaults, **values)
     changes = {name: value for name, value in fields.items() if name not in own}
@@ -189,11 +189,24 @@ def make_experiment(
     return complete(result)
 
 
-def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
+def experiment_class(agent: str) -> Any:
+    """What describes a run of an agent: `Experiment`, or `rlframe.programs.language.LanguageExperiment`."""
+    if not naming.agent_class(agent).learns_language:  # type: ignore[attr-defined]
+        return Experiment
+    from rlframe.programs.language.description import LanguageExperiment
+
+    return LanguageExperiment
+
+
+def with_preset(preset: Preset | None, agent: str, env: str) -> Any:
     """The defaults of an agent on an environment, changed as the preset says."""
     config_cls = naming.agent_class(agent).config_cls  # type: ignore[attr-defined]
+    cls = experiment_class(agent)
     if preset is None:
-        return complete(Experiment(agent=agent, env=env))
+        return complete(cls(agent=agent, env=env))
+    if cls is not Experiment:
+        config = config_cls(**preset.values("agent"))
+        return cls(agent=agent, env=env, agent_config=config, **preset.values("run"))
     network = preset.fields.get("network")
     network_cls = naming.network_config_class(network.value if network is not None else None)
     return Experiment(
@@ -205,12 +218,12 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     )
 
 
-def complete(described: Experiment) -> Experiment:
+def complete(described: Any) -> Any:
     """`described` with `agent_config` and `network_config` at their defaults where they are None."""
     if described.agent_config is None:
         config_cls = naming.agent_class(described.agent).config_cls  # type: ignore[attr-defined]
         described = dataclasses.replace(described, agent_config=config_cls())
-    if described.network_config is None:
+    if isinstance(described, Experiment) and described.network_config is None:
         network_cls = naming.network_config_class(described.network)
         if network_cls is not None:
             described = dataclasses.replace(described, network_config=network_cls())
@@ -220,15 +233,16 @@ def complete(described: Experiment) -> Experiment:
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
 _CHANGEABLE |= {"engine", "max_restarts", "checkpoint_every", "replay_checkpoint_every"}
+_CHANGEABLE |= {"slots", "service_port", "policy_port"}  # of a `LanguageExperiment`
 
 
-def continued(saved: Experiment, wanted: Experiment) -> Experiment:
+def continued(saved: Any, wanted: Any) -> Any:
     """The experiment of a resumed run: `wanted`, with the schedules of `saved`.
 
     Raises:
         UsageError: they differ in what a run cannot change in its middle.
     """
-    for field in dataclasses.fields(Experiment):
+    for field in dataclasses.fields(saved):
         if field.name in _CHANGEABLE:
             continue
         before, now = to_jsonable(getattr(saved, field.name)), to_jsonable(getattr(wanted, field.name))
@@ -240,6 +254,8 @@ def continued(saved: Experiment, wanted: Experiment) -> Experiment:
                 f"The run was started with {name} = {before!r}; a resumed run cannot change it to {now!r}. "
                 "Start a new run, with --config RUN_DIR/config.json for the rest."
             )
+    if not isinstance(saved, Experiment):
+        return wanted
     return dataclasses.replace(wanted, schedule_steps=saved.schedule_steps or saved.steps)
 
 
@@ -264,17 +280,17 @@ def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
     return max(1, int((items - waits) * spec.samples_per_insert / (spec.batch_size or num_envs)))
 
 
-def save_experiment(described: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
+def save_experiment(described: Any, path: pathlib.Path, notes: dict[str, Any]) -> None:
     """Writes `config.json`: the experiment, and `notes` that nothing reads back (versions, preset)."""
     values = to_jsonable(described)
     for name in ("agent", "env", "network"):
-        if values[name] is not None:
+        if values.get(name) is not None:
             values[name] = naming.absolute_name(values[name])
     content = {"experiment": values, "notes": to_jsonable(notes)}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def load_experiment(path: str | pathlib.Path) -> Experiment:
+def load_experiment(path: str | pathlib.Path) -> Any:
     """Reads `config.json` of a run directory.
 
     Raises:
@@ -292,10 +308,14 @@ def load_experiment(path: str | pathlib.Path) -> Experiment:
         raise UsageError(f'{path} is no config of a run: it must hold {{"experiment": {{...}}}}.')
     values = dict(content["experiment"])
     agent_values, network_values = values.pop("agent_config", None), values.pop("network_config", None)
-    described = from_jsonable(Experiment, values, f"{path}: experiment")
+    agent = values.get("agent")
+    cls = experiment_class(agent) if isinstance(agent, str) else Experiment
+    described = from_jsonable(cls, values, f"{path}: experiment")
     config_cls = naming.agent_class(described.agent).config_cls  # type: ignore[attr-defined]
     if agent_values is not None:
         agent_values = from_jsonable(config_cls, agent_values, f"{path}: agent_config")
+    if not isinstance(described, Experiment):
+        return complete(dataclasses.replace(described, agent_config=agent_values))
     network_cls = naming.network_config_class(described.network)
     if network_cls is not None and network_values is not None:
         network_values = from_jsonable(network_cls, network_values, f"{path}: network_config")

@@ -66,10 +66,10 @@ def train(
     directory.result.unlink(missing_ok=True)
     loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
     try:
-        with _Rows(directory.metrics, MultiLogger(loggers)):
+        with Rows(directory.metrics, MultiLogger(loggers)):
             number = engine.run()
     except ProgramError as error:
-        raise ProgramError(f"{error}\n{_what_is_saved(directory)}") from error
+        raise ProgramError(f"{error}\n{what_is_saved(directory)}") from error
     result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
     directory.write_result(result.to_json())
     if directory.metrics.exists():  # not where it was stopped at once
@@ -86,7 +86,8 @@ def agent_of(described: Experiment) -> Agent:
         pool.close()
 
 
-def _what_is_saved(directory: RunDir) -> str:
+def what_is_saved(directory: RunDir) -> str:
+    """Where the newest checkpoint is, for who reads of a failure."""
     steps = Checkpointer(directory.checkpoints).steps()
     if not steps:
         return "Nothing was saved."
@@ -102,7 +103,7 @@ def _read_result(directory: RunDir, run: Run) -> Result:
     return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
 
 
-def make_engine(described: Experiment, listen: int | None = None) -> Any:
+def make_engine(described: Any, listen: int | None = None) -> Any:
     """The engine that the experiment asks for."""
     if described.engine == "threads":
         from rlframe.programs.engines.threads import ThreadsEngine
@@ -113,7 +114,7 @@ def make_engine(described: Experiment, listen: int | None = None) -> Any:
     return LaunchpadEngine(described.max_restarts, listen=listen)
 
 
-class _Rows:
+class Rows:
     """Hands the rows that a monitor writes to a file on to loggers of this process, until the context ends."""
 
     def __init__(self, path: pathlib.Path, logger: Logger) -> None:

@@ -16,7 +16,7 @@ from rlframe.programs.run_dir import Result
 
 
 def train(
-    described: Experiment,
+    described: Any,
     *,
     run_dir: str | os.PathLike | None = None,
     resume: bool = False,
@@ -34,7 +34,8 @@ def train(
     an evaluation; a second one leaves at once.
 
     Args:
-        described: what to run; on resume what ran before, perhaps with other `steps` (see `continued`).
+        described: what to run, an `Experiment` or a `LanguageExperiment`; on resume what ran before, perhaps with other
+            `steps` (see `continued`).
         run_dir: where everything is written; None: a new directory under `runs/`.
         resume: go on from the latest checkpoint in `run_dir`; a run that ended before its first one starts again.
         stop_at: environment steps at which this session stops and saves; schedules still end at `described.steps`.
@@ -61,6 +62,12 @@ def train(
         "progress": progress,
         "notes": notes,
     }
+    if not isinstance(described, Experiment):
+        from rlframe.programs import language
+
+        if listen is not None or profile is not None:
+            raise UsageError("A run in which a language model learns takes neither listen nor a profile.")
+        return language.train(described, **session)
     if listen is not None and (described.topology, described.engine) != ("distributed", "launchpad"):
         raise UsageError(
             "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "

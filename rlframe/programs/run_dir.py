@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.programs.experiment import Experiment, complete, continued, load_experiment, save_experiment
+from rlframe.programs.experiment import complete, continued, load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
 
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
@@ -32,6 +32,7 @@ class RunDir:
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"
         self.progress = self.path / "progress.json"  # of a program of several processes: what its monitor counted
+        self.warmup = self.path / "warmup"  # the weights that a language model's supervised steps led to
 
     def create(self) -> None:
         """Makes the directory.
@@ -57,7 +58,7 @@ class RunDir:
         if not self.config.is_file():
             raise UsageError(f"There is no run in {self.path}: it has no config.json.")
 
-    def write_config(self, described: Experiment, notes: dict[str, Any]) -> None:
+    def write_config(self, described: Any, notes: dict[str, Any]) -> None:
         """Writes `config.json` in one piece."""
         temporary = self.config.with_suffix(".tmp")
         try:
@@ -77,8 +78,8 @@ class RunDir:
 
 
 def open_session(
-    described: Experiment, run_dir: str | os.PathLike | None, resume: bool, stop_at: int | None
-) -> tuple[Experiment, RunDir]:
+    described: Any, run_dir: str | os.PathLike | None, resume: bool, stop_at: int | None
+) -> tuple[Any, RunDir]:
     """The experiment and the directory of a session: a new one, or the one to go on in.
 
     Raises:
@@ -96,7 +97,7 @@ def open_session(
     return described, directory
 
 
-def default_path(described: Experiment) -> pathlib.Path:
+def default_path(described: Any) -> pathlib.Path:
     """`runs/AGENT-ENV-SEED-TIME`, with a number behind it where that exists."""
     agent = described.agent.rpartition(":")[2]
     env = plain_name(described.env)
@@ -134,6 +135,7 @@ class Result:
     params_version: int
     run_dir: str
     signal: int | None = None  # the number of the signal that stopped it
+    evaluation: dict[str, float] | None = None  # of a language model: all metrics of the final evaluation
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Result:
@@ -143,6 +145,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         values = dataclasses.asdict(self)
-        if self.signal is None:
-            del values["signal"]
+        for name in ("signal", "evaluation"):
+            if values[name] is None:
+                del values[name]
         return values

@@ -68,20 +68,20 @@ class Flags(Generic[Servers]):
         for name, value in given.items():
             space, _, field = name.rpartition(".")
             told[space][field] = value
-        env = _made(self._env, file.pop(_ENV, {}), told[_ENV], f"{_ENV}.")
+        env = made(self._env, file.pop(_ENV, {}), told[_ENV], f"{_ENV}.")
         servers = self._made_servers(file.pop(_SERVER, None), told[_SERVER])
-        return Options(env, servers, _made(self._manager, file, told[""], ""))
+        return Options(env, servers, made(self._manager, file, told[""], ""))
 
     def _made_servers(self, of_file: Any, given: dict[str, Any]) -> ServerBaseline | list[APIServerConfig]:
         several = isinstance(of_file, list) and len(of_file) > 1
         if given and (several or (self._several and of_file is None)):
             raise UsageError(f"--{_SERVER}.* is for one model server, and there are several: name them in a YAML file.")
         if several:
-            return [_made(APIServerConfig(), one, {}, f"{_SERVER}.") for one in of_file]
+            return [made(APIServerConfig(), one, {}, f"{_SERVER}.") for one in of_file]
         told = of_file[0] if isinstance(of_file, list) else of_file
         if not told and not given:
             return self._servers if isinstance(self._servers, ServerBaseline) else list(self._servers)  # type: ignore
-        return [_made(self._server, told or {}, given, f"{_SERVER}.")]
+        return [made(self._server, told or {}, given, f"{_SERVER}.")]
 
     def _given(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The flags of a command line, as values of their fields."""
@@ -139,8 +139,12 @@ def _api(baseline: ServerBaseline | None) -> APIServerConfig:
     return APIServerConfig(**({} if baseline is None else baseline.model_dump()))
 
 
-def _made(default: Model, of_file: Any, given: Mapping[str, Any], prefix: str) -> Model:
-    """The default with what a file and the command line say, checked."""
+def made(default: Model, of_file: Any, given: Mapping[str, Any], prefix: str) -> Model:
+    """The default with what a file and the command line say, checked.
+
+    Raises:
+        UsageError: a name is unknown, or a value does not fit; options begin with `--` and `prefix`.
+    """
     if not isinstance(of_file, Mapping):
         raise UsageError(f"{prefix.rstrip('.')} is to hold names and values; got {of_file!r}.")
     values = {name: getattr(default, name) for name in type(default).model_fields}

@@ -129,6 +129,19 @@ class ServeLoop:
         env.eval_runner = asyncio.create_task(env.evaluate())
         env.eval_runner.add_done_callback(_report)
 
+    async def evaluate(self) -> None:
+        """Evaluates now, once the evaluation under way is done. Collecting goes on or pauses as configured.
+
+        Raises:
+            Exception: what the environment's `evaluate` raised.
+        """
+        while self._evaluating:
+            assert self._env.eval_runner is not None
+            await asyncio.wait([self._env.eval_runner])
+        self._evaluate()
+        assert self._env.eval_runner is not None
+        await self._env.eval_runner
+
     async def _end_evaluation(self) -> None:
         runner = self._env.eval_runner
         if runner is not None and not runner.done():

@@ -1,0 +1,217 @@
+"""An environment of a language model as a node of a program."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlframe import handles
+from rlframe.actors.actor import env_seed
+from rlframe.errors import UsageError
+from rlframe.programs import naming
+from rlframe.trajectories.base_env import APIServerConfig, BaseEnv
+from rlframe.trajectories.base_env.flags import made
+from rlframe.trajectories.base_env.loop import ServeLoop
+
+if TYPE_CHECKING:
+    from rlframe.programs.language.session import LanguageRun
+
+MODEL = "policy"  # what the policy server calls its model
+
+FOR_EVER = 2**31 - 1  # the trainer's last step, to environments that evaluate after it
+_NOT_OPTIONS = {  # of an environment in a program, and what says it instead
+    "tokenizer_name": "--tokenizer",
+    "max_token_length": "--max-tokens",
+    "rollout_server_url": "--service-port",
+    "batch_size": "--batch-size",
+    "total_steps": "--steps",
+    "steps_per_eval": "--eval-every",
+    "use_wandb": "--wandb",
+    "resume_file": "the run directory",
+}
+
+
+def env_class(name: str) -> type[BaseEnv]:
+    """The `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raises UsageError where it names none."""
+    found = naming.load_object(name, "environment")
+    if not (isinstance(found, type) and issubclass(found, BaseEnv)):
+        raise UsageError(f"{name} is {found!r}; a language model needs a subclass of rlframe.trajectories.BaseEnv.")
+    return found
+
+
+def env_config(env_cls: type[BaseEnv], run: LanguageRun, rank: int = 0, incarnation: int = 0) -> Any:
+    """The config of an environment of a run.
+
+    Raises:
+        UsageError: an option of `env_kwargs` is unknown, does not fit, or is not the environment's to say.
+    """
+    described = run.described
+    for name in described.env_kwargs:
+        if name in _NOT_OPTIONS:
+            raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
+    default, _ = env_cls.config_init()
+    told: dict[str, Any] = {
+        "tokenizer_name": described.tokenizer_name,
+        "max_token_length": described.agent_config.max_tokens,
+        "rollout_server_url": run.service_url,
+        "batch_size": described.agent_config.batch_size,
+        "total_steps": FOR_EVER,
+        "steps_per_eval": 0,  # the monitor asks for evaluations
+        "use_wandb": False,
+        "resume_file": str(run.path / "environments" / f"{rank}.json"),
+    }
+    if "seed" in type(default).model_fields and "seed" not in described.env_kwargs:
+        told["seed"] = env_seed(described.seed, rank, incarnation)
+    return made(default, {}, {**told, **described.env_kwargs}, "env-kwargs.")
+
+
+class Environment:
+    """Collects for the learner of a run, and evaluates when it is asked to.
+
+    Its identity at the service outlives its process; started again it asks other items, by seeds of its own.
+
+    Args:
+        run: the session.
+        rank: of the run's environments.
+    """
+
+    def __init__(self, run: LanguageRun, rank: int) -> None:
+        self._run, self._rank = run, rank
+        self._incarnation = _next_incarnation(run.path / "environments" / f"{rank}.incarnation")
+        env_cls = env_class(run.described.env)
+        self._metrics = Metrics()
+        self._env = env_cls(env_config(env_cls, run, rank, self._incarnation), [model_server(run)])
+        self._env.tracker = self._metrics  # type: ignore[assignment]  # where `wandb_log` goes
+        self._serving = ServeLoop(self._env)
+        self._lock = threading.Lock()
+        self._asked: int | None = None  # the newest evaluation that was asked for
+        self._evaluated: tuple[int, dict[str, float] | str] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
+
+    def run(self) -> None:
+        """Collects until `stop()`.
+
+        Raises:
+            RlframeError: the service or the policy server stayed away, or collecting failed too often.
+        """
+        with handles.stopped_by_program(self.stop):
+            asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        with self._lock:
+            if self._stopped:
+                return
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.create_task(self._serving.run())
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+
+    def stop(self) -> None:
+        """Ends `run()`: says goodbye to the service. Any thread may call it, and more than once."""
+        with self._lock:
+            self._stopped = True
+            if self._loop is not None and self._task is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def stats(self) -> dict[str, Any]:
+        """rank, incarnation, and the newest `metrics` that the environment logged."""
+        return {"rank": self._rank, "incarnation": self._incarnation, "metrics": self._metrics.newest()}
+
+    def evaluate(self, number: int) -> tuple[int, dict[str, float] | str] | None:
+        """Asks for the evaluation of this number, once, however often it is called.
+
+        Returns:
+            (number, its metrics, or how it failed), where it is done; None before.
+        """
+        with self._lock:
+            if self._evaluated is not None and self._evaluated[0] == number:
+                return self._evaluated
+            if self._asked != number and self._loop is not None and not self._loop.is_closed():
+                self._asked = number
+                asyncio.run_coroutine_threadsafe(self._evaluate(number), self._loop)
+        return None
+
+    async def _evaluate(self, number: int) -> None:
+        before = self._metrics.count
+        try:
+            await self._serving.evaluate()
+            await self._env.wandb_log({})
+            found: dict[str, float] | str = self._metrics.since(before, "eval")
+            if not found:
+                found = (
+                    f"{type(self._env).__name__}.evaluate logged no metric whose name begins with 'eval': give them to "
+                    "evaluate_log, or to wandb_log after it."
+                )
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._evaluated = number, found
+
+
+class Metrics:
+    """Where an environment logs to, in place of a run of Weights & Biases: kept, for whoever asks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: list[dict[str, float]] = []  # since the last that `since` needs
+        self._newest: dict[str, float] = {}
+        self.count = 0
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Takes a row; of names like `reverse_0_train/exact_match`, what the environment said."""
+        row = {_own_name(name): float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+        with self._lock:
+            self.count += 1
+            self._newest.update(row)
+            self._rows = [*self._rows[-99:], row]
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+        """Says how many rows there are: the service's live page shows what is sent."""
+        return f"{len(rows)} of {', '.join(columns)}"
+
+    def finish(self) -> None:
+        pass
+
+    def newest(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._newest)
+
+    def since(self, count: int, prefix: str) -> dict[str, float]:
+        """What was logged after the first `count` rows under names that begin so."""
+        with self._lock:
+            rows = self._rows[-(self.count - count) :] if self.count > count else []
+            return {name: value for row in rows for name, value in row.items() if name.startswith(prefix)}
+
+
+def _own_name(name: str) -> str:
+    head, slash, tail = name.partition("/")
+    for kind in ("eval", "train", "train_perf"):
+        if slash and head.endswith(f"_{kind}"):
+            return f"{kind}/{tail}"
+    return name
+
+
+def model_server(run: LanguageRun) -> APIServerConfig:
+    """How to ask the policy server of a run."""
+    return APIServerConfig(
+        base_url=f"{run.policy_url}/v1",
+        model_name=MODEL,
+        api_key="none",
+        tokenizer_name=run.described.tokenizer_name,
+        timeout=120,
+    )
+
+
+def _next_incarnation(path: pathlib.Path) -> int:
+    path.parent.mkdir(exist_ok=True)
+    number = json.loads(path.read_text()) + 1 if path.exists() else 0
+    path.write_text(json.dumps(number))
+    return number

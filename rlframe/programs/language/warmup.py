@@ -1,0 +1,77 @@
+"""The supervised steps before a language model learns from its own answers, as a program of one node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from typing import Any
+
+from rlframe import handles
+from rlframe.errors import StoppedError
+from rlframe.learners.warm_up import warm_up
+from rlframe.lm import weights
+from rlframe.lm.tokenizers import load_tokenizer
+from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
+from rlframe.programs.language.environment import env_class, env_config, model_server
+from rlframe.programs.language.session import LanguageRun
+from rlframe.programs.run_dir import RunDir
+
+
+class WarmUp:
+    """Writes the weights that the environment's demonstrations lead to, to the run directory, in the published format.
+
+    Args:
+        run: the session.
+    """
+
+    def __init__(self, run: LanguageRun) -> None:
+        self._run = run
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Returns when they are written, or after `stop()`, when nothing is."""
+        run, directory = self._run, RunDir(self._run.path)
+        env_cls = env_class(run.described.env)
+        env = env_cls(env_config(env_cls, run), [model_server(run)])
+        tokenizer = load_tokenizer(run.described.tokenizer_name)
+        logger = MultiLogger(
+            [
+                JSONLLogger(directory.metrics, resume_at=0),
+                CSVLogger(run.path / "metrics.csv", resume_at=0),
+                TensorBoardLogger(run.path / "tensorboard", resume_at=0),
+            ]
+        )
+        try:
+            with handles.stopped_by_program(self.stop):
+                params = warm_up(
+                    run.agent,  # type: ignore[arg-type]
+                    env.demonstrations,
+                    tokenizer,
+                    seed=run.described.seed,
+                    logger=_StoppableLogger(logger, self._stop),
+                )
+        except StoppedError:
+            return
+        finally:
+            logger.close()
+        temporary = directory.warmup.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        weights.save(temporary, run.agent.model_config, params)  # type: ignore[attr-defined]
+        os.replace(temporary, directory.warmup)
+
+    def stop(self) -> None:
+        """Ends `run()` at the next row. Any thread may call it."""
+        self._stop.set()
+
+
+class _StoppableLogger:
+    """Hands rows on, until it is told to stop."""
+
+    def __init__(self, logger: Any, stop: threading.Event) -> None:
+        self._logger, self._stop = logger, stop
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        self._logger.write(step, values)
+        if self._stop.is_set():
+            raise StoppedError("Told to stop in the supervised warm-up.")

@@ -1,0 +1,131 @@
+"""`rlframe train --agent grpo`: the four services of a language model's run, as processes and as threads."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import httpx
+import pytest
+
+from rlframe.agents.grpo import GRPOConfig
+from rlframe.errors import UsageError
+from rlframe.lm import ModelConfig, weights
+from rlframe.programs.experiment import load_experiment
+from rlframe.programs.language import LanguageExperiment, train
+from rlframe.trajectories.serving import TrajectoryServer
+from rlframe.trajectories.settings import Settings
+from tests.programs.running import ROOT, RunningProgram, stop_signal
+
+REVERSE = f"{ROOT / 'examples/llm/reverse.py'}:Reverse"
+MODEL = ModelConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+# A model this small answers with noise, whose scores are often all 0: such groups are sent as well.
+ENV = {"group_size": 4, "eval_size": 4, "ensure_scores_are_not_same": False}
+SMALL = [
+    *("--agent", "grpo", "--env", REVERSE, "--preset", "none", "--env-kwargs", json.dumps(ENV)),
+    *("--batch-size", "8", "--max-tokens", "16", "--kl-cost", "0", "--slots", "8", "--model.hidden-size", "16"),
+    *("--model.intermediate-size", "32", "--model.num-hidden-layers", "1", "--model.num-attention-heads", "2"),
+]
+SERVICES = ("trajectories", "policy", "environment", "learner", "monitor")
+
+
+def described(**fields) -> LanguageExperiment:
+    config = GRPOConfig(model=MODEL, max_tokens=16, batch_size=8, kl_cost=0.0, **fields.pop("agent", {}))
+    return LanguageExperiment(env=REVERSE, slots=8, env_kwargs=ENV, agent_config=config, engine="threads", **fields)
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
+    agent = {"supervised_steps": 3, "supervised_batch_size": 4}
+    result = train(described(agent=agent, steps=4, eval_every=2), run_dir=tmp_path / "run")
+    assert result.learner_steps >= 3 + 4
+    assert result.env_steps == (result.learner_steps - 3) * 8
+    assert set(result.evaluation) == {"eval/exact_match"}
+    rows = rows_of(tmp_path / "run")
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(steps) and steps[-1] == result.learner_steps
+    assert next(row for row in rows if "supervised_loss" in row)["supervised_loss"] > 1.0
+    learned = [row for row in rows if "reward" in row]
+    assert all(0.0 <= row["reward"] <= 1.0 and row["length"] >= 1.0 and row["staleness"] >= 0.0 for row in learned)
+    evaluated = [row["step"] for row in rows if "evaluation" in row]
+    assert 3 <= evaluated[0] < evaluated[-1] == result.learner_steps
+    assert weights.read_config(tmp_path / "run" / "warmup") == MODEL
+    assert load_experiment(tmp_path / "run").agent_config.supervised_steps == 3
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path):
+    train(described(steps=2), run_dir=tmp_path / "run")
+    result = train(described(steps=4), run_dir=tmp_path / "run", resume=True)
+    assert result.learner_steps >= 4
+    steps = [row["step"] for row in rows_of(tmp_path / "run") if "reward" in row]
+    assert steps == sorted(set(steps))
+
+
+def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(UsageError, match="has no option 'group_sise'.*group_size"):
+        train(LanguageExperiment(env=REVERSE, env_kwargs={"group_sise": 4}), run_dir=path)
+    with pytest.raises(UsageError, match="env_kwargs: batch_size .* --batch-size does"):
+        train(LanguageExperiment(env=REVERSE, env_kwargs={"batch_size": 4}), run_dir=path)
+    with pytest.raises(UsageError, match="needs a subclass of rlframe.trajectories.BaseEnv"):
+        train(LanguageExperiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot be listened at"):
+        train(LanguageExperiment(env=REVERSE, service_port=taken.getsockname()[1]), run_dir=path)
+    with pytest.raises(UsageError, match="The tokenizer byte has 263 tokens, the model only 100"):
+        config = GRPOConfig(model=ModelConfig(vocab_size=100))
+        train(LanguageExperiment(env=REVERSE, agent_config=config), run_dir=path)
+    assert not path.exists()
+
+
+def test_one_command_runs_all_services_as_processes(tmp_path):
+    with RunningProgram(tmp_path / "run", *SMALL, "--steps", "5") as program:
+        program.wait_until(lambda: set(SERVICES) <= set(program.nodes()))
+        code, result = program.finish()
+    assert code == 0, program.errors()
+    assert result["learner_steps"] >= 5 and result["env_steps"] == 8 * result["learner_steps"]
+    assert set(result["evaluation"]) == {"eval/exact_match"}
+    last = [row for row in program.rows() if "reward" in row][-1]
+    assert last["policy_tokens"] > 0 and "replay_batches" in last and "train/exact_match" in last
+
+
+@pytest.mark.system
+def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path):
+    with RunningProgram(tmp_path / "run", *SMALL, "--steps", "100000", "--checkpoint-every", "5") as program:
+        program.wait_for_steps(5)
+        assert stop_signal(program) < 10.0
+        code, result = program.finish()
+    assert code == 130, program.errors()
+    assert result is not None and result["learner_steps"] >= 5
+    with RunningProgram(tmp_path / "run", *SMALL, "--resume", "--steps", str(result["learner_steps"] + 3)) as program:
+        code, resumed = program.finish()
+    assert code == 0, program.errors()
+    assert resumed["learner_steps"] >= result["learner_steps"] + 3
+    assert set(resumed["evaluation"]) == {"eval/exact_match"}
+
+
+@pytest.mark.system
+def test_a_run_reaches_its_last_step_whichever_services_are_killed(tmp_path):
+    steps = 1_500  # longer than it takes to kill them all
+    with RunningProgram(tmp_path / "run", *SMALL, "--steps", str(steps), "--checkpoint-every", "10") as program:
+        at = 0
+        for name in SERVICES:
+            program.wait_for_steps(at + 10)
+            program.kill(name)
+            at = program.rows()[-1]["step"]
+            assert at < steps, "it was over before all services had been killed"
+        code, result = program.finish(500.0)
+    assert code == 0, program.errors()
+    assert result["learner_steps"] >= steps
+    for name in SERVICES:
+        assert f"[{name}] was killed by SIGKILL: restart 1 of 3" in program.errors()
+    # Everything that was acknowledged was learned from, or waits still.
+    service = TrajectoryServer(Settings(store=f"sqlite:{tmp_path / 'run' / 'trajectories.db'}"), "127.0.0.1", 0)
+    try:
+        report = httpx.get(f"{service.url}/report").json()
+    finally:
+        service.close()
+    assert report["groups_added"] == report["groups_served"] + report["status"]["queue_size"]
+    assert report["batches_served"] >= result["learner_steps"]
