@@ -1,4 +1,5 @@
-"""Language models: tokens/s of the decode engine, against the model's jitted decoding step alone at the same batch."""
+"""Language models: tokens/s of the decode engine, against the model's jitted decoding step alone at the same batch; and
+of the policy server, against its engine alone."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from benchmarks.report import Row, Table, middle
 
 MODELS = {"small": "4 layers of 128", "large": "6 layers of 256"}  # of `benchmarks/ours/decode.py`
 WANTED = 0.7
+WANTED_OF_ENGINE = 0.8
 
 
 def run(context: Context, say=print) -> list[Table]:
     """Measures; see `benchmarks.runner`."""
-    return [_decoding(context, model, say) for model in MODELS]
+    return [table(context, model, say) for table in (_decoding, _serving) for model in MODELS]
 
 
 def _decoding(context: Context, model: str, say) -> Table:
@@ -25,4 +27,18 @@ def _decoding(context: Context, model: str, say) -> Table:
         "tokens/s",
         Row("the engine", engine, note=note),
         (Row("the jitted step alone", alone, WANTED, note),),
+    )
+
+
+def _serving(context: Context, model: str, say) -> Table:
+    seconds = context.steps(8, 1)
+    contenders = {model: lambda: context.ours("policy", model, "--seconds", seconds)}
+    results, failures = in_turns(contenders, context.repeats, say)
+    served, engine = (middle(result[way] for result in results[model]) for way in ("http", "engine"))
+    note = failures.get(model, "")
+    return Table(
+        f"The policy server, 64 connections, 32 slots: {MODELS[model]}",
+        "tokens/s",
+        Row("through HTTP", served, note=note),
+        (Row("its engine, asked directly", engine, WANTED_OF_ENGINE, note),),
     )

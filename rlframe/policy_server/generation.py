@@ -81,14 +81,17 @@ class Generation:
             async for piece in self.pieces():
                 parts[piece.index].append(piece)
             return [_joined(of_one) for of_one in parts]
+        futures = [asyncio.wrap_future(handle.future) for handle in self._handles]
         try:
-            futures = [asyncio.wrap_future(handle.future) for handle in self._handles]
-            answers = await asyncio.wait_for(asyncio.gather(*futures), self._timeout)
-        except asyncio.TimeoutError:
-            raise self._too_late from None
+            await asyncio.wait(futures, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             self.cancel()
-        return [self._piece(index, answer) for index, answer in enumerate(answers)]
+        failures = [future.exception() for future in futures if future.done() and not future.cancelled()]
+        if any(failures):
+            raise next(filter(None, failures))
+        if not all(map(asyncio.Future.done, futures)):
+            raise self._too_late
+        return [self._piece(index, future.result()) for index, future in enumerate(futures)]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answers as they grow; each has a last piece with a `finish_reason`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import gc
 import threading
 
 import httpx
@@ -153,7 +154,7 @@ def test_without_parameters_it_says_so_and_without_a_learner_it_fails():
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_slot(streams):
+def test_a_client_that_leaves_frees_its_slot(streams, caplog):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
         if streams:
             long_stream(client).close()
@@ -163,6 +164,8 @@ def test_a_client_that_leaves_frees_its_slot(streams):
         until(lambda: server.stats()["running"] == 0, "the slot is still taken")
         assert 0 < server.stats()["tokens"] < 29_000
         assert ask(client).choices[0].finish_reason == "length"
+    gc.collect()
+    assert caplog.text == ""  # of asyncio, say
 
 
 def test_too_much_waiting_is_refused_and_what_has_begun_goes_on():
