@@ -49,8 +49,10 @@ def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | N
     try:
         agent = make_agent(described, None, None)
         model_config: ModelConfig = agent.model_config  # type: ignore[attr-defined]
-    except (AttributeError, TypeError) as error:  # it asks an environment's specs what they are
-        raise UsageError(f"The run in {path} learns no language model: its agent is {described.agent}.") from error
+    except (AttributeError, TypeError, UsageError) as error:  # of an agent that acts by an environment's specs
+        raise UsageError(
+            f"The run in {path}, whose agent is {described.agent}, learns no language model that can be served: {error}"
+        ) from error
     if tokenizer is None:
         weights_folder = getattr(agent.cfg, "weights", None)
         tokenizer = "byte" if weights_folder is None else _tokenizer_of(weights_folder)

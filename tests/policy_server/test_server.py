@@ -238,3 +238,36 @@ def test_a_server_that_cannot_be_is_refused():
         PolicyServer(PolicyServerConfig(), TINY, "byte")
     with pytest.raises(UsageError, match="max_body_mb must be at least 1"):
         PolicyServerConfig(max_body_mb=0)
+
+
+def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(tmp_path):
+    serving = pytest.importorskip("tests.serving")
+    from tests.policy_server.learning import BusyLearner
+
+    address = serving.free_address()
+    child = serving.Child(address, BusyLearner, str(tmp_path))
+    answers, ended = [], threading.Event()
+
+    def ask_on(client):
+        while not ended.is_set():
+            answers.append(ask(client, max_tokens=64).policy_version)
+
+    try:
+        with serving_policy(serving.client(address), learner_deadline=120.0) as server, client_of(server) as client:
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                asking = pool.submit(ask_on, client)
+                try:
+                    until(lambda: policy(server)["version"] > 8, "no versions come")
+                    child.kill()
+                    child.close()
+                    last, count = policy(server)["version"], len(answers)
+                    until(lambda: len(answers) > count + 3, "a dead learner stops the answers")
+                    assert policy(server)["since_learner"] > 0.01
+                    child = serving.Child(address, BusyLearner, str(tmp_path))
+                    until(lambda: answers[-1] > last, "the resumed learner is not followed")
+                finally:
+                    ended.set()
+                asking.result(DEADLINE)
+        assert answers == sorted(answers)
+    finally:
+        child.close()
