@@ -16,7 +16,7 @@ import openai
 from rlframe.lm import EngineConfig, ModelConfig, model
 from rlframe.policy_server import PolicyServer, PolicyServerConfig
 
-DEADLINE = 60.0  # seconds, on a machine that is busy
+DEADLINE = 120.0  # seconds, on a machine that is busy
 TINY = ModelConfig(
     hidden_size=16,
     intermediate_size=32,

@@ -253,21 +253,25 @@ def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(
             answers.append(ask(client, max_tokens=64).policy_version)
 
     try:
-        with serving_policy(serving.client(address), learner_deadline=120.0) as server, client_of(server) as client:
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                asking = pool.submit(ask_on, client)
-                try:
-                    until(lambda: policy(server)["version"] > 8, "no versions come")
-                    child.kill()
-                    child.close()
-                    last, count = policy(server)["version"], len(answers)
-                    until(lambda: len(answers) > count + 3, "a dead learner stops the answers")
-                    assert policy(server)["since_learner"] > 0.01
-                    child = serving.Child(address, BusyLearner, str(tmp_path))
-                    until(lambda: answers[-1] > last, "the resumed learner is not followed")
-                finally:
-                    ended.set()
-                asking.result(DEADLINE)
+        with (
+            serving_policy(serving.client(address), learner_deadline=120.0) as server,
+            client_of(server) as client,
+            concurrent.futures.ThreadPoolExecutor(1) as pool,
+        ):
+            asking = pool.submit(ask_on, client)
+            try:
+                until(lambda: policy(server)["version"] > 8, "no versions come")
+                assert server._refresher._learner._clients[address]._shared is not None
+                child.kill()
+                child.close()
+                last, count = policy(server)["version"], len(answers)
+                until(lambda: len(answers) > count + 3, "a dead learner stops the answers")
+                assert policy(server)["since_learner"] > 0.01
+                child = serving.Child(address, BusyLearner, str(tmp_path))
+                until(lambda: answers[-1] > last, "the resumed learner is not followed")
+            finally:
+                ended.set()
+            asking.result(DEADLINE)
         assert answers == sorted(answers)
     finally:
         child.close()
