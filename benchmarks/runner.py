@@ -24,7 +24,7 @@ BENCHMARKS = {
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",
     "impala_pong": "IMPALA on Pong-v5 with two actors, against its parts alone on the same cores",
-    "lm": "a language model's decode engine, against its jitted step alone",
+    "lm": "a language model's decode engine and learner, against their jitted steps alone",
     "trajectories": "the trajectory service on disk, against the published server in memory",
 }
 

@@ -1,0 +1,125 @@
+"""Times the Learner on a language model beside its jitted update alone, in turns. Prints one JSON object.
+
+The Learner draws batches from the trajectory service, whose queue is full: it is asked, its answers are decoded and
+padded, leases acknowledged, parameters published. The update alone has the same batches as arrays of the device.
+
+python -m benchmarks.ours.learn small --seconds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.ours.decode import MODELS
+from benchmarks.ours.trajectories import serving
+from rlframe import compilation
+from rlframe.agents import GRPO, GRPOConfig
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.trajectories import Client, Group, TrajectoryBuffer
+from rlframe.types import Batch
+
+GROUPS, GROUP_SIZE = 4, 8  # of a batch
+LENGTHS = 32, 128  # tokens, uniform; a batch is as long as its longest
+MAX_TOKENS = 128
+TURNS = 4
+KEPT = 8  # batches that the update alone takes in turn
+
+
+def main() -> None:
+    """Measures both ways."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
+    args = parser.parse_args()
+    print(json.dumps(measure(args.model, args.seconds)))
+
+
+def measure(model: str, seconds: float) -> dict[str, float]:
+    """{way: tokens per second, without padding}, each the median of the turns, and the share that is padding."""
+    agent = GRPO(GRPOConfig(MODELS[model], max_tokens=MAX_TOKENS, batch_size=GROUPS * GROUP_SIZE))
+    with serving(None) as server, Client(server.url) as client:
+        client.register(batch_size=GROUPS * GROUP_SIZE, max_token_len=MAX_TOKENS, num_steps=1_000_000)
+        rng = np.random.default_rng(0)
+        post = functools.partial(_post, client, rng, agent.model_config.vocab_size)
+        buffer = TrajectoryBuffer(server.url)
+        learner = Learner(LearnerConfig(), agent, buffer)
+        batches = []
+        for _ in range(KEPT):  # compiles for their lengths
+            post(1)
+            batches.append(buffer.wait_for_batch(60.0))
+            learner.step(batches[-1])
+        alone = _Alone(agent, batches)
+        rate = alone.run(seconds / TURNS)
+        learned, bare = [], []
+        for _ in range(TURNS):
+            count = max(4, int(rate * seconds / TURNS / _tokens(batches)))
+            post(count + 2)  # and those that are drawn ahead
+            learned.append(_learn(learner, buffer, count))
+            bare.append(alone.run(seconds / TURNS))
+        learner.close()
+        buffer.close()
+    padded = sum(batch.data.tokens.size for batch in batches)
+    padding = 1 - sum(int(batch.data.lengths.sum()) for batch in batches) / padded
+    return {"learner": statistics.median(learned), "alone": statistics.median(bare), "padding": padding}
+
+
+def _post(client: Client, rng: np.random.Generator, vocab_size: int, batches: int) -> None:
+    for _ in range(batches):
+        groups = []
+        for _ in range(GROUPS):
+            tokens = [rng.integers(0, vocab_size, rng.integers(*LENGTHS) + 1).tolist() for _ in range(GROUP_SIZE)]
+            masks = [[-100] * 8 + row[8:] for row in tokens]
+            logprobs = [[1.0] * 8 + [-5.0] * (len(row) - 8) for row in tokens]
+            groups.append(Group(tokens, masks, rng.random(GROUP_SIZE).tolist(), inference_logprobs=logprobs))
+        client.post(groups)
+
+
+def _tokens(batches: list[Batch]) -> float:
+    """Of a batch, on average."""
+    return float(np.mean([batch.data.lengths.sum() for batch in batches]))
+
+
+def _learn(learner: Learner, buffer: TrajectoryBuffer, count: int) -> float:
+    tokens = 0
+    with buffer.make_dataset() as dataset:
+        learner.step(next(dataset))
+        start = time.perf_counter()
+        for batch in itertools.islice(dataset, count):
+            learner.step(batch)
+            tokens += int(batch.data.lengths.sum())
+        learner.get_params()  # waits for the last update, and fetches what it published
+        return tokens / (time.perf_counter() - start)
+
+
+class _Alone:
+    def __init__(self, agent: GRPO, batches: list[Batch]) -> None:
+        self._lengths = [int(batch.data.lengths.sum()) for batch in batches]
+        self._batches = [jax.tree.map(jnp.asarray, batch._replace(keys=(), params_version=())) for batch in batches]
+        self._update = compilation.jit(agent.learner_step, donate_argnums=(0, 1), differentiates=True)
+        params = agent.initial_params(jax.random.PRNGKey(0))
+        self._state: Any = jax.tree.map(jnp.copy, (params, agent.initial_learner_state(params)))
+        self.run(0.0)
+
+    def run(self, seconds: float) -> float:
+        """Tokens per second."""
+        tokens, start = 0, time.perf_counter()
+        while not tokens or time.perf_counter() - start < seconds:
+            for batch, length in zip(self._batches, self._lengths):
+                *self._state, _ = self._update(*self._state, batch)
+                tokens += length
+            jax.block_until_ready(self._state)
+        return tokens / (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()
