@@ -63,14 +63,34 @@ def train(
         directory.write_config(described, notes or {})
         more = list(open_loggers(directory.path)) if open_loggers is not None else []
         undo.pop_all()
-    directory.result.unlink(missing_ok=True)
     loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
+    return conduct(directory, loggers, engine.run, lambda: _read_result(directory, run))
+
+
+def conduct(
+    directory: RunDir,
+    loggers: Iterable[Logger],
+    run: Callable[[], int | None],
+    read_result: Callable[[], Result],
+) -> Result:
+    """A session from the start of its processes to its result and its picture.
+
+    Args:
+        directory: of the run.
+        loggers: get the rows that the monitor writes, and are closed.
+        run: runs the processes, and gives the number of the signal that ended them, if one did.
+        read_result: what came of it.
+
+    Raises:
+        ProgramError: of `run`, with what is saved.
+    """
+    directory.result.unlink(missing_ok=True)
     try:
-        with Rows(directory.metrics, MultiLogger(loggers)):
-            number = engine.run()
+        with _Rows(directory.metrics, MultiLogger(loggers)):
+            number = run()
     except ProgramError as error:
-        raise ProgramError(f"{error}\n{what_is_saved(directory)}") from error
-    result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
+        raise ProgramError(f"{error}\n{_what_is_saved(directory)}") from error
+    result = dataclasses.replace(read_result(), signal=number, run_dir=str(directory.path))
     directory.write_result(result.to_json())
     if directory.metrics.exists():  # not where it was stopped at once
         plot_learning_curve(directory.path, directory.learning_curve)
@@ -86,8 +106,7 @@ def agent_of(described: Experiment) -> Agent:
         pool.close()
 
 
-def what_is_saved(directory: RunDir) -> str:
-    """Where the newest checkpoint is, for who reads of a failure."""
+def _what_is_saved(directory: RunDir) -> str:
     steps = Checkpointer(directory.checkpoints).steps()
     if not steps:
         return "Nothing was saved."
@@ -114,7 +133,7 @@ def make_engine(described: Any, listen: int | None = None) -> Any:
     return LaunchpadEngine(described.max_restarts, listen=listen)
 
 
-class Rows:
+class _Rows:
     """Hands the rows that a monitor writes to a file on to loggers of this process, until the context ends."""
 
     def __init__(self, path: pathlib.Path, logger: Logger) -> None:

@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rlframe.errors import ProgramError, UsageError
+from rlframe.errors import UsageError
 from rlframe.lm.tokenizers import load_tokenizer
-from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
+from rlframe.metrics import CallbackLogger, Logger
 from rlframe.programs.assemble import make_agent
 from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.language.environment import env_class, env_config
 from rlframe.programs.language.session import HOST, LanguageRun
 from rlframe.programs.language.topology import light_env
 from rlframe.programs.language.warmup import WarmUp
-from rlframe.programs.program import Rows, make_engine, what_is_saved
+from rlframe.programs.program import conduct, make_engine
 from rlframe.programs.run_dir import Result, RunDir, open_session
 
 
@@ -48,18 +48,8 @@ def train(
         directory.write_config(described, notes or {})
         more = list(open_loggers(directory.path)) if open_loggers is not None else []
         undo.pop_all()
-    directory.result.unlink(missing_ok=True)
     loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
-    try:
-        with Rows(directory.metrics, MultiLogger(loggers)):
-            number = _run(run, directory)
-    except ProgramError as error:
-        raise ProgramError(f"{error}\n{what_is_saved(directory)}") from error
-    result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
-    directory.write_result(result.to_json())
-    if directory.metrics.exists():  # not where it was stopped at once
-        plot_learning_curve(directory.path, directory.learning_curve)
-    return result
+    return conduct(directory, loggers, lambda: _run(run, directory), lambda: _read_result(directory, run))
 
 
 def _open(described: LanguageExperiment, directory: RunDir, until: int) -> LanguageRun:
