@@ -21,7 +21,7 @@ COMMANDS = {
     "plot": "draw the learning curves of runs",
     "envs": "list the environments that can be named",
     "agents": "list the agents, their options and their presets",
-    "serve": "serve trajectories to environments and trainers over HTTP",
+    "serve": "serve trajectories, or a language model that learns, over HTTP",
     "bench": "measure this project and its peers, side by side in one run",
 }
 

@@ -120,12 +120,14 @@ class PolicyServer:
         return self._url
 
     def live_engine(self) -> Engine:
-        """What decodes. Raises `UnavailableError` where there are no parameters yet."""
+        """What decodes. Raises `UnavailableError` where there are no parameters yet, or it failed."""
         # No property: Courier would read it before there are.
         if self._engine is None:
             raise UnavailableError("The policy server has no parameters yet: its learner has not answered.")
         if self._engine.closed:
-            self._fail(UnavailableError(self._engine.closed))  # who watches over the process can start it again
+            error = UnavailableError(self._engine.closed)
+            self._fail(error)  # who watches over the process can start it again
+            raise error
         return self._engine
 
     def stats(self) -> dict[str, Any]:

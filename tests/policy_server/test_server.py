@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from rlframe.errors import PeerError, UsageError
+from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.lm import EngineConfig
 from rlframe.policy_server import PolicyServer, PolicyServerConfig
 from tests.policy_server.serving import (
@@ -275,3 +275,20 @@ def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(
         assert answers == sorted(answers)
     finally:
         child.close()
+
+
+def test_an_engine_that_fails_ends_the_server_with_its_reason():
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    def ask_in_vain():
+        with serving_policy() as server, client_of(server) as client:
+            server.live_engine()._slots.fill = broken
+            with pytest.raises(openai.InternalServerError, match="out of memory") as caught:
+                ask(client, n=3)
+            assert caught.value.status_code == 503
+            assert httpx.get(f"{root_of(server)}/health").status_code == 503
+            until(server._stop.is_set, "it goes on")
+
+    with pytest.raises(UnavailableError, match="The decode engine failed: RuntimeError: out of memory"):
+        ask_in_vain()
