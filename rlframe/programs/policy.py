@@ -11,6 +11,7 @@ from rlframe.errors import UsageError
 from rlframe.lm import ModelConfig, weights
 from rlframe.programs.assemble import make_agent
 from rlframe.programs.experiment import load_experiment
+from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.restored import Checkpoints
 from rlframe.programs.run_dir import RunDir
 from rlframe.types import Params
@@ -46,17 +47,11 @@ def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | N
     directory = RunDir(path)
     directory.check_holds_run()
     described = load_experiment(directory.config)
-    try:
-        agent = make_agent(described, None, None)
-        model_config: ModelConfig = agent.model_config  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, UsageError) as error:  # of an agent that acts by an environment's specs
-        raise UsageError(
-            f"The run in {path}, whose agent is {described.agent}, learns no language model that can be served: {error}"
-        ) from error
-    if tokenizer is None:
-        weights_folder = getattr(agent.cfg, "weights", None)
-        tokenizer = "byte" if weights_folder is None else _tokenizer_of(weights_folder)
-    return Policy(model_config, tokenizer, source or Checkpoints(agent, directory), None)
+    if not isinstance(described, LanguageExperiment):
+        raise UsageError(f"The run in {path} learns no language model: its agent is {described.agent}.")
+    agent: Any = make_agent(described, None, None)
+    source = source or Checkpoints(agent, directory)
+    return Policy(agent.model_config, tokenizer or described.tokenizer_name, source, None)
 
 
 def _at(address: str | None) -> Any:

@@ -12,16 +12,17 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.lm import weights
 from rlframe.programs import policy
 from rlframe.programs.experiment import Experiment, complete
+from rlframe.programs.language import LanguageExperiment
 from rlframe.programs.run_dir import RunDir
 from tests.agents.token_batches import token_batch
 from tests.policy_server.serving import TINY, params_of, until
 
 
-def run_of(path, agent, agent_config=None):
+def run_of(path, described):
     """A run directory, without a checkpoint."""
     directory = RunDir(path)
     directory.create()
-    directory.write_config(complete(Experiment(agent=agent, agent_config=agent_config)), {})
+    directory.write_config(complete(described), {})
     return directory
 
 
@@ -33,7 +34,7 @@ def equal(tree, other):
 
 def test_a_run_is_served_by_its_newest_checkpoint(tmp_path):
     cfg = GRPOConfig(model=TINY, max_tokens=16, batch_size=4, learning_rate=1e-2)
-    directory = run_of(tmp_path / "run", "grpo", cfg)
+    directory = run_of(tmp_path / "run", LanguageExperiment(agent_config=cfg))
     served = policy.of_run(directory.path, None, None)
     assert (served.model_config, served.tokenizer, served.params) == (TINY, "byte", None)
     with pytest.raises(PeerError, match="There is no checkpoint"):
@@ -54,8 +55,8 @@ def test_a_run_is_served_by_its_newest_checkpoint(tmp_path):
 
 
 def test_a_run_of_no_language_model_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="whose agent is ppo, learns no language model that can be served: "):
-        policy.of_run(run_of(tmp_path / "run", "ppo").path, None, None)
+    with pytest.raises(UsageError, match="learns no language model: its agent is ppo"):
+        policy.of_run(run_of(tmp_path / "run", Experiment(agent="ppo")).path, None, None)
 
 
 def test_a_folder_is_served_with_its_own_tokenizer_where_it_has_one(tmp_path):
