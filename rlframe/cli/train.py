@@ -132,7 +132,8 @@ def _options(defaults: Any) -> type:
     fields: list[tuple[str, Any]] = [
         ("experiment", Annotated[_options_class(defaults), tyro.conf.arg(name=""), flat]),
         ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat]),
-        ("agent_config", Annotated[config_cls, tyro.conf.arg(name="")]),  # its own parts keep their prefixes
+        # Its own parts keep their prefixes.
+        ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]),
     ]
     if getattr(defaults, "network_config", None) is not None:
         network_cls: Any = type(defaults.network_config)

@@ -7,10 +7,10 @@ A class's defaults are its paper's; a preset is applied on top, printed when it 
 from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
-from rlframe.programs.presets import dqn, impala, ppo
+from rlframe.programs.presets import dqn, grpo, impala, ppo
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
-PRESETS: tuple[Preset, ...] = (*ppo.PRESETS, *dqn.PRESETS, *impala.PRESETS)
+PRESETS: tuple[Preset, ...] = (*ppo.PRESETS, *dqn.PRESETS, *impala.PRESETS, *grpo.PRESETS)
 
 
 def find_preset(name: str, agent: str, env: str) -> Preset | None:
