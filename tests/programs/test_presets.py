@@ -13,7 +13,7 @@ from rlframe.programs.presets import PRESETS, find_preset
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_every_preset_fits_the_configs_and_names_its_sources(preset):
     described = with_preset(preset, preset.agent, preset.envs[0])
-    groups = {"run": described, "agent": described.agent_config, "network": described.network_config}
+    groups = {"run": described, "agent": described.agent_config, "network": getattr(described, "network_config", None)}
     shown = 0
     for group, owner in groups.items():
         for name, value in preset.values(group).items():
@@ -37,6 +37,8 @@ def test_every_preset_fits_the_configs_and_names_its_sources(preset):
         ("impala", "CartPole-v1", "impala/cartpole"),
         ("impala", "Pong-v5", "impala/atari"),
         ("impala", "HalfCheetah-v5", None),
+        ("grpo", "examples/llm/reverse.py:Reverse", "grpo/reverse"),
+        ("grpo", "examples/llm/guess.py:Guess", None),
         ("ppo", "MyOwn-v0", None),
         ("file.py:Mine", "CartPole-v1", None),
     ],
