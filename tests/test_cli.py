@@ -54,6 +54,14 @@ def test_options_of_the_environment_are_json():
     assert described.env_kwargs == {"sutton_barto_reward": True}
 
 
+def test_parts_of_a_language_models_config_keep_their_prefix():
+    arguments = ["--agent", "grpo", "--env", "examples/llm/reverse.py:Reverse", "--model.hidden-size", "64"]
+    described, _, preset = read_arguments([*arguments, "--dtype", "bfloat16"])
+    config = described.agent_config
+    assert (preset.name, config.model.hidden_size, config.model.num_hidden_layers) == ("grpo/reverse", 64, 2)
+    assert (config.dtype, config.model.dtype, config.model_config.dtype) == ("bfloat16", "float32", "bfloat16")
+
+
 def test_switches():
     described, session, _ = read_arguments(["--no-anneal-learning-rate", "--json"])
     assert described.agent_config.anneal_learning_rate is False
