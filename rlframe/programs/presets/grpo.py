@@ -12,8 +12,11 @@ REVERSE = Preset(
     envs=("Reverse",),
     fields={
         **settings(DAPO, agent__average="token", agent__clip_epsilon_high=0.28, agent__kl_cost=0.0),
+        # After this warm-up answers of all lengths are right now and then: 0.70 and 0.94 of held-out strings with two
+        # seeds. With a learning rate of 7e-4 it is 0.5, with hardly any of the longest, and GRPO takes several times as
+        # long: 0.71 after 350 updates.
         **settings(
-            "found here",
+            "found here: 0.96 of held-out strings after 175 updates",
             agent__model=ModelConfig(
                 hidden_size=128,
                 intermediate_size=384,
@@ -29,7 +32,7 @@ REVERSE = Preset(
             agent__supervised_learning_rate=1e-3,
         ),
         **settings("the environment's longest: 6 letters, `>`, 6 letters, the end", agent__max_tokens=16),
-        **settings("our choice: 16 groups of 16", agent__batch_size=256),
+        **settings("our choice: 32 groups", agent__batch_size=256, env_kwargs={"group_size": 8}),
     },
 )
 
