@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from rlframe.errors import UsageError, suggest
 
 DTYPES = ("float32", "bfloat16")
@@ -86,6 +88,11 @@ class ModelConfig:
             )
         if self.dtype not in DTYPES:
             raise UsageError(f"ModelConfig.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+
+    @property
+    def array_dtype(self) -> Any:
+        """`dtype`, for arrays. By its name numpy would take TensorFlow's bfloat16, where that is imported."""
+        return jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32
 
     @property
     def head_size(self) -> int:

@@ -305,7 +305,7 @@ class Engine:
 
 def _copy(params: Params, config: ModelConfig) -> Params:
     # A copy even where nothing has to be converted: a learner may donate its own.
-    return jax.tree.map(lambda leaf: jnp.array(leaf, config.dtype), params)
+    return jax.tree.map(lambda leaf: jnp.array(leaf, config.array_dtype), params)
 
 
 def _difference(new: Any, old: Any) -> str:

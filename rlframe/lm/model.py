@@ -41,7 +41,7 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     """
     D, F, head = config.hidden_size, config.intermediate_size, config.head_size
     q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
-    dtype = jnp.dtype(config.dtype)
+    dtype = config.array_dtype
     residual = 1 / math.sqrt(2 * config.num_hidden_layers)
 
     def normal(rng: jax.Array, shape: tuple[int, int], scale: float) -> jax.Array:
@@ -184,7 +184,7 @@ def _log_probs(params: Params, config: ModelConfig, x: jax.Array, targets: jax.A
 def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     """An empty cache for `batch` rows of at most `length` tokens."""
     shape = (batch, config.num_key_value_heads, length, config.head_size)
-    empty = lambda: tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_hidden_layers))  # noqa: E731
+    empty = lambda: tuple(jnp.zeros(shape, config.array_dtype) for _ in range(config.num_hidden_layers))  # noqa: E731
     return Cache(keys=empty(), values=empty())
 
 

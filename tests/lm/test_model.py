@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -182,3 +184,14 @@ def test_a_config_survives_json(config):
 def test_config_json_of_transformers_4_is_read():
     fields = ModelConfig(rope_theta=5e5).to_json() | {"torch_dtype": "float16", "rope_scaling": None}
     assert ModelConfig.from_json(fields) == ModelConfig(rope_theta=5e5, dtype="bfloat16")
+
+
+def test_bfloat16_is_jax_s_where_tensorflow_has_registered_another():
+    pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip install rlframe[launchpad]")
+    code = (
+        "import tensorflow, jax; from rlframe.lm import ModelConfig, model\n"
+        "config = ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, dtype='bfloat16')\n"
+        "print({str(leaf.dtype) for leaf in jax.tree.leaves(model.init(jax.random.key(0), config))})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "{'bfloat16'}", run.stderr

@@ -1,0 +1,71 @@
+"""The learner of a language model, for services that are started by hand: `python examples/llm/learner.py`.
+
+The first time it imitates the environment's demonstrations, and writes what that leads to into a folder; then it learns
+from what the trajectory service has, and serves its newest weights at port 7000. docs/llm.md has all four terminals.
+"""
+
+import dataclasses
+import pathlib
+
+import launchpad as lp
+from reverse import Reverse
+
+from rlframe import Learner, LearnerConfig, launch
+from rlframe.agents import GRPO, GRPOConfig
+from rlframe.learners.warm_up import warm_up
+from rlframe.lm import ModelConfig, weights
+from rlframe.lm.tokenizers import ByteTokenizer
+from rlframe.metrics import JSONLLogger
+from rlframe.trajectories import Client, TrajectoryBuffer
+
+SERVICE, PORT = "http://localhost:8000", 7000
+FOLDER = pathlib.Path("runs/by-hand")
+STEPS = 500
+
+config = GRPOConfig(  # those of the preset grpo/reverse
+    ModelConfig(hidden_size=128, num_hidden_layers=2, num_key_value_heads=4, max_position_embeddings=64),
+    max_tokens=16,
+    batch_size=256,
+    average="token",
+    clip_epsilon_high=0.28,
+    kl_cost=0.0,
+    learning_rate=3e-4,
+    learning_rate_rise=20,
+    supervised_steps=300,
+    supervised_batch_size=32,
+    supervised_learning_rate=1e-3,
+)
+
+
+def make_weights(folder):
+    env = Reverse(*Reverse.config_init())
+    agent = GRPO(config)
+    print("Learning from demonstrations ...")
+    params = warm_up(agent, env.demonstrations, ByteTokenizer())
+    weights.save(folder, agent.model_config, params)
+
+
+def make_learner(agent):
+    cfg = LearnerConfig(
+        max_learner_steps=STEPS,
+        checkpoint_dir=str(FOLDER / "checkpoints"),
+        checkpoint_every=50,
+        resume=True,
+        log_every=1,
+    )
+    return Learner(cfg, agent, TrajectoryBuffer(SERVICE), JSONLLogger(FOLDER / "metrics.jsonl"))
+
+
+def main():
+    Client(SERVICE).register(batch_size=config.batch_size, max_token_len=config.max_tokens, num_steps=STEPS)
+    if not (FOLDER / "weights").exists():
+        make_weights(FOLDER / "weights")
+    agent = GRPO(dataclasses.replace(config, weights=str(FOLDER / "weights")))
+    program = lp.Program("learner")
+    with program.group("learner"):
+        program.add_node(lp.CourierNode(make_learner, agent))
+    launch(program, ports={"learner": PORT})
+
+
+if __name__ == "__main__":
+    main()
