@@ -42,7 +42,12 @@ def not_unicode(error: UnicodeDecodeError) -> InvalidGroupError:
 def lengths_of(group: Any) -> list[int]:
     """Tokens of each sequence."""
     if isinstance(group.tokens, list):
-        return [len(sequence) for sequence in group.tokens]
+        lengths = [len(sequence) for sequence in group.tokens]
+        if any(isinstance(getattr(group, name), bytes) for name in ("masks", *FLOATS)) and (
+            not isinstance(group.lengths, bytes) or _array("lengths", group.lengths, _INT32).tolist() != lengths
+        ):
+            raise InvalidGroupError(("lengths",), "Binary arrays need lengths: int32, the tokens of each sequence.")
+        return lengths
     if not isinstance(group.lengths, bytes):
         message = "Binary tokens need lengths: int32, the tokens of each sequence."
         raise InvalidGroupError(("lengths",), message, "missing")
@@ -150,6 +155,10 @@ def _members(name: str, value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidGroupError((name,), f"{name} holds {value}, which JSON does not have.", "finite_number")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise InvalidGroupError(
+            (name,), f"{name} holds an integer of more than 64 bits, which MessagePack does not have."
+        )
     if value is None or isinstance(value, (str, int, float)):
         return ()
     raise InvalidGroupError((name,), f"{name} holds {type(value).__name__}, which JSON does not have.")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlframe.trajectories import shapes, wire
 from rlframe.trajectories.checks import InvalidGroupError
+from rlframe.trajectories.groups import Group
 from rlframe.trajectories.wire import as_json, as_packed, join_json, join_packed, parse_group, parse_groups
 from tests.trajectories.api import ITEM_KEYS, group
 
@@ -79,10 +80,44 @@ def test_joins_hold_items_of_both_kinds():
     assert join_json([]) == b"[]"
 
 
+@pytest.mark.parametrize("name", ["scores", "advantages"])
+def test_a_whole_number_of_more_than_64_bits_is_a_float(name):
+    wide = {"scores": [10**20], "advantages": [[10**20, 1]]}[name]
+    body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1], name: wide}).encode()
+    (item,) = msgspec.msgpack.decode(join_packed([parse_group(body, packed=False).payload]))
+    assert item[name] == wide
+    assert Group.from_item(item).scores.dtype == np.float64
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 2**70])
+@pytest.mark.parametrize("name", ["generation_params", "overrides", "group_overrides", "images", "messages"])
+def test_free_fields_hold_no_integer_of_more_than_64_bits(name, number):
+    """No consumer could be given it as MessagePack."""
+    inner = {"role": "user", "content": "", "seed": number}
+    value = {"overrides": [inner, {}], "messages": [[inner], []]}.get(name, inner)
+    with pytest.raises(InvalidGroupError) as caught:
+        parse_group(json.dumps(group(**{name: value})).encode(), packed=False)
+    assert caught.value.loc == (name,)
+
+
+def test_free_fields_hold_integers_of_64_bits():
+    body = json.dumps(group(generation_params={"seeds": [2**64 - 1, -(2**63)]})).encode()
+    (item,) = msgspec.msgpack.decode(join_packed([parse_group(body, packed=False).payload]))
+    assert item["generation_params"] == {"seeds": [2**64 - 1, -(2**63)]}
+
+
+def test_binary_arrays_beside_lists_of_tokens_are_divided_by_the_lengths():
+    body = encoded(packed(tokens=[[0], [1, 2]]))
+    (item,) = msgspec.msgpack.decode(join_packed([parse_group(body, packed=True).payload]))
+    assert [row.tolist() for row in Group.from_item(item).masks] == [[0], [1, 2]]
+
+
 WRONG = {
     "half a number": (packed(tokens=b"12345"), ("tokens",)),
     "more than the lengths": (packed(masks=bytes(16)), ("masks",)),
     "no lengths": ({k: v for k, v in packed().items() if k != "lengths"}, ("lengths",)),
+    "no lengths beside lists": (group(masks=bytes(12)), ("lengths",)),
+    "other lengths beside lists": (packed(tokens=[[0, 1], [2]]), ("lengths",)),
     "a negative length": (packed(lengths=(4, -1)), ("lengths",)),
     "an empty sequence": (packed(lengths=(0, 3)), ("tokens", 0)),
     "no sequence": (packed(lengths=()), ("tokens",)),
