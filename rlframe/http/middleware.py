@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,10 @@ MSGPACK = "application/msgpack"
 BODY_DEADLINE = 60.0  # seconds for a request's body to arrive
 BODIES_BYTES = 512 << 20  # of all bodies that are held, as sent and decompressed
 _IN_THREAD = 64 << 10  # bytes of an answer from which on compression leaves the event loop's thread
-_PIECE = 1024  # bytes of zstd that are decompressed at once: they may become 32 MB
+_PIECE = 1024  # bytes that are decompressed at once: of zstd they may become 32 MB, of gzip 1 MB
+_PARTS = 10_000  # gzip members or zstd frames of a body
+_PADDING = re.compile(rb"\0*")  # after a part
+_ENCODINGS = 2  # one after the other
 _COMPRESSED = 1000  # bytes of an answer from which on it is compressed
 
 
@@ -145,7 +149,10 @@ class ReadBody:
 
     async def _decoded(self, encoding: str, body: bytes) -> bytes:
         names = [name.strip().lower() for name in encoding.split(",")]
-        for name in reversed([name for name in names if name not in ("", "identity")]):
+        names = [name for name in names if name not in ("", "identity")]
+        if len(names) > _ENCODINGS:
+            raise _Refused(f"A body has at most {_ENCODINGS} encodings; Content-Encoding names {len(names)}.", 415)
+        for name in reversed(names):
             if name not in _DECODERS:
                 raise _Refused(f"Content-Encoding {name!r} is not known; gzip and zstd are.", 415)
             if not body:
@@ -153,7 +160,7 @@ class ReadBody:
             decode = functools.partial(_DECODERS[name], body, self._limit)
             try:  # in a thread: however small it is, it may become large
                 body = await asyncio.get_running_loop().run_in_executor(None, decode)
-            except (zlib.error, zstandard.ZstdError, EOFError) as error:
+            except (zlib.error, zstandard.ZstdError, ValueError) as error:
                 raise _Refused(f"Invalid {name} payload: {error}.", 400) from None
             if len(body) > self._limit:
                 raise self._too_large()
@@ -238,30 +245,29 @@ def _gzip(body: bytes) -> bytes:
     return compressor.compress(body) + compressor.flush()
 
 
+def _decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
+    """At most 32 MB more than `limit`. Raises `ValueError` where it has more than so many parts: an empty one has 20
+    bytes or fewer, and takes as long as a kilobyte."""
+    out, at = bytearray(), 0
+    for _ in range(_PARTS):
+        one = start()
+        while not one.eof and len(out) <= limit:
+            if at >= len(body):
+                raise ValueError("it ends too early")
+            out += one.decompress(body[at : at + _PIECE])
+            at += _PIECE
+        at = _PADDING.match(body, min(at, len(body)) - len(one.unused_data)).end()  # type: ignore[union-attr]
+        if at >= len(body) or len(out) > limit:
+            return bytes(out)
+    raise ValueError(f"it has more than {_PARTS} parts")
+
+
 def _gunzip(body: bytes, limit: int) -> bytes:
-    """At most one byte more than `limit`."""
-    out = bytearray()
-    while body and len(out) <= limit:
-        one = zlib.decompressobj(wbits=31)
-        out += one.decompress(body, limit + 1 - len(out))
-        if len(out) <= limit and not one.eof:
-            raise EOFError("it ends too early")
-        body = one.unused_data.lstrip(b"\0")
-    return bytes(out)
+    return _decompressed(lambda: zlib.decompressobj(wbits=31), body, limit)
 
 
 def _unzstd(body: bytes, limit: int) -> bytes:
-    """At most 32 MB more than `limit`."""
-    out, at = bytearray(), 0
-    while at < len(body) and len(out) <= limit:
-        one = zstandard.ZstdDecompressor(max_window_size=1 << 23).decompressobj()
-        while not one.eof and len(out) <= limit:
-            if at >= len(body):
-                raise EOFError("it ends too early")
-            out += one.decompress(body[at : at + _PIECE])
-            at += _PIECE
-        at = min(at, len(body)) - len(one.unused_data)
-    return bytes(out)
+    return _decompressed(zstandard.ZstdDecompressor(max_window_size=1 << 23).decompressobj, body, limit)
 
 
 _DECODERS: dict[str, Callable[[bytes, int], bytes]] = {"gzip": _gunzip, "x-gzip": _gunzip, "zstd": _unzstd}
