@@ -18,6 +18,7 @@ MAX_DEPTH = 32  # of what is in `messages`, `images` and the like; Python's pars
 INTS = ("tokens", "masks")
 FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_EXPLAINED = 1 << 20  # bytes of JSON that are read again, on the event loop, to say where a number is not finite
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 LARGEST = float(np.finfo(np.float32).max)  # of a number: what is larger would be infinite to whoever learns from it
 
@@ -178,7 +179,7 @@ def explained(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidG
         if message.startswith("Object missing required field"):
             return InvalidGroupError((*_steps(path), message.split("`")[1]), "Field required", "missing")
         return InvalidGroupError(_steps(path), message, "type_error")
-    if not packed and (found := _not_finite(body)) is not None:
+    if not packed and len(body) <= _EXPLAINED and (found := _not_finite(body)) is not None:
         return InvalidGroupError(found, "A number has to be finite; got NaN or an infinity.", "finite_number")
     name, kind = ("MessagePack", "msgpack_invalid") if packed else ("JSON", "json_invalid")
     return InvalidGroupError((), f"The body is no valid {name}: {message}.", kind)
@@ -196,13 +197,12 @@ def _not_finite(body: bytes) -> tuple[str | int, ...] | None:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    stack: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    stack: list[tuple[tuple[str | int, ...], Any]] = [((), [value])]
     while stack:
         loc, value = stack.pop()
-        if isinstance(value, float) and not math.isfinite(value):
-            return loc
-        if isinstance(value, dict):
-            stack += [((*loc, key), inner) for key, inner in value.items()]
-        elif isinstance(value, list):
-            stack += [((*loc, i), inner) for i, inner in enumerate(value)]
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(inner, float) and not math.isfinite(inner):
+                return (*loc, key)[1:]
+            if isinstance(inner, (dict, list)):
+                stack.append(((*loc, key), inner))
     return None

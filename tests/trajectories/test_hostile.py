@@ -338,6 +338,7 @@ def test_large_bodies_and_bombs_are_refused_with_flat_memory(service):
     gzip_bomb = gzip.compress(bytes(500_000_000), 6)
     zstd_bomb = zstandard.ZstdCompressor(level=1).compress(bytes(500_000_000))
     two_members = gzip.compress(bytes(60_000_000), 1) * 2
+    not_a_number = b'{"scores":[1],"masks":[],"tokens":[[NaN,' + b"1," * 30_000_000 + b"1]]}"
     after = []
     for _ in range(4):
         assert send(service, "POST", "/scored_data", large)[0] == 413
@@ -349,6 +350,7 @@ def test_large_bodies_and_bombs_are_refused_with_flat_memory(service):
         assert send(service, "POST", "/scored_data", gzip.compress(gzip_bomb), Content_Encoding="gzip, gzip")[0] == 413
         for levels in (100_000, 10_000_000):
             assert send(service, "POST", "/scored_data", nested(levels))[0] == 422
+        assert send(service, "POST", "/scored_data", not_a_number)[0] == 422
         assert_well(service)
         after.append(resident(service))
     assert after[-1] - after[0] < 32 << 20, after

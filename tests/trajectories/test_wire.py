@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import msgspec
 import numpy as np
@@ -176,6 +177,20 @@ def test_text_that_is_not_utf_8_is_refused():
             parse_group(text, packed=False)
     with pytest.raises(InvalidGroupError, match="UTF-8"):
         parse_group(b"\x81\xa2\xff\xfe\xc0", packed=True)
+
+
+@pytest.mark.parametrize("numbers, where", [(200_000, ("tokens", 1, 200_000)), (4_000_000, ())])
+def test_where_json_is_not_finite_is_told_in_little_memory(numbers, where):
+    """Of 8 MB it is not told: that would take a second of the event loop's time."""
+    body = b'{"scores":[1,2],"masks":[],"tokens":[[1],[' + b"1," * numbers + b"NaN]]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidGroupError) as caught:
+            parse_group(body, packed=False)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert caught.value.loc == where
 
 
 # Shapes without decoding
