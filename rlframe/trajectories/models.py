@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from rlframe.trajectories import answers
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the log can carry
+Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # what JSON carries everywhere; differences have 64 bits too
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(max_length=4096)]
 
@@ -50,7 +51,7 @@ class EnvIdentifier(BaseModel):
 
 
 class PolicyVersion(BaseModel):
-    policy_version: Int64
+    policy_version: Version
 
 
 class Root(BaseModel):
@@ -155,7 +156,7 @@ class Item(BaseModel):
     env_id: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     distill_token_ids: list[list[list[int]]] | None = Field(None, description="[sequence][position][k]")
     distill_logprobs: list[list[list[float]]] | None = Field(None, description="[sequence][position][k]")
-    policy_version: Int64 | None = Field(None, description="That the group was sampled from.")
+    policy_version: Version | None = Field(None, description="That the group was sampled from.")
 
 
 class NoItem(BaseModel):

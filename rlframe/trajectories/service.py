@@ -115,13 +115,15 @@ class Service:
         self.stop_waiting()
         for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        await self._pending.wait(10.0)
-        if self._follower is not None:
-            await self.loop.run_in_executor(None, self._follower.join, 10.0)
-        if self.failed is None and self._machine.position > self._machine.snapshot_position:
-            await self._snapshot()
-        await self.loop.run_in_executor(None, self.store.close)
+        try:
+            await asyncio.gather(*self._background, return_exceptions=True)
+            await self._pending.wait(10.0)
+            if self._follower is not None:
+                await self.loop.run_in_executor(None, self._follower.join, 10.0)
+            if self.failed is None and self._machine.position > self._machine.snapshot_position:
+                await self._snapshot()
+        finally:
+            await self.loop.run_in_executor(None, self.store.close)
 
     # Commands
 
@@ -299,12 +301,14 @@ class Service:
     async def _snapshot(self) -> None:
         """Keeps the state as it is now, so that the next start need not read the log before it."""
         position = self._machine.snapshot_position = self._machine.position
-        encoded = await self.loop.run_in_executor(None, snapshots.encode, self._machine.get_state())
-        self._machine.snapshot_size = len(encoded)
         try:
+            encoded = await self.loop.run_in_executor(None, snapshots.encode, self._machine.get_state())
+            self._machine.snapshot_size = len(encoded)
             await asyncio.wrap_future(self.store.snapshot(position, encoded))
         except RlframeError as error:
             _logger.warning("No snapshot was taken: %s", error)
+        except Exception:  # the log has everything
+            _logger.exception("No snapshot was taken.")
 
     # What goes on beside
 

@@ -21,7 +21,7 @@ class Tally:
     refused: int = 0
     duplicates: int = 0
     aged: int = 0  # groups served whose staleness was known
-    staleness_sum: int = 0
+    staleness_sum: float = 0.0  # which, unlike an integer, a snapshot can carry whatever it is
     staleness_largest: int = 0
 
     def add(self, sequences: int, tokens: int) -> None:

@@ -27,7 +27,7 @@ from rlframe.trajectories.checks import (
 
 Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 EnvId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Version = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Version = Annotated[int, Meta(ge=-(2**53), le=2**53)]  # as in `models`
 Ints = list[list[Token]]
 Floats = list[list[float]]
 _Optional = Union[None, UnsetType]

@@ -48,7 +48,7 @@ async def join(service, name="run", **told):
     )
 
 
-async def add(service, payload, name="run", sequences=4, key=None):
+async def add(service, payload, name="run", sequences=4, key=None, policy_version=None):
     return await service.submit(
         name,
         "add",
@@ -57,7 +57,7 @@ async def add(service, payload, name="run", sequences=4, key=None):
         tokens=1,
         size_bytes=len(payload),
         env_id=None,
-        policy_version=None,
+        policy_version=policy_version,
         key=key,
     )
 
@@ -152,6 +152,40 @@ def test_snapshots_shorten_the_log_and_lead_to_the_same_state():
             again = Service(store, max_bytes=1)
             again.restore()
             assert msgspec.msgpack.encode(again.queue("run").get_state()) == before
+
+    run(test())
+
+
+def test_extreme_versions_are_in_a_snapshot():
+    """Whatever an older log holds."""
+
+    async def test():
+        store = MemoryStore()
+        async with serving(store) as service:
+            await begin(service)
+            await service.submit("run", "set_policy_version", version=2**63 - 1)
+            for _ in range(4):
+                await add(service, b"", policy_version=-(2**63))
+            while await service.take("run"):
+                pass
+        again = Service(store, max_bytes=1)
+        again.restore()
+        assert again.queue("run").report(1).staleness.mean == 2.0**64
+
+    run(test())
+
+
+def test_a_snapshot_that_cannot_be_taken_is_said_and_the_store_is_closed(caplog):
+    async def test():
+        store = MemoryStore()
+        async with serving(store) as service:
+            await begin(service, starting_step=2**64 - 1)
+            for _ in range(2):
+                await add(service, b"")
+            assert await service.take("run")  # no number of MessagePack's is that of the next step
+        assert "No snapshot was taken" in caplog.text
+        with pytest.raises(UnavailableError, match="closed"):
+            store.append(b"")
 
     run(test())
 

@@ -129,6 +129,8 @@ WRONG = {
     "bytes in images": (group(images={"a": b"x"}), ("images",)),
     "keys in images that are no text": (group(images={1: 2}), ("images",)),
     "keys that are no text": (group(generation_params={1: 2}), ("generation_params",)),
+    "a version that is too large": (packed(policy_version=2**53 + 1), ("policy_version",)),
+    "a version that is too small": (packed(policy_version=-(2**53) - 1), ("policy_version",)),
     "a score too few": (packed(scores=bytes(4)), ("scores",)),
 }
 

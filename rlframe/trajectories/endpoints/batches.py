@@ -46,7 +46,7 @@ async def batch(
         str | None,
         Query(alias="request", min_length=1, max_length=MAX_NAME, description="The same again gets the same batch."),
     ] = None,
-    policy_version: Annotated[models.Int64 | None, Query(description="That the trainer has now.")] = None,
+    policy_version: Annotated[models.Version | None, Query(description="That the trainer has now.")] = None,
 ) -> Response:
     """The next batch, of exactly batch_size sequences, or null."""
     service, run = service_of(request), run_of(request)
