@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rlframe.errors import UsageError
+from rlframe.errors import StoreError, UsageError
 from rlframe.trajectories import snapshots
 from rlframe.trajectories.latest import Latest
 from rlframe.trajectories.run import Applied, Run
@@ -43,8 +43,9 @@ class Machine:
 
     def restore(self, store: Store) -> None:
         """Becomes what the store holds. Raises `StoreError` or `PeerError` where that cannot be."""
+        snapshot = store.load()
         while True:
-            if (snapshot := store.load()) is not None:
+            if snapshot is not None:
                 self.set_state(*snapshot)
             try:
                 while records := store.read(self.position):
@@ -53,7 +54,10 @@ class Machine:
                         self.apply(position, run, command, arguments, len(record))
                 return
             except RecordsDroppedError:  # another process took a snapshot meanwhile
-                continue
+                snapshot = store.load()
+                if snapshot is None or snapshot[0] <= self.position:
+                    error = f"The store is damaged: it lost records after position {self.position}. Begin with another."
+                    raise StoreError(error) from None
 
     def unneeded(self, store: Store) -> list[int]:
         """Positions of payloads that the store holds, and that nobody will ask for: what a crash left behind."""

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
+from rlframe.trajectories import snapshots
 from rlframe.trajectories.service import FullError, Service
-from rlframe.trajectories.stores import open_store
+from rlframe.trajectories.stores import RecordsDroppedError, open_store
 from rlframe.trajectories.stores.memory import MemoryStore
 from tests.trajectories.queues import SETTINGS
 from tests.trajectories.redis_server import redis_server  # noqa: F401
@@ -152,6 +153,25 @@ def test_snapshots_shorten_the_log_and_lead_to_the_same_state():
             again = Service(store, max_bytes=1)
             again.restore()
             assert msgspec.msgpack.encode(again.queue("run").get_state()) == before
+
+    run(test())
+
+
+class DamagedStore(MemoryStore):
+    """The records that its snapshot leads to are gone."""
+
+    def read(self, after, limit=1000):
+        raise RecordsDroppedError("The first one is 5.")
+
+
+@pytest.mark.parametrize("position", [None, 3])
+def test_a_damaged_store_is_an_error(position):
+    async def test():
+        damaged = DamagedStore()
+        if position is not None:
+            damaged.snapshot(position, snapshots.encode({}))
+        with pytest.raises(StoreError, match=f"lost records after position {position or 0}"):
+            Service(damaged, max_bytes=1).restore()
 
     run(test())
 
