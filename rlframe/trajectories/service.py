@@ -24,7 +24,7 @@ from rlframe.trajectories.leases import Batch
 from rlframe.trajectories.machine import Machine, decode, encode
 from rlframe.trajectories.pending import Command, Pending
 from rlframe.trajectories.queue import Queue
-from rlframe.trajectories.run import Applied
+from rlframe.trajectories.run import Applied, Run
 from rlframe.trajectories.stores import Store
 
 MAX_RUNS = 1000
@@ -34,6 +34,7 @@ _TICK = 0.5  # seconds between looks at the clock, for leases and silent environ
 _NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
+_BEGINNING = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))  # of a run
 
 _logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Service:
         """Logs a command of `Queue` and returns its answer, once it is durable and applied.
 
         Args:
-            run: it begins with its first command.
+            run: it begins with the first of `_BEGINNING`. To the others one that is not there is empty.
             payload: of an `add`.
             arguments: without `now`.
 
@@ -175,10 +176,13 @@ class Service:
     async def _submit(self, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None) -> Applied:
         if self.failed is not None:
             raise self.failed
-        if run not in self._machine.runs and len(self._machine.runs) >= MAX_RUNS:
-            raise UnavailableError(f"There are {MAX_RUNS} runs already. Use one of them, or another store.")
         if command in _TIMED:
             arguments = {**arguments, "now": time.time()}
+        if run not in self._machine.runs:
+            if command not in _BEGINNING:  # a mistyped path leaves nothing behind
+                return Run().apply(self._machine.position, command, arguments)
+            if len(self._machine.runs) >= MAX_RUNS:
+                raise UnavailableError(f"There are {MAX_RUNS} runs already. Use one of them, or another store.")
         number = self._pending.next_number
         record = encode((run, command, arguments, self._origin, number))
         pending = Command(run, command, arguments, len(record), payload, self.loop.create_future())

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 from concurrent.futures import Future
 
+import httpx
 import msgspec
 import pytest
 
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
 from rlframe.trajectories import snapshots
+from rlframe.trajectories.app import make_app
 from rlframe.trajectories.service import FullError, Service
+from rlframe.trajectories.settings import Settings
 from rlframe.trajectories.stores import RecordsDroppedError, open_store
 from rlframe.trajectories.stores.memory import MemoryStore
 from tests.trajectories.queues import SETTINGS
@@ -43,13 +46,18 @@ async def begin(service, name="run", **settings):
 
 
 async def join(service, name="run", **told):
-    told = {"desired_name": "env", "max_token_length": 9, "weight": 1.0, "group_size": 4, **told}
-    return await service.submit(
-        name, "register_env", **told, min_batch_allocation=None, resume_token=None, token=told["desired_name"]
-    )
+    told = {
+        "desired_name": "env",
+        "max_token_length": 9,
+        "weight": 1.0,
+        "group_size": 4,
+        "min_batch_allocation": None,
+        **told,
+    }
+    return await service.submit(name, "register_env", **told, resume_token=None, token=told["desired_name"])
 
 
-async def add(service, payload, name="run", sequences=4, key=None, policy_version=None):
+async def add(service, payload, name="run", sequences=4, key=None, policy_version=None, env_id=None):
     return await service.submit(
         name,
         "add",
@@ -57,7 +65,7 @@ async def add(service, payload, name="run", sequences=4, key=None, policy_versio
         sequences=sequences,
         tokens=1,
         size_bytes=len(payload),
-        env_id=None,
+        env_id=env_id,
         policy_version=policy_version,
         key=key,
     )
@@ -153,6 +161,63 @@ def test_snapshots_shorten_the_log_and_lead_to_the_same_state():
             again = Service(store, max_bytes=1)
             again.restore()
             assert msgspec.msgpack.encode(again.queue("run").get_state()) == before
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "command, arguments, answer",
+    [
+        ("disconnect_env", {"env_id": 0}, False),
+        ("heartbeat", {"env_id": 0}, False),
+        ("ack", {"batch_id": 3}, False),
+        ("nack", {"batch_id": 3}, False),
+        ("renew", {"batch_id": 3, "lease_seconds": 1.0}, False),
+        ("take", {}, None),
+        ("reset", {}, None),
+        ("resume", {}, None),
+    ],
+)
+def test_a_mistyped_run_leaves_nothing_behind(command, arguments, answer):
+    async def test():
+        store = MemoryStore()
+        async with serving(store) as service:
+            assert await service.submit("typo", command, **arguments) == answer
+            assert service.runs == []
+            await service.submit("typo", "pause")
+            assert service.runs == ["typo"]
+            assert await service.submit("typo", command, **arguments) == answer
+            assert len(store.read(0)) == 2
+
+    run(test())
+
+
+def test_what_comes_just_after_the_answer_that_there_is_nothing_is_not_waited_for(monkeypatch):
+    """A long poll, between its attempt and its waiting for a change."""
+
+    async def test():
+        async with serving(MemoryStore()) as service:
+            await begin(service)
+            await join(service, min_batch_allocation=0.5)
+            for _ in range(2):
+                await add(service, b'{"enough": "but for the share"}')
+            take = service.take
+
+            async def take_then_add(*args, **asked):
+                monkeypatch.undo()
+                taken = await take(*args, **asked)
+                assert taken is None
+                await add(service, b'{"its": "share"}', env_id=0)
+                return taken
+
+            monkeypatch.setattr(service, "take", take_then_add)
+            app = make_app(Settings(store="memory"), service)
+            app.state.service = service
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+                polled = client.get("/runs/run/batch", params={"wait": 60})
+                answer = await asyncio.wait_for(polled, 10.0)
+            assert len(answer.json()["batch"]) == 2
 
     run(test())
 

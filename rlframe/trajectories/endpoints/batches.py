@@ -15,6 +15,7 @@ from rlframe.trajectories import models
 from rlframe.trajectories.endpoints.common import MAX_NAME, WRITES, run_of, service_of
 from rlframe.trajectories.latest import KEPT
 from rlframe.trajectories.leases import Batch
+from rlframe.trajectories.queue import Queue
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.wire import as_json, as_packed, join_json, join_packed
 
@@ -63,7 +64,8 @@ async def batch(
     taken = await _take(service, run, asked)
     while taken is None and (left := deadline - time.monotonic()) > 0 and not service.closing:
         await request.body()  # what is received after it is that the client left
-        await service.changed(run, left)
+        if not _worth(service.queue(run), asked):  # what came since the answer wakes nobody who was not waiting yet
+            await service.changed(run, left)
         if await request.is_disconnected():
             break
         taken = await _take(service, run, asked)
@@ -113,11 +115,12 @@ async def latest(request: Request, count: Annotated[int, Query(ge=1, le=KEPT)] =
 
 
 async def _take(service: Service, run: str, asked: dict[str, Any]) -> tuple[Batch, list[bytes]] | None:
-    queue = service.queue(run)
-    # A poll that would be given nothing is no command.
-    if not queue.may_take(time.time()) and not queue.recalls(asked["consumer"], asked["request"]):
-        return None
-    return await service.take(run, **asked)
+    return await service.take(run, **asked) if _worth(service.queue(run), asked) else None
+
+
+def _worth(queue: Queue, asked: dict[str, Any]) -> bool:
+    """A poll that would be given nothing is no command."""
+    return queue.may_take(time.time()) or queue.recalls(asked["consumer"], asked["request"])
 
 
 def _extras(batch: Batch | None) -> dict[str, Any]:
