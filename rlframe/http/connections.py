@@ -1,6 +1,8 @@
-"""Connections within bounds: how many there are, and how long the head of a request may take to arrive.
+"""Connections within bounds: how many there are, how long the head of a request may take to arrive, and how long an
+answer may lie unread.
 
-uvicorn bounds neither of a client that connects and says nothing, or never ends its headers.
+uvicorn bounds none of them: neither of a client that connects and says nothing, or never ends its headers, nor of one
+that does not read.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_DEADLINE = 30.0  # seconds from the first byte (or from connecting) to the end of the headers
 HEAD_BYTES = 64 << 10
+READ_DEADLINE = 60.0  # seconds in which a client has to read something of what waits for it
 _SPARE_FILES = 128  # descriptors for everything that is no connection
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
@@ -27,9 +30,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     limit = 1024
     head_deadline = HEAD_DEADLINE
+    read_deadline = READ_DEADLINE
 
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
+    _answers = 0  # that the transport was given
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -41,6 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_there()
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -60,6 +68,27 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_is_there()
         super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._answers += 1  # the next large one waits until this one is read: another was written, so something was
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        if self._unread is None and (left := self.transport.get_write_buffer_size()):
+            self._unread = self.loop.call_later(self.read_deadline, self._look_at_reader, self._answers, left)
+
+    def _look_at_reader(self, answers: int, left: int) -> None:
+        """Cuts off who has read nothing: closing would wait for him."""
+        self._unread = None
+        if answers == self._answers and self.transport.get_write_buffer_size() >= left:
+            self.transport.abort()
+        else:
+            self._await_reader()
 
     def _await_head(self) -> None:
         if self._timer is None:

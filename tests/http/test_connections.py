@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 
 import httpx
 import pytest
@@ -17,9 +18,14 @@ from rlframe.http.middleware import ReadBody
 DEADLINE = 60.0
 
 
+LARGE = 64 << 20  # bytes: more than the system takes off a server's hands
+
+
 async def _answer(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+    body = bytes(LARGE) if scope["path"] == "/large" else b"ok"
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 @contextlib.contextmanager
@@ -74,6 +80,30 @@ def test_one_client_too_many_is_told_so_and_the_others_are_served():
                 connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
                 assert said(connection).endswith(b"ok")
         assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
+
+
+def refused(port):
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/").status_code == 503
+    except httpx.TransportError:  # cut off before the answer was read
+        return True
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+def test_who_does_not_read_is_let_go(more):
+    with served(limit=1, read_deadline=0.2) as port, connect(port) as connection:
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+        assert connection.recv(1) == b"H"
+        end = time.monotonic() + DEADLINE
+        while refused(port):  # its place is taken
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert len(said(connection)) < LARGE
+
+
+def test_who_reads_gets_all():
+    with served(limit=8, read_deadline=5.0) as port:
+        assert len(httpx.get(f"http://127.0.0.1:{port}/large").content) == LARGE
 
 
 def test_a_body_that_does_not_arrive():
