@@ -169,6 +169,7 @@ class Report:
     sequences_served: int
     batches_out: int
     batches_returned: int
+    batches_kept: int  # without a lease, for the same request again
     redelivered: int
     discarded: int  # groups that were too old
     refused: int

@@ -61,10 +61,11 @@ class Epoch:
         self._reserve(env)
 
     def lapse(self, now: float) -> None:
-        """Ends what has run out of time: leases, and the liveness of environments."""
+        """Ends what has run out of time: leases, remembered answers, and the liveness of environments."""
         while (env := self.overdue(now)) is not None:
             self.leave(env)
-        self.leases.expire(now)
+        for batch in self.leases.expire(now):
+            self.forget(batch.group_ids, batch.size_bytes)
 
     def overdue(self, now: float) -> Env | None:
         """A live environment that has been silent for too long."""
@@ -115,7 +116,9 @@ class Epoch:
             self.buffered -= len(unit.groups)
             self.lanes.push(env_id, unit_size, unit)
 
-    def take(self, batch_id: int, until: float | None, consumer: str | None, request: str | None) -> Batch | None:
+    def take(
+        self, batch_id: int, now: float, until: float | None, consumer: str | None, request: str | None
+    ) -> Batch | None:
         """The batch for a request: the one it got before, one that came back, or a new one of this `batch_id`."""
         batch = None
         if consumer is not None:
@@ -133,7 +136,7 @@ class Epoch:
             return None
         batch = self.leases.hand_out(batch, consumer, until)
         if consumer is not None and request is not None:
-            self.leases.answer(consumer, request, batch)
+            self.leases.answer(consumer, request, batch, now)
         elif until is None:
             self.forget(batch.group_ids, batch.size_bytes)
         return batch

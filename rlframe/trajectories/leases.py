@@ -6,9 +6,11 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 MAX_CONSUMERS = 1024  # whose last request is remembered
+ANSWER_KEPT = 3600.0  # seconds for which it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,9 @@ class Leases:
         self._out: dict[int, tuple[Batch, str | None]] = {}  # batch_id -> (batch, consumer)
         self._returned: OrderedDict[int, Batch] = OrderedDict()
         self._deadlines: list[tuple[float, int]] = []  # of `_out`, and leftovers
-        # consumer -> (its last request, the batch that answered it); one without a lease is kept here for as long
-        self._answered: OrderedDict[str, tuple[str, Batch]] = OrderedDict()
+        # consumer -> (its last request, the batch that answered it, when), the earliest first; a batch without a lease
+        # is kept here for as long
+        self._answered: OrderedDict[str, tuple[str, Batch, float]] = OrderedDict()
 
     @property
     def outstanding(self) -> int:
@@ -66,9 +69,14 @@ class Leases:
     def returned(self) -> int:
         return len(self._returned)
 
+    @property
+    def kept(self) -> int:
+        """Batches without a lease that are kept for the same request again."""
+        return sum(batch.lease_until is None for _, batch, _ in self._answered.values())
+
     def recall(self, consumer: str, request: str | None) -> Batch | None:
         """The batch that this request was answered with, if it is still this consumer's or nobody else's."""
-        known, batch = self._answered.get(consumer, (None, None))
+        known, batch, _ = self._answered.get(consumer, (None, None, None))
         if batch is None or request is None or known != request:
             return None
         if batch.lease_until is None:
@@ -76,8 +84,8 @@ class Leases:
         out, holder = self._out.get(batch.batch_id, (None, None))
         return out if holder == consumer else self._returned.get(batch.batch_id)
 
-    def answer(self, consumer: str, request: str, batch: Batch) -> None:
-        self._answered[consumer] = (request, batch)
+    def answer(self, consumer: str, request: str, batch: Batch, now: float) -> None:
+        self._answered[consumer] = (request, batch, now)
 
     def forget_answers(self, consumer: str) -> list[Batch]:
         """Forgets the consumer's last request, and those of who has not asked for longest where they are too many.
@@ -87,7 +95,7 @@ class Leases:
         answered = [self._answered.pop(consumer)] if consumer in self._answered else []
         while len(self._answered) >= MAX_CONSUMERS:
             answered.append(self._answered.popitem(last=False)[1])
-        return [batch for _, batch in answered if batch.lease_until is None]
+        return [batch for _, batch, _ in answered if batch.lease_until is None]
 
     def hand_out(self, batch: Batch, consumer: str | None, until: float | None) -> Batch:
         """Hands a new batch, or one that came back, to a consumer: until then, or for good."""
@@ -131,7 +139,13 @@ class Leases:
         return True
 
     def due(self, now: float) -> bool:
-        """Whether the lease of a batch has ended."""
+        """Whether the lease of a batch has ended, or an answer was remembered for long enough."""
+        return self._lease_ended(now) or self._answer_is_old(now)
+
+    def _answer_is_old(self, now: float) -> bool:
+        return any(at + ANSWER_KEPT <= now for _, _, at in islice(self._answered.values(), 1))
+
+    def _lease_ended(self, now: float) -> bool:
         while self._deadlines:
             until, batch_id = self._deadlines[0]
             out = self._out.get(batch_id)
@@ -140,18 +154,23 @@ class Leases:
             heapq.heappop(self._deadlines)
         return False
 
-    def expire(self, now: float) -> None:
-        """Takes back the batches whose leases have ended: `expired`."""
+    def expire(self, now: float) -> list[Batch]:
+        """Takes back the batches whose leases have ended: `expired`. Returns those without a lease that were only kept
+        for requests of long ago."""
         self.expired = []
-        while self.due(now):
+        while self._lease_ended(now):
             batch_id = self._deadlines[0][1]
             self.give_back(batch_id, None)
             self.expired.append(batch_id)
+        old = []
+        while self._answer_is_old(now):
+            old.append(self._answered.popitem(last=False)[1][1])
+        return [batch for batch in old if batch.lease_until is None]
 
     def held(self) -> Iterator[int]:
         """The groups of all batches that may be asked for (again)."""
         batches = [batch for batch, _ in self._out.values()] + list(self._returned.values())
-        batches += [batch for _, batch in self._answered.values() if batch.lease_until is None]
+        batches += [batch for _, batch, _ in self._answered.values() if batch.lease_until is None]
         return (group_id for batch in batches for group_id in batch.group_ids)
 
     def _lease(self, batch: Batch, consumer: str | None, until: float) -> None:
@@ -165,7 +184,7 @@ class Leases:
         return [
             [[batch.to_state(), consumer] for batch, consumer in self._out.values()],
             [batch.to_state() for batch in self._returned.values()],
-            [[consumer, request, batch.to_state()] for consumer, (request, batch) in self._answered.items()],
+            [[consumer, request, batch.to_state(), at] for consumer, (request, batch, at) in self._answered.items()],
         ]
 
     @classmethod
@@ -177,7 +196,7 @@ class Leases:
         leases._deadlines = _deadlines(leases._out)
         leases._returned = OrderedDict((batch["batch_id"], Batch.from_state(batch)) for batch in state[1])
         leases._answered = OrderedDict(
-            (consumer, (request, Batch.from_state(batch))) for consumer, request, batch in state[2]
+            (consumer, (request, Batch.from_state(batch), at)) for consumer, request, batch, at in state[2]
         )
         kept = [batch for batch, _ in leases._out.values()] + list(leases._returned.values())
         leases.groups = sum(len(batch.group_ids) for batch in kept)

@@ -101,6 +101,7 @@ _GAUGES = (
     ("run_stored_bytes", "Bytes of the run's groups that are kept.", lambda run: run.status.stored_bytes),
     ("batches_out", "Batches under a lease.", lambda run: run.report.batches_out),
     ("batches_returned", "Batches that wait to be handed out again.", lambda run: run.report.batches_returned),
+    ("batches_kept", "Batches without a lease, for the same request again.", lambda run: run.report.batches_kept),
     (
         "staleness_versions_largest",
         "The largest staleness of a served group.",

@@ -181,7 +181,8 @@ class Queue(QueueReads):
 
         Args:
             lease_seconds: for how long it is the consumer's, until `ack`; None: it is acknowledged at once.
-            consumer, request: with both, the same request again gets the same batch again, until the consumer's next.
+            consumer, request: with both, the same request again gets the same batch again, until the consumer's next,
+                for an hour.
             policy_version: that the trainer has now; as `set_policy_version`.
         """
         epoch = self._begin(now)
@@ -191,7 +192,7 @@ class Queue(QueueReads):
         if policy_version is not None:
             epoch.policy_version = policy_version
         until = None if lease_seconds is None else self._now + lease_seconds
-        batch = epoch.take(self._next_batch, until, consumer, request)
+        batch = epoch.take(self._next_batch, self._now, until, consumer, request)
         if batch is not None:
             self._next_batch = max(self._next_batch, batch.batch_id + 1)
         return batch
@@ -233,12 +234,12 @@ class Queue(QueueReads):
         """Everything, as plain data that MessagePack can carry; no later command changes anything in it. Quick: what is
         long is a list of what does not change."""
         ids = {"now": self._now, "next_group": self._next_group, "next_batch": self._next_batch}
-        return {"format": 2, "number": self._epoch_number, **ids, "epoch": self._epoch.to_state()}
+        return {"format": 3, "number": self._epoch_number, **ids, "epoch": self._epoch.to_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Becomes the queue that `get_state` was called on."""
-        if state["format"] != 2:
-            raise UsageError(f"The state of the queue is of format {state['format']}; this version reads format 2.")
+        if state["format"] != 3:
+            raise UsageError(f"The state of the queue is of format {state['format']}; this version reads format 3.")
         self._epoch_number, self._now = state["number"], state["now"]
         self._next_group, self._next_batch = state["next_group"], state["next_batch"]
         self._epoch = Epoch.from_state(state["epoch"])
@@ -253,7 +254,7 @@ class Queue(QueueReads):
         return epoch
 
     def _new_epoch(self) -> Epoch:
-        gone = list(self._epoch.held())
+        gone = [*self._epoch.forgotten, *self._epoch.held()]
         self._epoch = Epoch()
         self._epoch.forgotten = gone
         self._epoch_number += 1

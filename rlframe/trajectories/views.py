@@ -140,6 +140,7 @@ def report(epoch: Epoch, now: float, envs: int) -> Report:
         sequences_served=tally.sequences,
         batches_out=epoch.leases.outstanding,
         batches_returned=epoch.leases.returned,
+        batches_kept=epoch.leases.kept,
         redelivered=tally.redelivered,
         discarded=tally.discarded,
         refused=tally.refused,

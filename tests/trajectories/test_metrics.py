@@ -72,6 +72,7 @@ def test_the_queue_of_each_run_is_told(tmp_path: pathlib.Path) -> None:
         "groups_discarded_total": 0,
         "batches_redelivered_total": 0,
         "batches_returned": 0,
+        "batches_kept": 0,
         "leased_groups": 1,
         "buffered_groups": 0,
         "queue_groups": 2,

@@ -409,6 +409,26 @@ def test_the_same_request_gets_the_same_batch():
     assert queue.take(6.0, 5.0, consumer="a", request="2").batch_id == 2
 
 
+def test_a_batch_without_a_lease_is_kept_for_its_request_for_an_hour():
+    queue = started()
+    send(queue, 8, 8, 8)
+    first = queue.take(0.0, consumer="a", request="1")
+    assert queue.report(0.0).batches_kept == 1
+    assert not queue.due(3599.0) and queue.take(3599.0, consumer="a", request="1") == first
+    queue.take(100.0, 1e6, consumer="b", request="1")
+    restored = Queue()
+    restored.set_state(queue.get_state())
+    for one in (queue, restored):
+        assert one.due(3600.0)
+        assert one.expire(3600.0) == []  # no lease ended
+        assert one.forgotten == [0]
+        assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
+        assert not one.due(3600.0)
+    assert batch_of(queue, 3600.0, consumer="a", request="1") == [2]
+    queue.reset(7300.0)  # the hour of b's request, and of a's second one, is over
+    assert sorted(queue.forgotten) == [1, 2]
+
+
 # Staleness.
 
 
@@ -512,8 +532,8 @@ def test_state_is_plain_and_a_restored_queue_goes_on():
     while (batch := queue.take(3.0)) is not None:
         assert restored.take(3.0) == batch
     assert restored.take(3.0) is None
-    with pytest.raises(UsageError, match="format 3"):
-        restored.set_state({**queue.get_state(), "format": 3})
+    with pytest.raises(UsageError, match="format 2"):
+        restored.set_state({**queue.get_state(), "format": 2})
 
 
 def test_only_commands_are_replayed():

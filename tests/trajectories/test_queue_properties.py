@@ -41,7 +41,7 @@ class Twin:
         out, returned, answered = epoch["leases"]
         self.out = [batch for batch, _ in out]
         self.returned = returned
-        self.answered = [batch for _, _, batch in answered if batch["lease_until"] is None]
+        self.answered = [batch for _, _, batch, _ in answered if batch["lease_until"] is None]
         self.sharing = [env for env in self.envs if env["live"] and env["min_batch_allocation"]]
 
     def queued(self):
