@@ -31,6 +31,7 @@ MAX_RUNS = 1000
 SNAPSHOT_BYTES = 4 << 20  # of commands: about 20,000, and a second of replaying them
 _AT_ONCE = 64  # commands that are applied before the event loop does something else
 _TICK = 0.5  # seconds between looks at the clock, for leases and silent environments
+_ANSWER = 60.0  # seconds for a command to be durable and applied
 _NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
@@ -158,10 +159,15 @@ class Service:
         found = [payload for payload in payloads if payload is not None]
         if len(found) == len(payloads):
             return batch, found
-        # Damaged, or a new epoch began meanwhile. A lease would bring it back again and again.
+        # Damaged, or a new epoch began meanwhile. A lease would bring it back again and again; what is intact goes too.
         if batch.lease_until is not None:
             await self.submit(run, "ack", batch_id=batch.batch_id)
-        raise UnavailableError(f"Batch {batch.batch_id} of run {run!r} can no longer be read from the store.")
+        error = (
+            f"Batch {batch.batch_id} of run {run!r} is dropped: of its {len(payloads)} groups "
+            f"{len(payloads) - len(found)} can no longer be read from the store. Ask for the next one."
+        )
+        _logger.error("%s", error)
+        raise UnavailableError(error)
 
     def submit_later(self, run: str, command: str, **arguments: Any) -> None:
         """As `submit`, where nobody waits for the answer."""
@@ -193,7 +199,11 @@ class Service:
             self._pending.settle(number)
             raise
         future.add_done_callback(functools.partial(self._on_durable, number))
-        applied = await pending.answer
+        try:
+            applied = await asyncio.wait_for(pending.answer, _ANSWER)
+        except asyncio.TimeoutError:
+            error = f"The store did not tell within {_ANSWER:g} s what became of the request. It may still take effect."
+            raise PeerError(error) from None
         if isinstance(applied.answer, Exception):
             raise applied.answer
         return applied

@@ -363,6 +363,42 @@ def test_a_store_that_takes_nothing_now_is_an_error_and_the_next_command_works(e
     run(test())
 
 
+@pytest.mark.parametrize("lease_seconds", [None, 60.0])
+def test_a_batch_with_a_damaged_group_is_dropped_and_said(lease_seconds, caplog):
+    async def test():
+        store = MemoryStore()
+        async with serving(store) as service:
+            await begin(service)
+            for i in range(4):
+                await add(service, b"%d" % i)
+            store.forget(store.held()[:1])
+            with pytest.raises(UnavailableError, match="of its 2 groups 1 can no longer be read"):
+                await service.take("run", lease_seconds=lease_seconds)
+            assert "Batch 0 of run 'run' is dropped" in caplog.text
+            assert (await service.take("run", lease_seconds=lease_seconds))[1] == [b"2", b"3"]
+            assert service.queue("run").report(0.0).batches_returned == 0
+
+    run(test())
+
+
+class SilentStore(MemoryStore):
+    """As Redis that goes away after it has taken an append, and before that is read."""
+
+    def append(self, record, payload=None):
+        super().append(record, payload)
+        return Future()
+
+
+def test_a_store_that_falls_silent_is_an_error(monkeypatch):
+    async def test():
+        monkeypatch.setattr("rlframe.trajectories.service._ANSWER", 0.05)
+        async with serving(SilentStore()) as service:
+            with pytest.raises(PeerError, match="may still take effect"):
+                await asyncio.wait_for(begin(service), 5.0)
+
+    run(test())
+
+
 def test_a_store_that_failed_fails_the_service():
     async def test():
         store = FailingStore()
