@@ -53,7 +53,7 @@ class EnvCalls(Caller):
             settings["resume_token"] = resume_token
         looks = pauses(wait)
         while True:
-            # A key of its own for each look: the same one would be answered with the first answer again.
+            # A key for each look: what is sent again because an answer was lost has the same one.
             request = post_request("/register-env", settings, {"Idempotency-Key": new_key()})
             content = exchange.accepted(self.base, request, (yield from self.exchange(request, timeout)))
             if content.get("status") == "success":

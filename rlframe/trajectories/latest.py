@@ -29,6 +29,11 @@ class Latest:
         while self._bytes > KEPT_BYTES and len(self._payloads) > 1:
             self._drop(next(iter(self._payloads)))
 
+    def clear(self, run: str) -> None:
+        """The run starts afresh."""
+        for position in self._positions.pop(run, ()):
+            self._drop(position)
+
     def positions(self, run: str) -> list[int]:
         """Of the latest groups, oldest first."""
         return list(self._positions.get(run, ()))

@@ -80,8 +80,10 @@ class Machine:
             payload: of an `add`, where it is at hand.
         """
         state = self.runs.setdefault(run, Run())
-        before = state.queue.stored_bytes
+        before, epoch = state.queue.stored_bytes, state.queue.epoch
         applied = state.apply(position, command, arguments)
+        if state.queue.epoch != epoch:
+            self.latest.clear(run)
         if isinstance(applied.answer, Exception) and not isinstance(applied.answer, UsageError):
             _logger.error("%s in run %r failed at position %d: %r", command, run, position, applied.answer)
         if command == "add" and applied.freed[:1] != [position]:

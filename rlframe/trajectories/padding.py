@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 def bucket_lengths(max_token_len: int) -> list[int]:
     """The lengths that batches are padded to: powers of two and the middles between, up to `max_token_len`.
 
-    So padding is less than half of the longest sequence, and an update is compiled a bounded number of times: 20 for
+    So padding is less than half of the longest sequence, and an update is compiled a bounded number of times: 21 for
     sequences of up to 65,536 tokens.
     """
     lengths, length = [], _SHORTEST

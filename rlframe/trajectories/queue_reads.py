@@ -23,6 +23,11 @@ class QueueReads:
         return self._epoch.registration
 
     @property
+    def epoch(self) -> int:
+        """Rises whenever the run starts afresh."""
+        return self._epoch_number
+
+    @property
     def next_group(self) -> int:
         """The lowest id that a new group may have."""
         return self._next_group

@@ -104,19 +104,20 @@ class TrainerCalls(Caller):
         groups = [Group.from_item(item) for item in content["batch"]]
         return ServedBatch(groups, content["batch_id"], content["step"], bool(content["redelivered"]))
 
-    def ack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> Flow[bool]:
+    def ack(self, batch_id: int, *, timeout: float | None = None) -> Flow[bool]:
         """Says that a leased batch is done with. False where it was before, or the run has started afresh."""
-        return (yield from self._settle("ack", batch_id, consumer, timeout))
+        return (yield from self._settle("ack", batch_id, {}, timeout))
 
     def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> Flow[bool]:
         """Gives a leased batch back: it is the next to be given. False where it is not this consumer's."""
-        return (yield from self._settle("nack", batch_id, consumer, timeout))
+        return (yield from self._settle("nack", batch_id, {"consumer": consumer or self.consumer}, timeout))
 
     def renew(
         self, batch_id: int, lease: float, *, consumer: str | None = None, timeout: float | None = None
     ) -> Flow[bool]:
         """Has a leased batch for `lease` seconds from now on. False where it is not this consumer's any more."""
-        return (yield from self._settle("renew", batch_id, consumer, timeout, {"lease": lease}))
+        told = {"consumer": consumer or self.consumer, "lease": lease}
+        return (yield from self._settle("renew", batch_id, told, timeout))
 
     def set_policy_version(self, version: int, *, timeout: float | None = None) -> Flow[None]:
         """Says which version of the parameters the trainer has now; `batch` can say it, too."""
@@ -130,11 +131,8 @@ class TrainerCalls(Caller):
         """Ends `pause`."""
         yield from self.tell(post_request("/resume", {}), timeout)
 
-    def _settle(
-        self, what: str, batch_id: int, consumer: str | None, timeout: float | None, told: dict[str, Any] | None = None
-    ) -> Flow[bool]:
-        params = {"consumer": consumer or self.consumer, **(told or {})}
-        request = Request("POST", f"/batch/{batch_id}/{what}", params)
+    def _settle(self, what: str, batch_id: int, told: dict[str, Any], timeout: float | None) -> Flow[bool]:
+        request = Request("POST", f"/batch/{batch_id}/{what}", told)
         reply = yield from self.exchange(request, timeout)
         content = reply.content
         if reply.status == 404 and isinstance(content, dict) and content.get("status") == "failure":

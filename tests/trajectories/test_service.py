@@ -298,6 +298,23 @@ def test_the_latest_groups_are_known_after_a_restart_as_far_as_the_store_has_the
     run(test())
 
 
+@pytest.mark.parametrize("command", ["reset", "register"])
+def test_a_run_that_starts_afresh_has_no_latest_groups(command):
+    async def test():
+        async with serving(MemoryStore()) as service:
+            await begin(service)
+            for name in ("run", "other"):
+                await add(service, name.encode(), name=name)
+            other = {"settings": {**SETTINGS, "batch_size": 4}, "uuid": "2"}
+            await service.submit("run", command, **(other if command == "register" else {}))
+            assert await service.latest_groups("run", 20) == []
+            assert await service.latest_groups("other", 20) == [b"other"]
+            await add(service, b"new")
+            assert await service.latest_groups("run", 20) == [b"new"]
+
+    run(test())
+
+
 def test_over_the_limit_there_is_no_room():
     async def test():
         async with serving(MemoryStore(), max_bytes=100) as service:
