@@ -221,8 +221,12 @@ def join_packed(payloads: Sequence[bytes]) -> bytes:
 
 def as_packed(payload: bytes) -> bytes:
     """A stored group as MessagePack: as it came, or with lists."""
-    # Typed: an integer where a float is meant may have more than the 64 bits of MessagePack's.
-    return payload if is_packed(payload) else _packed.encode(_json_group.decode(payload))
+    if is_packed(payload):
+        return payload
+    try:
+        return _packed.encode(msgspec.json.decode(payload))  # in half the time that it takes with types
+    except OverflowError:  # where a float is meant, an integer may have more than the 64 bits of MessagePack's
+        return _packed.encode(_json_group.decode(payload))
 
 
 def as_json(payload: bytes) -> bytes:
