@@ -129,6 +129,8 @@ def _convert(name: str, tensor: np.ndarray, expected: jax.ShapeDtypeStruct, fold
         raise CheckpointError(
             f"The model in {folder}: {name} has the shape {list(tensor.shape)}; its {CONFIG} makes that {list(shape)}."
         )
+    if tensor.dtype.name == "bfloat16":  # TensorFlow's, where that is imported, which JAX does not take
+        tensor = tensor.view(np.uint16).view(jnp.bfloat16)
     array = jnp.asarray(tensor, expected.dtype)  # narrowed before it is turned, on the device
     return array.T if _is_transposed(name) else array
 

@@ -116,7 +116,7 @@ def test_bfloat16_is_near_float32_and_its_logits_are_float32():
     tokens = some_tokens(2, 9)
     logits = model.apply(params, half, tokens)
     assert logits.dtype == jnp.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves(model.init(jax.random.key(0), half))} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.init(jax.random.key(0), half))} == {jnp.dtype(jnp.bfloat16)}
     np.testing.assert_allclose(logits, model.apply(small(), SMALL, tokens), atol=0.1)
     cached, cache = model.apply_cached(params, half, tokens, model.init_cache(half, 2, 9), jnp.zeros(2, jnp.int32))
     assert cache.keys[0].dtype == jnp.bfloat16

@@ -57,7 +57,7 @@ def test_matrices_are_stored_as_published_out_by_in(folder):
 def test_another_dtype_may_be_asked_for(folder):
     config, params = weights.load(folder, dtype="bfloat16")
     assert config.dtype == "bfloat16"
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_shards_are_read_through_their_index_and_a_save_replaces_them(folder):

@@ -75,7 +75,7 @@ def refusal(folder, *arguments):
     return done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.system)])
 def test_a_published_folder_is_served_until_a_signal_and_what_is_under_way_is_answered(folder, number):
     options = {"model": "mine", "prompt": "ab", "extra_body": {"ignore_eos": True}}
     with running(folder, "--model-name", "mine") as (process, url):
@@ -91,6 +91,7 @@ def test_a_published_folder_is_served_until_a_signal_and_what_is_under_way_is_an
     assert (folder.parent / "log").read_text() == ""
 
 
+@pytest.mark.system
 def test_what_takes_too_long_does_not_hold_up_the_end(folder):
     weights.save(folder, LONG, params_of(0))
     with running(folder) as (process, url), client_of(url) as client:
