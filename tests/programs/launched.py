@@ -28,7 +28,9 @@ class Server:
 
     def run(self) -> None:
         print(f"server {os.getpid()} on {os.environ.get('WHERE', 'nothing')}")
-        lp.stop_event().wait()
+        # Not a wait without end: a signal that comes just before the main thread blocks would not wake it.
+        while not lp.stop_event().wait(0.1):
+            pass
         print("server stops")
 
 
