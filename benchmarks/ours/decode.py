@@ -1,8 +1,8 @@
 """Times the decode engine beside the model's jitted decoding step alone, in turns. Prints one JSON object.
 
 The step alone does what cannot be left out: the model with its cache, donated, and the likeliest token, for as many
-rows as the engine has slots, with as much of the cache attended to as the engine's longest row asks for. It samples
-nothing, stops nowhere, prefills nothing and fetches nothing before its last token.
+rows as the engine has slots. It samples nothing, stops nowhere, prefills nothing and fetches nothing before its last
+token; but it attends to the whole cache, the engine only to what its longest row has in use.
 
 python -m benchmarks.ours.decode small --seconds 5
 """

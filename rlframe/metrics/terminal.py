@@ -9,16 +9,20 @@ from typing import Any, TextIO
 
 from rlframe.metrics.base import Values, on_host, scalars
 
+
+def _return(value: float) -> str:
+    """Of games in tenths; scores of answers, which are below 1, in thousandths."""
+    return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
+
+
 # What is shown of the last row that held it: label, name, format.
 _SHOWN = (
-    ("return", "episode_return", "{:.1f}"),
-    ("evaluated", "return_mean", "{:.1f}"),
-    ("reward", "reward", "{:.3f}"),
-    ("evaluation", "evaluation", "{:.3f}"),
-    ("length", "length", "{:.1f}"),
-    ("loss", "loss", "{:.3g}"),
-    ("staleness", "staleness", "{:.1f}"),
-    ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("return", "episode_return", _return),
+    ("evaluated", "return_mean", _return),
+    ("length", "length", "{:.1f}".format),
+    ("loss", "loss", "{:.3g}".format),
+    ("staleness", "staleness", "{:.1f}".format),
+    ("tokens/s", "tokens_per_second", "{:,.0f}".format),
 )
 _SECONDS_BETWEEN_DRAWINGS = 0.4  # one takes about 2 ms
 _SPEED_WINDOW_SECONDS = 15.0
@@ -61,7 +65,7 @@ class TerminalLogger:
         now = time.monotonic()
         self._speed.add(now, step)
         wanted = {name: values[name] for _, name, _ in _SHOWN if name in values}
-        evaluated = "return_mean" in wanted or "evaluation" in wanted
+        evaluated = "return_mean" in wanted
         if wanted:
             self._shown.update(scalars(on_host(wanted)))
         if evaluated or now >= self._next_drawing:
@@ -92,7 +96,7 @@ class TerminalLogger:
             facts.append(("steps/s", f"{speed:,.0f}"))
         for label, name, form in _SHOWN:
             if name in self._shown:
-                facts.append((label, form.format(self._shown[name])))
+                facts.append((label, form(self._shown[name])))
         return facts
 
     def _times(self) -> str:

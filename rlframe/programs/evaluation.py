@@ -8,6 +8,7 @@ from typing import Any
 from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
+from rlframe.errors import UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.programs.assemble import EnvBuilder, make_agent
 from rlframe.programs.experiment import Experiment, load_experiment
@@ -65,7 +66,13 @@ def record(run_dir: str | os.PathLike, path: str | os.PathLike, *, episodes: int
 def _open(run_dir: str | os.PathLike) -> tuple[RunDir, Experiment]:
     directory = RunDir(run_dir)
     directory.check_holds_run()
-    return directory, load_experiment(directory.config)
+    described = load_experiment(directory.config)
+    if not isinstance(described, Experiment):
+        raise UsageError(
+            f"The run in {run_dir} is of a language model. Serve it (rlframe serve policy --run-dir {run_dir}), and "
+            "have its environment ask it: python ENV_FILE.py evaluate --openai.base_url http://localhost:8001/v1"
+        )
+    return directory, described
 
 
 def _play(directory: RunDir, described: Experiment, env_builder: Any, episodes: int, seed: int | None) -> Logs:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
-from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
 from rlframe.programs.assemble import Evaluations
 from rlframe.programs.census import Census
 from rlframe.programs.door import Door
@@ -64,15 +63,9 @@ class Monitor:
 
     def run(self) -> None:
         """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
-        path, at = self._directory.path, self.env_steps
+        at = self.env_steps
         self._census.save()
-        self._logger = MultiLogger(
-            [
-                JSONLLogger(self._directory.metrics, resume_at=at),
-                CSVLogger(path / "metrics.csv", resume_at=at),
-                TensorBoardLogger(path / "tensorboard", resume_at=at),
-            ]
-        )
+        self._logger = self._directory.open_logs(at)
         evaluation = None
         try:
             with handles.stopped_by_program(self.stop):
@@ -133,7 +126,7 @@ class Monitor:
 
     def _finish(self) -> Logs:
         """Has the learner finish, and evaluates what it ends with."""
-        self._learner_stats = self._wait_until_finished()
+        self._learner_stats = finish(self._learner, self._stop)
         self._write_row()
         if self._learner_stats["learner_steps"] == 0:
             _log.warning(
@@ -147,22 +140,11 @@ class Monitor:
                 self._tell_learner()  # it may die and come back meanwhile, and would learn on
                 evaluation.wait(_LOOK_EVERY)
             values = evaluation.result()
-            evaluated, self._learner_stats = self._learner_stats, self._wait_until_finished()
+            evaluated, self._learner_stats = self._learner_stats, finish(self._learner, self._stop)
             if self._learner_stats["learner_steps"] == evaluated["learner_steps"]:
                 self._write_evaluation(evaluation)
                 return values
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
-
-    def _wait_until_finished(self) -> dict[str, Any]:
-        """Tells the learner to finish until it has; returns its stats."""
-        deadline = time.monotonic() + _FINISH_WITHIN
-        while not (stats := self._learner.stats())["finished"]:
-            self._learner.finish()
-            if time.monotonic() > deadline:
-                raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
-            if self._stop.wait(_LOOK_EVERY):
-                raise StoppedError("Told to stop before the learner had finished.")
-        return stats
 
     def _next(self, every: int) -> float:
         return _next(every, self.env_steps)
@@ -204,6 +186,23 @@ class Monitor:
             params_version=self._learner_stats["params_version"],
             run_dir=str(self._directory.path),
         )
+
+
+def finish(learner: Any, stop: threading.Event) -> dict[str, Any]:
+    """Tells a learner to finish until it has; returns its stats.
+
+    Raises:
+        PeerError: it did not in time.
+        StoppedError: `stop` was set before.
+    """
+    deadline = time.monotonic() + _FINISH_WITHIN
+    while not (stats := learner.stats())["finished"]:
+        learner.finish()
+        if time.monotonic() > deadline:
+            raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
+        if stop.wait(_LOOK_EVERY):
+            raise StoppedError("Told to stop before the learner had finished.")
+    return stats
 
 
 def _next(every: int, after: int) -> float:

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
+from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
 from rlframe.programs.experiment import complete, continued, load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
 
@@ -33,6 +34,16 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.progress = self.path / "progress.json"  # of a program of several processes: what its monitor counted
         self.warmup = self.path / "warmup"  # the weights that a language model's supervised steps led to
+
+    def open_logs(self, resume_at: int) -> MultiLogger:
+        """Its files of rows, from which those after the step `resume_at` are taken back."""
+        return MultiLogger(
+            [
+                JSONLLogger(self.metrics, resume_at=resume_at),
+                CSVLogger(self.path / "metrics.csv", resume_at=resume_at),
+                TensorBoardLogger(self.path / "tensorboard", resume_at=resume_at),
+            ]
+        )
 
     def create(self) -> None:
         """Makes the directory.

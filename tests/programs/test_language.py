@@ -11,6 +11,7 @@ import pytest
 from rlframe.agents.grpo import GRPOConfig
 from rlframe.errors import UsageError
 from rlframe.lm import ModelConfig, weights
+from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import load_experiment
 from rlframe.programs.language import LanguageExperiment, train
 from rlframe.trajectories.serving import TrajectoryServer
@@ -50,7 +51,7 @@ def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
     assert next(row for row in rows if "supervised_loss" in row)["supervised_loss"] > 1.0
     learned = [row for row in rows if "reward" in row]
     assert all(0.0 <= row["reward"] <= 1.0 and row["length"] >= 1.0 and row["staleness"] >= 0.0 for row in learned)
-    evaluated = [row["step"] for row in rows if "evaluation" in row]
+    evaluated = [row["step"] for row in rows if "return_mean" in row]
     assert 3 <= evaluated[0] < evaluated[-1] == result.learner_steps
     assert weights.read_config(tmp_path / "run" / "warmup") == MODEL
     assert load_experiment(tmp_path / "run").agent_config.supervised_steps == 3
@@ -58,6 +59,8 @@ def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path):
     train(described(steps=2), run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="rlframe serve policy --run-dir"):
+        evaluate(tmp_path / "run")
     result = train(described(steps=4), run_dir=tmp_path / "run", resume=True)
     assert result.learner_steps >= 4
     steps = [row["step"] for row in rows_of(tmp_path / "run") if "reward" in row]

@@ -62,11 +62,6 @@ class LanguageExperiment:
             )
 
     @property
-    def row_every(self) -> int:
-        """Learner steps between two rows of the logs."""
-        return self.log_every
-
-    @property
     def warmup_steps(self) -> int:
         """Supervised updates, which come first, and are counted first in the logs."""
         return self.agent_config.supervised_steps

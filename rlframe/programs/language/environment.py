@@ -161,7 +161,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: list[dict[str, float]] = []  # since the last that `since` needs
+        self._rows: list[dict[str, float]] = []  # the newest 100
         self._newest: dict[str, float] = {}
         self.count = 0
 

@@ -11,14 +11,13 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
-from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
 from rlframe.programs.language.session import LanguageRun
+from rlframe.programs.monitor import finish
 from rlframe.programs.run_dir import Result, RunDir
 
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.1  # seconds between two looks at the nodes
-_FINISH_WITHIN = 120.0  # seconds that the learner has for its last update and checkpoint
 _EVALUATE_WITHIN = 600.0  # seconds for an evaluation; the environment may be started again meanwhile
 _REFRESH_WITHIN = 60.0  # seconds that the policy server has for the learner's last version
 
@@ -55,18 +54,12 @@ class LanguageMonitor:
 
     def run(self) -> None:
         """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
-        path, finished = self._directory.path, False
+        finished = False
         try:
             with handles.stopped_by_program(self.stop):
                 self._learned = self._learner.stats()
                 at = self._row_step = self._step
-                self._logger = MultiLogger(
-                    [
-                        JSONLLogger(self._directory.metrics, resume_at=at),
-                        CSVLogger(path / "metrics.csv", resume_at=at),
-                        TensorBoardLogger(path / "tensorboard", resume_at=at),
-                    ]
-                )
+                self._logger = self._directory.open_logs(at)
                 try:
                     finished = self._watch()
                     if finished:
@@ -98,7 +91,7 @@ class LanguageMonitor:
             self._last = time.monotonic(), now
             if self._learned["learner_steps"] >= self._run.until:
                 return True
-            if now >= self._row_step + self._described.row_every:
+            if now >= self._row_step + self._described.log_every:
                 self._write_row()
             if began is None and now >= due:
                 began = self._next_evaluation(), now, time.monotonic()
@@ -118,7 +111,7 @@ class LanguageMonitor:
 
     def _finish(self) -> None:
         """Has the learner finish, and evaluates what it ends with."""
-        self._wait_until_finished()
+        self._learned = finish(self._learner, self._stop)
         self._write_row()
         deadline = time.monotonic() + _REFRESH_WITHIN
         while self._policy.stats()["version"] < self._learned["params_version"]:
@@ -131,15 +124,6 @@ class LanguageMonitor:
         while not self._look_at_evaluation(number, step, began, must=True):
             self._learner.finish()  # it may die and come back meanwhile, and would learn on
             self._pause()
-
-    def _wait_until_finished(self) -> None:
-        deadline = time.monotonic() + _FINISH_WITHIN
-        while not (stats := self._learner.stats())["finished"]:
-            self._learner.finish()
-            if time.monotonic() > deadline:
-                raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
-            self._pause()
-        self._learned = stats
 
     def _pause(self) -> None:
         if self._stop.wait(_LOOK_EVERY):
@@ -168,7 +152,7 @@ class LanguageMonitor:
             return True
         self._evaluation = found
         first = _first_value(found)
-        self._logger.write(max(step, self._row_step), {"return_mean": first, "evaluation": first, **found})
+        self._logger.write(max(step, self._row_step), {"return_mean": first, **found})
         self._write_evaluated(step)
         return True
 

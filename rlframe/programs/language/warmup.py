@@ -12,7 +12,6 @@ from rlframe.errors import StoppedError
 from rlframe.learners.warm_up import warm_up
 from rlframe.lm import weights
 from rlframe.lm.tokenizers import load_tokenizer
-from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
 from rlframe.programs.language.environment import env_class, env_config, model_server
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.run_dir import RunDir
@@ -35,13 +34,7 @@ class WarmUp:
         env_cls = env_class(run.described.env)
         env = env_cls(env_config(env_cls, run), [model_server(run)])
         tokenizer = load_tokenizer(run.described.tokenizer_name)
-        logger = MultiLogger(
-            [
-                JSONLLogger(directory.metrics, resume_at=0),
-                CSVLogger(run.path / "metrics.csv", resume_at=0),
-                TensorBoardLogger(run.path / "tensorboard", resume_at=0),
-            ]
-        )
+        logger = directory.open_logs(0)
         try:
             with handles.stopped_by_program(self.stop):
                 params = warm_up(

@@ -16,7 +16,7 @@ REVERSE = Preset(
         # seeds. With a learning rate of 7e-4 it is 0.5, with hardly any of the longest, and GRPO takes several times as
         # long: 0.71 after 350 updates.
         **settings(
-            "found here: 0.96 of held-out strings after 175 updates",
+            "found here, with one seed: 0.93 to 0.98 of held-out strings after 150 to 225 updates",
             agent__model=ModelConfig(
                 hidden_size=128,
                 intermediate_size=384,

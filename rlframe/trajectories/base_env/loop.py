@@ -36,6 +36,7 @@ class ServeLoop:
         self._membership = Membership(env.config, env.config.wandb_name or env.name or type(env).__name__)
         env.membership = self._membership
         timeout = self._config.worker_timeout
+        self._joined = asyncio.Event()
         self._collector = Collector(env.next_item, env.handle_env, env.statistics, timeout if timeout > 0 else None)
         env.workers = self._collector.under_way
 
@@ -48,6 +49,7 @@ class ServeLoop:
             if env.curr_step > 0:
                 env.load_checkpoint()
             await self._track()
+            self._joined.set()
             await self._serve()
             await env.wandb_log({})
         finally:
@@ -130,11 +132,12 @@ class ServeLoop:
         env.eval_runner.add_done_callback(_report)
 
     async def evaluate(self) -> None:
-        """Evaluates now, once the evaluation under way is done. Collecting goes on or pauses as configured.
+        """Evaluates once it has joined and the evaluation under way is done; collecting pauses or not as configured.
 
         Raises:
             Exception: what the environment's `evaluate` raised.
         """
+        await self._joined.wait()
         while self._evaluating:
             assert self._env.eval_runner is not None
             await asyncio.wait([self._env.eval_runner])
