@@ -21,10 +21,13 @@ _logger = logging.getLogger(__name__)
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any], str, int]).decode
 
+# What a run begins with. To the other commands one that is not there is empty: a mistyped path leaves nothing behind.
+BEGINNING = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))
+
 
 class Machine:
     """Attributes:
-    runs: by name; one begins with its first command.
+    runs: by name; one begins with the first of `BEGINNING`.
     position: up to which the log is applied.
     snapshot_position, snapshot_size: of the last snapshot, in bytes.
     logged: bytes of commands since then.
@@ -79,7 +82,9 @@ class Machine:
             size: bytes of its record.
             payload: of an `add`, where it is at hand.
         """
-        state = self.runs.setdefault(run, Run())
+        state = self.runs.get(run) or Run()
+        if command in BEGINNING:
+            self.runs[run] = state
         before, epoch = state.queue.stored_bytes, state.queue.epoch
         applied = state.apply(position, command, arguments)
         if state.queue.epoch != epoch:

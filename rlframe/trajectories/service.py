@@ -21,10 +21,10 @@ from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories import snapshots
 from rlframe.trajectories.follower import Follower
 from rlframe.trajectories.leases import Batch
-from rlframe.trajectories.machine import Machine, decode, encode
+from rlframe.trajectories.machine import BEGINNING, Machine, decode, encode
 from rlframe.trajectories.pending import Command, Pending
 from rlframe.trajectories.queue import Queue
-from rlframe.trajectories.run import Applied, Run
+from rlframe.trajectories.run import Applied
 from rlframe.trajectories.stores import Store
 
 MAX_RUNS = 1000
@@ -35,7 +35,6 @@ _ANSWER = 60.0  # seconds for a command to be durable and applied
 _NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
-_BEGINNING = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))  # of a run
 
 _logger = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class Service:
         """Logs a command of `Queue` and returns its answer, once it is durable and applied.
 
         Args:
-            run: it begins with the first of `_BEGINNING`. To the others one that is not there is empty.
+            run: it begins with the first of `BEGINNING`. To the others one that is not there is empty.
             payload: of an `add`.
             arguments: without `now`.
 
@@ -184,11 +183,9 @@ class Service:
             raise self.failed
         if command in _TIMED:
             arguments = {**arguments, "now": time.time()}
-        if run not in self._machine.runs:
-            if command not in _BEGINNING:  # a mistyped path leaves nothing behind
-                return Run().apply(self._machine.position, command, arguments)
-            if len(self._machine.runs) >= MAX_RUNS:
-                raise UnavailableError(f"There are {MAX_RUNS} runs already. Use one of them, or another store.")
+        runs = self._machine.runs
+        if command in BEGINNING and run not in runs and len(runs) >= MAX_RUNS:
+            raise UnavailableError(f"There are {MAX_RUNS} runs already. Use one of them, or another store.")
         number = self._pending.next_number
         record = encode((run, command, arguments, self._origin, number))
         pending = Command(run, command, arguments, len(record), payload, self.loop.create_future())
@@ -307,7 +304,8 @@ class Service:
 
     def _applied(self, run: str) -> None:
         """Something changed in this run."""
-        self._machine.runs[run].wake()
+        if known := self._machine.runs.get(run):
+            known.wake()
         if self._machine.logged >= max(self._snapshot_bytes, self._machine.snapshot_size) and not self._closing:
             self._machine.logged = 0
             self._later(self._snapshot())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from concurrent.futures import Future
 
 import httpx
@@ -184,10 +185,33 @@ def test_a_mistyped_run_leaves_nothing_behind(command, arguments, answer):
         async with serving(store) as service:
             assert await service.submit("typo", command, **arguments) == answer
             assert service.runs == []
+            await service.submit("other", "pause")
+            again = Service(store, max_bytes=1)
+            again.restore()
+            assert again.runs == ["other"]
             await service.submit("typo", "pause")
-            assert service.runs == ["typo"]
+            assert service.runs == ["other", "typo"]
             assert await service.submit("typo", command, **arguments) == answer
-            assert len(store.read(0)) == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize("ends", ["resume", "reset"])
+def test_a_process_that_has_not_read_of_a_run_yet_changes_it_all_the_same(ends, redis_server):  # noqa: F811
+    async def test():
+        stores = [open_store(redis_server.url.replace("/0", "/4")) for _ in range(2)]
+        read, caught_up = stores[1].read, threading.Event()
+        async with serving(stores[0]) as one, serving(stores[1]) as other:
+            stores[1].read = lambda after: (caught_up.wait(DEADLINE), read(after))[1]
+            await one.submit(ends, "pause")
+            await add(one, b"group", name=ends)
+            answer = asyncio.ensure_future(other.submit(ends, ends))
+            await asyncio.sleep(0)
+            caught_up.set()
+            assert await answer is None
+            await one.submit(ends, "heartbeat", env_id=0)  # comes after it
+            status = one.queue(ends).status()
+            assert (status.paused, status.queue_size) == (False, 1 if ends == "resume" else 0)
 
     run(test())
 
