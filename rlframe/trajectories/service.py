@@ -119,7 +119,8 @@ class Service:
         try:
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._pending.wait(10.0)
-            if self._follower is not None:
+            if self._follower is not None:  # it ends once nothing is pending
+                self._pending.fail_all(PeerError("The service ended before the store told what became of the request."))
                 await self.loop.run_in_executor(None, self._follower.join, 10.0)
             if self.failed is None and self._machine.position > self._machine.snapshot_position:
                 await self._snapshot()

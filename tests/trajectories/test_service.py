@@ -440,6 +440,33 @@ def test_a_store_that_falls_silent_is_an_error(monkeypatch):
     run(test())
 
 
+class UnreadableStore(MemoryStore):
+    """As Redis that goes away after it has told that an append is durable."""
+
+    shared = True
+    gone = False
+
+    def read(self, after, limit=1000):
+        if self.gone:
+            raise PeerError("It is away.")
+        return super().read(after, limit)
+
+
+def test_a_service_ends_whole_where_its_store_cannot_be_read_any_more(caplog):
+    async def test():
+        store = UnreadableStore()
+        async with serving(store) as service:
+            await begin(service)
+            store.gone = True
+            asking = asyncio.ensure_future(service.submit("run", "pause"))
+            while "It is away" not in caplog.text:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("follower")]
+
+    run(test())
+
+
 def test_a_store_that_failed_fails_the_service():
     async def test():
         store = FailingStore()
