@@ -34,7 +34,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
-    _answers = 0  # that the transport was given
+    _read = 0  # how often it showed that the client has read something
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,19 +73,23 @@ class BoundedProtocol(HttpToolsProtocol):
         super().pause_writing()
         self._await_reader()
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read += 1
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._answers += 1  # the next large one waits until this one is read: another was written, so something was
+        self._read += 1  # the next large one waits until this one is read: another was written, so something was
         self._await_reader()
 
     def _await_reader(self) -> None:
         if self._unread is None and (left := self.transport.get_write_buffer_size()):
-            self._unread = self.loop.call_later(self.read_deadline, self._look_at_reader, self._answers, left)
+            self._unread = self.loop.call_later(self.read_deadline, self._look_at_reader, self._read, left)
 
-    def _look_at_reader(self, answers: int, left: int) -> None:
+    def _look_at_reader(self, read: int, left: int) -> None:
         """Cuts off who has read nothing: closing would wait for him."""
         self._unread = None
-        if answers == self._answers and self.transport.get_write_buffer_size() >= left:
+        if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()
         else:
             self._await_reader()

@@ -21,11 +21,16 @@ DEADLINE = 60.0
 LARGE = 64 << 20  # bytes: more than the system takes off a server's hands
 
 
+PARTS = {"/large": [LARGE], "/parts": [LARGE // 4, LARGE]}  # bytes of each part of an answer
+
+
 async def _answer(scope, receive, send):
-    body = bytes(LARGE) if scope["path"] == "/large" else b"ok"
-    headers = [(b"content-length", str(len(body)).encode())]
+    parts = [bytes(size) for size in PARTS.get(scope["path"], [])] or [b"ok"]
+    headers = [(b"content-length", str(sum(map(len, parts))).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 @contextlib.contextmanager
@@ -104,6 +109,19 @@ def test_who_does_not_read_is_let_go(more):
 def test_who_reads_gets_all():
     with served(limit=8, read_deadline=5.0) as port:
         assert len(httpx.get(f"http://127.0.0.1:{port}/large").content) == LARGE
+
+
+def test_who_reads_one_part_of_an_answer_has_time_for_the_next():
+    """However much more waits then than before."""
+    with served(limit=8, read_deadline=2.0) as port, connect(port) as connection:
+        connection.sendall(b"GET /parts HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        read = 0
+        while read < LARGE // 4:
+            read += len(connection.recv(1 << 20))
+        time.sleep(2.0)
+        while more := len(connection.recv(1 << 20)):
+            read += more
+        assert read > sum(PARTS["/parts"])
 
 
 def test_a_body_that_does_not_arrive():
