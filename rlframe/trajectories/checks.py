@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -179,7 +180,8 @@ def explained(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidG
         if message.startswith("Object missing required field"):
             return InvalidGroupError((*_steps(path), message.split("`")[1]), "Field required", "missing")
         return InvalidGroupError(_steps(path), message, "type_error")
-    if not packed and len(body) <= _EXPLAINED and (found := _not_finite(body)) is not None:
+    look = _not_finite if len(body) <= _EXPLAINED else _field_not_finite
+    if not packed and (found := look(body, message)) is not None:
         return InvalidGroupError(found, "A number has to be finite; got NaN or an infinity.", "finite_number")
     name, kind = ("MessagePack", "msgpack_invalid") if packed else ("JSON", "json_invalid")
     return InvalidGroupError((), f"The body is no valid {name}: {message}.", kind)
@@ -191,7 +193,17 @@ def _steps(path: str) -> tuple[str | int, ...]:
     return tuple(int(step) if step.isdigit() else step for step in steps if step)
 
 
-def _not_finite(body: bytes) -> tuple[str | int, ...] | None:
+def _field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
+    """The field before the byte that the decoder's message names, where NaN or an infinity is there; else None."""
+    byte = re.search(r"\(byte (\d+)\)", message)
+    if byte is None or not re.compile(rb"-?(NaN|Infinity)").match(body, int(byte[1])):
+        return None
+    names = (*INTS, *FLOATS, "scores", "distill_logprobs", *_FREE)
+    place, name = max((body.rfind(b'"%s"' % name.encode(), 0, int(byte[1])), name) for name in names)
+    return (name,) if place >= 0 else ()
+
+
+def _not_finite(body: bytes, _: str) -> tuple[str | int, ...] | None:
     """Where Python's parser, which accepts them, finds NaN or an infinity; None: nowhere, or it fails too."""
     try:
         value = json.loads(body)
