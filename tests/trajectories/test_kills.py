@@ -145,7 +145,7 @@ class Load:
         connection = Connection(self)
         for run in (ONCE, LEASED):  # what is left alone gets a companion, so that it can be served
             status = connection.until_answered("GET", f"/runs/{run}/status")
-            if (status["queue_size"] + sum(len(batch["batch"]) for batch in ())) % 2:
+            if status["queue_size"] % 2:
                 self._send(connection, run, 0, 1_000_000, keyed=True)
         connection.close()
         self._consuming = False

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import msgpack
 
+from rlframe.trajectories.idempotency import MAX_AGE
 from rlframe.trajectories.lanes import Group
+from rlframe.trajectories.leases import ANSWER_KEPT
 from rlframe.trajectories.queue import Queue
 from tests.trajectories.queues import SETTINGS
 
@@ -90,8 +92,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.whole = set()  # groups that are units by themselves
         self.last_served = {}  # (env_id, size) -> the last whole group of a batch
         self.delivered = {}  # batch_id -> its groups
-        self.given = {}  # consumer -> (request, batch)
-        self.accepted = set()  # keys
+        self.given = {}  # consumer -> (request, batch, when)
+        self.accepted = {}  # key -> when
         self.registration = {
             **SETTINGS,
             "batch_size": batch_size,
@@ -114,7 +116,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.log.append((command, copied(arguments), answer, list(forgotten)))
         return answer
 
-    @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
+    @rule(seconds=st.sampled_from([0.5, 5.0, 20.0, ANSWER_KEPT]))
     def wait(self, seconds):
         self.now += seconds
 
@@ -141,8 +143,8 @@ class AnyOrder(RuleBasedStateMachine):
             if answer.duplicate:
                 assert key in self.accepted
             elif answer.status != "refused":
-                assert key is None or key not in self.accepted
-                self.accepted.add(key)
+                assert key is None or self.now >= self.accepted.get(key, -MAX_AGE) + MAX_AGE
+                self.accepted[key] = self.now
                 self.sizes[answer.group_id] = size
                 self.senders[answer.group_id] = env_id
                 if answer.status == "received":
@@ -213,8 +215,10 @@ class AnyOrder(RuleBasedStateMachine):
         step = self.queue.status().current_step
         batch = self.do("take", now=self.now, lease_seconds=lease, consumer=consumer, request=request)
         again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
-        if consumer is not None and not again:  # his next request, whether or not there was something for it
-            self.given[consumer] = (request, batch)
+        again = again and self.now < given[2] + ANSWER_KEPT
+        came_back = again and any(kept["batch_id"] == given[1].batch_id for kept in before.returned)
+        if consumer is not None and (not again or came_back):  # his next request, whether or not it was given something
+            self.given[consumer] = (request, batch, self.now)
         if again:
             assert (batch.batch_id, batch.group_ids) == (given[1].batch_id, given[1].group_ids)
         elif before.returned:
