@@ -116,9 +116,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.log.append((command, copied(arguments), answer, list(forgotten)))
         return answer
 
-    @rule(seconds=st.sampled_from([0.5, 5.0, 20.0, ANSWER_KEPT]))
+    @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
     def wait(self, seconds):
         self.now += seconds
+
+    @rule()
+    def an_hour_later(self):
+        self.now += ANSWER_KEPT
+        self.do("expire", now=self.now)
+        assert Twin(self.queue).answered == []
 
     @rule(
         size=st.sampled_from([1, 1, 2, 2, 3, 4, 5, 10]),
@@ -160,13 +166,14 @@ class AnyOrder(RuleBasedStateMachine):
             max_size=12,
         ),
         lease=st.sampled_from([None, 3.0]),
+        consumer=st.sampled_from([None, "a"]),
     )
-    def work(self, groups, lease):
+    def work(self, groups, lease, consumer):
         """What mostly happens: environments send, a trainer takes all that there is."""
         for size, env_id, version in groups:
             self.add(size, env_id, version, None, 1)
-        for _ in range(4):
-            self.take(lease, None, None)
+        for number in range(4):
+            self.take(lease, consumer, f"work {number}")
 
     @rule(size=st.sampled_from([1, 2, 3, 4, 6]), minimum=st.sampled_from([None, None, 0.25, 0.5]))
     def another_env(self, size, minimum):
