@@ -18,20 +18,26 @@ CARTPOLE = Preset(
     fields={
         **settings(
             f"{ZOO}, CartPole-v1",
-            agent__learning_rate=2.3e-3,
             agent__batch_size=64,
             agent__replay_capacity=100_000,
             agent__min_replay_size=1_000,
             agent__discount=0.99,
             agent__update_period=2,  # 128 updates every 256 steps
-            agent__target_update_period=128,  # once in each of those rounds
             agent__epsilon_decay_steps=8_000,  # 0.16 of 50,000
             agent__epsilon_end=0.04,
-            network__hidden=(256, 256),
         ),
-        **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam", agent__max_grad_norm=10.0),
+        **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
         **settings("without it 3 of 6 seeds solve it, with it 6 of 6", agent__anneal_learning_rate=True),
+        # With the zoo's rate of 2.3e-3, target period of 128 and SB3's norm of 10, returns fell and rose all through a
+        # run, and 4 of 6 seeds ended above 475; with these 16 of 16, where actors were 2 or 16 steps behind.
+        **settings(
+            "found here: the steadiest of 15 variants, 6 to 16 seeds each",
+            agent__learning_rate=1.5e-3,
+            agent__target_update_period=300,
+            agent__max_grad_norm=0.5,
+            network__hidden=(128, 128),
+        ),
         **settings("our choice", steps=100_000, num_envs=8),
     },
 )
