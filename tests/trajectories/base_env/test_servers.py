@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 import time
+import types
 
 import openai
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from rlframe.errors import PeerError, UsageError
 from rlframe.lm.tokenizers import load_tokenizer
 from rlframe.trajectories.base_env import APIServerConfig, ServerBaseline, ServerManager
-from rlframe.trajectories.base_env.servers import ReasoningConfig
+from rlframe.trajectories.base_env.servers import ReasoningConfig, server
 from rlframe.trajectories.base_env.servers.config import servers_of
 from rlframe.trajectories.base_env.servers.slots import Slots
 from rlframe.trajectories.base_env.tokens import tokenize_for_trainer
@@ -170,6 +171,30 @@ def test_what_fails_is_repeated_until_the_timeout(model):
     config = config_of(model).model_copy(update={"timeout": 1, "health_check": False})
     with pytest.raises(PeerError, match=r"did not answer within 1 s and \d+ attempts.*not now"):
         ask([config], lambda manager: manager.completion(prompt="x"))
+
+
+@pytest.mark.parametrize("behind", ["pause", "others"])
+def test_what_is_waited_for_before_a_request_is_not_of_its_time(model, monkeypatch, behind):
+    """After a pause, or others' requests, that took longer than `timeout`, it has all of that and is repeated still."""
+    late, clock = [0.0], time.monotonic
+    monkeypatch.setattr(server, "time", types.SimpleNamespace(monotonic=lambda: clock() + late[0]))
+    model.failures = 1
+    doing = Work("item", Gate())
+
+    async def question(manager):
+        slots = manager.servers[0].sem
+        current.set(doing)
+        doing.gate.set(closed=behind == "pause")
+        async with slots if behind == "others" else contextlib.nullcontext():
+            asking = asyncio.create_task(manager.completion(prompt="x"))
+            while not (slots._waiting or doing.gate._opened._waiters):
+                await asyncio.sleep(0)
+            late[0] = 10.0 * DEADLINE
+        doing.gate.set(closed=False)
+        return await asking
+
+    assert ask([config_of(model, num_max_requests_at_once=1)], question).choices[0].text == "A"
+    assert len(model.requests) == 2
 
 
 def test_what_is_refused_is_not_repeated(model):

@@ -155,11 +155,13 @@ class APIServer:
         slots = self.eval_sem if evaluating else self.sem
         end, pause, attempts = time.monotonic() + self.config.timeout, _PAUSE, 0
         while True:
+            waits = time.monotonic()
             if doing is not None:
                 await doing.gate.passed()
             async with slots:
                 attempts += 1
                 began = time.monotonic()
+                end += began - waits  # neither a pause nor others' requests are of its own time
                 try:
                     answer = await ask(max(1.0, end - began))
                 except self._repeat as error:
