@@ -34,6 +34,10 @@ class CheckpointError(RlframeError):
     """A checkpoint could not be read or written. What was saved before is untouched."""
 
 
+class TooOldError(UsageError):
+    """A group of trajectories is of an older policy than the trainer takes. Another, of the present one, may do."""
+
+
 class StoreError(RlframeError):
     """A store of trajectories is damaged, in use, another program's, or lost what it had acknowledged. Names it."""
 

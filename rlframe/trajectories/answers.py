@@ -79,6 +79,7 @@ class Added(NamedTuple):
     duplicate: bool = False
     reason: str | None = None  # a sentence, where refused
     too_large: bool = False  # refused because no batch can hold it: no retry will do better
+    too_old: bool = False  # refused, and it gets no younger
 
 
 @dataclass(frozen=True)

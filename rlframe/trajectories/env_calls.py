@@ -93,7 +93,11 @@ class EnvCalls(Caller):
             key: idempotency key; None: a new one. A caller that may repeat the call itself (after its own restart,
                 say) gives its own, and the groups are there once.
 
+        Returns:
+            What was kept: of several groups, those that are too old already are not.
+
         Raises:
+            TooOldError: there is none that the trainer still takes.
             UnavailableError: the service is full, or the groups would be too old by their turn, until the deadline (or
                 as every call).
         """

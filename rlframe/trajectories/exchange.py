@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union
 
 import msgspec
 
-from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
+from rlframe.errors import PeerError, RemoteError, TooOldError, UnavailableError, UsageError
 
 MSGPACK = "application/msgpack"
 
@@ -103,7 +103,7 @@ def accepted(base: str, request: Request, reply: Reply) -> dict[str, Any]:
     """The content of an answer that says yes.
 
     Raises:
-        UsageError: the service refused the request: it will not do better when sent again.
+        UsageError: the service refused the request: it will not do better when sent again (TooOldError: of a group).
         UnavailableError: something has to happen first.
         RemoteError: the service failed at it.
         PeerError: that is no trajectory service's answer.
@@ -111,6 +111,8 @@ def accepted(base: str, request: Request, reply: Reply) -> dict[str, Any]:
     call, content = f"{request.method} {base}{request.path}", reply.content
     if reply.status >= 500:
         raise RemoteError(f"{call}: the trajectory service failed with status {reply.status}: {_told(content)}")
+    if reply.status == 409:
+        raise TooOldError(f"{call}: the trajectory service refused it: {_told(content)}")
     if 400 <= reply.status < 500:
         hint = " Give the client the service's token." if reply.status == 401 else ""
         raise UsageError(f"{call}: the trajectory service refused it ({reply.status}): {_told(content)}{hint}")

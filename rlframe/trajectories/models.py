@@ -137,6 +137,7 @@ class ListReceived(BaseModel):
     groups_processed: int
     buffered: int = 0
     last_buffer_size: int = 0
+    too_old: int = 0
 
 
 class Item(BaseModel):
@@ -192,6 +193,11 @@ class NotRegistered(BaseModel):
 
 class Refused(BaseModel):
     status: Literal["full", "too early", "failure"]
+    error: str
+
+
+class TooOld(BaseModel):
+    status: Literal["too old"]
     error: str
 
 

@@ -64,10 +64,13 @@ def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: in
         return Added("refused", reason=reason, too_large=True)
     if registration.max_staleness is None or policy_version is None or epoch.policy_version is None:
         return None
-    age = epoch.policy_version - policy_version + _batches_ahead(epoch, env_id)
+    limit = f"the trainer takes at most {registration.max_staleness}"
+    age = epoch.policy_version - policy_version
+    if age > registration.max_staleness:
+        return Added("refused", reason=f"The group is {age} policy versions old; {limit}.", too_old=True)
+    age += _batches_ahead(epoch, env_id)
     if age <= registration.max_staleness:
         return None
-    limit = f"the trainer takes at most {registration.max_staleness}"
     return Added("refused", reason=f"By its turn the group would be {age} policy versions old; {limit}.")
 
 

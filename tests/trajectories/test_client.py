@@ -9,7 +9,7 @@ import uuid
 
 import pytest
 
-from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
+from rlframe.errors import PeerError, StoppedError, TooOldError, UnavailableError, UsageError
 from rlframe.trajectories import AsyncClient, Client, Group
 from tests.trajectories.flaky_proxy import flaky_proxy
 from tests.trajectories.serving import DEADLINE, running_service
@@ -197,12 +197,16 @@ def test_an_environment_holds_while_too_much_waits(client):
 def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client):
     client.register(**SETTINGS, max_staleness=1)
     client.batch(policy_version=5)
-    with pytest.raises(UnavailableError, match=r"POST .*/scored_data: not accepted after .*2 policy versions old"):
-        client.post(numbered(1, policy_version=3), timeout=0.1)
+    with pytest.raises(TooOldError, match=r"POST .*/scored_data: .*refused it: .* 2 policy versions old; .*at most 1"):
+        client.post(numbered(1, policy_version=3))
+    with pytest.raises(TooOldError, match="2 policy versions old"):
+        client.post([numbered(1, policy_version=3)] * 2)
     # Of several, those that can be taken are, and the others once there is room; none of them twice.
     groups = [numbered(number, policy_version=5) for number in range(4)]
     with pytest.raises(UnavailableError, match="2 of 4 groups were not accepted within 0.1 s"):
         client.post(groups, key="four", timeout=0.1)
+    with pytest.raises(UnavailableError, match=r"POST .*/scored_data: not accepted after .*2 policy versions old"):
+        client.post(numbered(9, policy_version=5), timeout=0.1)
     posted = []
     posting = threading.Thread(target=lambda: posted.append(client.post(groups, key="four", timeout=DEADLINE)))
     posting.start()

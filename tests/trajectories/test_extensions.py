@@ -171,11 +171,17 @@ def test_pause_tells_every_environment_to_hold(api):
 def test_groups_that_come_too_early_are_paced(client):
     api = Api(client, fresh_name()).started(max_staleness=0)
     assert api.post("/policy-version", {"policy_version": 5}).json() == {"status": "success", "policy_version": 5}
-    api.send(1, policy_version=5)
+    api.send(1, 2, policy_version=5)
+    early = api.post("/scored_data", group(policy_version=5))
+    assert (early.status_code, early.json()["status"]) == (503, "too early")
+    assert int(early.headers["Retry-After"]) > 0
     old = api.post("/scored_data", group(policy_version=4))
-    assert (old.status_code, old.json()["status"]) == (503, "too early")
-    assert int(old.headers["Retry-After"]) > 0
-    api.send(2, policy_version=5)
+    assert (old.status_code, old.json()["status"]) == (409, "too old")
+    assert api.post("/scored_data_list", [group(policy_version=4), group()]).json() == {
+        "status": "received",
+        "groups_processed": 1,
+        "too_old": 1,
+    }
     item = api.get("/batch").json()["batch"][0]
     assert item["policy_version"] == 5
 

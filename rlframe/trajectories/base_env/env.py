@@ -324,8 +324,9 @@ class BaseEnv(abc.ABC):
             fit.append(message)
         if fit and do_send_to_api:
             assert self.membership is not None, "env_manager joins before anything is collected"
-            await self.membership.post(fit)
-            self.items_sent_this_step += len(fit)
+            kept = await self.membership.post(fit)
+            self.items_sent_this_step += kept
+            return kept > 0
         return bool(fit)
 
     async def close(self) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import pathlib
 from collections.abc import Sequence
 
-from rlframe.errors import RlframeError, UsageError
+from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageError
 from rlframe.trajectories.base_env.config import BaseEnvConfig
 from rlframe.trajectories.base_env.files import write_atomically
+from rlframe.trajectories.caller import new_key
 from rlframe.trajectories.client import AsyncClient
 from rlframe.trajectories.groups import Group
 from rlframe.trajectories.replies import EnvStatus, Info, RegisteredEnv, WandbInfo
 
 _LEAVE = 5.0  # seconds for the last words
+_PAUSE = 1.0  # seconds before what could not be taken for `service_timeout` seconds is sent again
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +73,24 @@ class Membership:
             logger.warning("%s joins again: %s", self._name, error)
             return None
 
-    async def post(self, groups: Sequence[Group]) -> None:
-        """Sends them in one request; once it returns, they outlive a crash of the service."""
-        await self._client.post(list(groups) if len(groups) > 1 else groups[0])
-        self.posted += len(groups)
+    async def post(self, groups: Sequence[Group]) -> int:
+        """Sends them in one request, and returns how many are kept: these outlive a crash of the service from then on.
+
+        Those that are too old for the trainer are not. While the service answers that it cannot take them now (it is
+        full, say), they wait, as all collecting does.
+        """
+        key, kept = new_key(), 0
+        while True:
+            try:
+                kept = (await self._client.post(list(groups) if len(groups) > 1 else groups[0], key=key)).groups
+            except TooOldError as error:
+                logger.info("What was collected is not sent: %s", error)
+            except UnavailableError as error:
+                logger.warning("What was collected waits: %s", error)
+                await asyncio.sleep(_PAUSE)
+                continue
+            self.posted += kept
+            return kept
 
     async def leave(self) -> None:
         """Says goodbye if the service is there, and closes the connections."""

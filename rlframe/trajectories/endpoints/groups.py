@@ -28,13 +28,16 @@ from rlframe.trajectories.wire import Parsed, parse_group, parse_groups
 
 router = APIRouter(tags=["groups"])
 RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves
+TOO_OLD: dict[int | str, dict[str, Any]] = {
+    409: {"model": models.TooOld, "description": "Sampled from an older policy than the trainer takes."}
+}
 _PACING = 5  # seconds after which a group that came too early may be tried again
 
 
 @router.post(
     "/scored_data",
     response_model=models.Received,
-    responses=WRITES,
+    responses=WRITES | TOO_OLD,
     openapi_extra={**raw_body(reference(models.Item)), "parameters": [KEY_PARAMETER]},
 )
 async def scored_data(request: Request) -> Response:
@@ -57,7 +60,7 @@ async def scored_data(request: Request) -> Response:
 @router.post(
     "/scored_data_list",
     response_model=models.ListReceived,
-    responses=WRITES,
+    responses=WRITES | TOO_OLD,
     openapi_extra={
         **raw_body({"type": "array", "items": reference(models.Item)}),
         "parameters": [KEY_PARAMETER],
@@ -76,15 +79,19 @@ async def scored_data_list(request: Request) -> Response:
     service.check_room(sum(len(group.payload) for group in groups))
     adding = [_add(service, run, group, key and f"{key}/{i}") for i, group in enumerate(groups)]
     added = await asyncio.gather(*adding)
-    refused = [one for one in added if one.status == "refused"]
-    if refused and len(refused) == len(added):
-        return _refused(refused[0])
-    content: dict[str, Any] = {"status": "received", "groups_processed": len(added) - len(refused)}
+    taken = [one for one in added if one.status != "refused"]
+    refused = [one for one in added if one.status == "refused" and not one.too_old]
+    too_old = [one for one in added if one.too_old]
+    if added and not taken:
+        return _refused((refused or too_old)[0])
+    content: dict[str, Any] = {"status": "received", "groups_processed": len(taken)}
     buffered = [one.buffer_size for one in added if one.status == "buffered"]
     if buffered:
         content |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
     if refused:
         content |= {"refused": len(refused), "error": refused[0].reason}
+    if too_old:
+        content["too_old"] = len(too_old)
     return answer(content, headers=REPLAYED if added and all(one.duplicate for one in added) else None)
 
 
@@ -119,4 +126,6 @@ def _refused(added: Added) -> Response:
     reason = added.reason or ""
     if added.too_large:
         return invalid(("body", "tokens"), reason, "too_long")
+    if added.too_old:
+        return answer({"status": "too old", "error": reason}, 409)
     return retry_later(reason, "too early", _PACING)

@@ -51,10 +51,15 @@ def model():
         yield one
 
 
+def report_of(url: str) -> dict:
+    """What the service knows."""
+    with urllib.request.urlopen(f"{url}/report", timeout=DEADLINE) as answer:
+        return json.load(answer)
+
+
 def envs_of(url: str) -> dict[str, dict]:
     """What the service says about environments, by name."""
-    with urllib.request.urlopen(f"{url}/report", timeout=DEADLINE) as answer:
-        return {env["wandb_name"]: env for env in json.load(answer)["envs"]}
+    return {env["wandb_name"]: env for env in report_of(url)["envs"]}
 
 
 def test_groups_arrive_as_they_were_sampled(url, model):
@@ -352,6 +357,42 @@ def test_trajectories_are_put_together_and_items_may_have_followers(url, model):
     assert groups[0].advantages is None
     assert sorted(override["n"] for override in groups[0].overrides) == [65, 66]
     assert groups[0].messages[0][0]["role"] == "user"
+
+
+def test_groups_that_the_trainer_has_left_behind_are_collected_anew(url, model):
+    """What is too old when it comes ends neither the environment nor its worker: a fresh one is sent."""
+    model.policy_version = 1
+    make = lambda: made(Letters, model, url=url, max_num_workers=1)  # noqa: E731
+    with trainer(url, max_staleness=1) as client:
+        client.set_policy_version(1)
+        model.open.clear()
+        with serving_env(make):
+            until(lambda: model.requests, "a group is under way")
+            client.set_policy_version(9)
+            answer = model.answer
+            model.answer = lambda path, body: (setattr(model, "policy_version", 9), answer(path, body))[1]
+            model.open.set()
+            (group,) = pull(client)
+    assert (asked(group), group.policy_version) == ("item 2", 9)
+
+
+def test_what_the_service_cannot_take_now_waits(url, model):
+    """However long: it is there once the trainer takes what is before it."""
+    model.policy_version = 1
+    other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
+    make = lambda: made(Letters, model, url=url, max_num_workers=1, service_timeout=0.5)  # noqa: E731
+    with trainer(url, max_staleness=0, num_steps=2) as client:
+        client.set_policy_version(1)
+        model.open.clear()
+        with serving_env(make) as running:
+            until(lambda: model.requests, "a group is under way")
+            client.post(other)  # a batch that comes before it: by its turn it would be too old
+            model.open.set()
+            until(lambda: report_of(url)["refused"] >= 2, "it is refused again and again")
+            pull(client)
+            (group,) = pull(client)
+            assert asked(group) == "item 1"
+            running.join()
 
 
 def test_several_groups_of_one_item_are_sent_together(url, model):
