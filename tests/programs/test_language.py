@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 
@@ -11,9 +12,12 @@ import pytest
 from rlframe.agents.grpo import GRPOConfig
 from rlframe.errors import UsageError
 from rlframe.lm import ModelConfig, weights
+from rlframe.policy_server import PolicyServerConfig
 from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import load_experiment
-from rlframe.programs.language import LanguageExperiment, train
+from rlframe.programs.language import LanguageExperiment, topology, train
+from rlframe.programs.language.environment import model_server
+from rlframe.programs.language.session import LanguageRun
 from rlframe.trajectories.serving import TrajectoryServer
 from rlframe.trajectories.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
@@ -65,6 +69,43 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
     assert result.learner_steps >= 4
     steps = [row["step"] for row in rows_of(tmp_path / "run") if "reward" in row]
     assert steps == sorted(set(steps))
+
+
+COUNTING = f"""
+from rlframe.programs.naming import load_object
+Reverse = load_object({REVERSE!r}, "environment")
+
+class Counting(Reverse):
+    async def setup(self):
+        await super().setup()
+        self.asked = 0
+
+    async def get_next_item(self):
+        self.asked += 1
+        return await super().get_next_item()
+
+    def save_checkpoint(self, step, data=None):
+        super().save_checkpoint(step, {{**(data or {{}}), "asked": self.asked}})
+"""
+
+
+def test_an_environment_of_a_resumed_run_has_its_name_and_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(topology, "ENV_CHECKPOINT_EVERY", 2)
+    (tmp_path / "counting.py").write_text(COUNTING)
+    env = f"{tmp_path / 'counting.py'}:Counting"
+    saved = []
+    for steps in (6, 12):
+        train(dataclasses.replace(described(steps=steps), env=env), run_dir=tmp_path / "run", resume=steps > 6)
+        (folder,) = (tmp_path / "run" / "env_checkpoints").iterdir()
+        newest = max(folder.iterdir(), key=lambda path: int(path.stem.removeprefix("step-")))
+        saved.append((folder.name, json.loads(newest.read_text())["asked"]))
+    (first, before), (second, after) = saved
+    assert first == second == "reverse_0" and after > before >= 6
+
+
+def test_an_environment_waits_as_long_as_the_policy_server_may_take(tmp_path):
+    run = LanguageRun(described(), None, tmp_path, 1, 0.0, 1, 2)
+    assert model_server(run).timeout >= PolicyServerConfig().request_timeout
 
 
 def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):

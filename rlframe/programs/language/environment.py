@@ -206,7 +206,6 @@ def model_server(run: LanguageRun) -> APIServerConfig:
         model_name=MODEL,
         api_key="none",
         tokenizer_name=run.described.tokenizer_name,
-        timeout=120,
     )
 
 

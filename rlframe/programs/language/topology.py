@@ -20,6 +20,8 @@ from rlframe.trajectories import Client, TrajectoryBuffer
 from rlframe.trajectories.serving import TrajectoryServer
 from rlframe.trajectories.settings import Settings
 
+ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of environments, for those that save something
+
 
 def light_env(engine: Engine, run: LanguageRun) -> None:
     """All four services, and who watches them."""
@@ -42,6 +44,8 @@ def make_learner(run: LanguageRun) -> Learner:
         client.register(
             batch_size=described.agent_config.batch_size,
             max_token_len=described.agent_config.max_tokens,
+            checkpoint_dir=str(run.path),
+            save_checkpoint_interval=ENV_CHECKPOINT_EVERY,
             num_steps=FOR_EVER,  # the monitor ends the run; other steps would be another registration
             max_staleness=described.max_staleness,
             stale="discard" if described.max_staleness is not None else None,

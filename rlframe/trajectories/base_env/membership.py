@@ -45,17 +45,19 @@ class Membership:
     async def join(self) -> RegisteredEnv:
         """Waits for the trainer, and joins; under its earlier name where it was there before."""
         logger.info("%s joins %s, once its trainer has asked for a batch.", self._name, self._client.url)
-        token = self._env.resume_token if self._env is not None else self._saved_token()
-        try:
-            self._env = await self._register(token)
-        except UsageError:
-            if token is None:
-                raise
-            # The service knows nothing of it any more: it was started afresh, or its trainer registered anew.
-            self._env = await self._register(None)
+        config = self._config
+        self._env = await self._client.register_env(
+            desired_name=self._name,
+            group_size=config.group_size,
+            max_token_length=config.max_token_length,
+            weight=config.inference_weight,
+            min_batch_allocation=config.min_batch_allocation,
+            # One that the service does not know (it was started afresh, or its trainer registered anew) means nothing.
+            resume_token=self._env.resume_token if self._env is not None else self._saved_token(),
+            wait=config.service_timeout,
+        )
         if self._resume_file is not None:
-            content = {"url": self._client.url, "resume_token": self._env.resume_token}
-            write_atomically(self._resume_file, json.dumps(content))
+            write_atomically(self._resume_file, json.dumps({"resume_token": self._env.resume_token}))
         return self._env
 
     async def info(self) -> Info:
@@ -99,23 +101,10 @@ class Membership:
                 await self._client.disconnect_env(self._env.env_id, timeout=_LEAVE)
         await self._client.close()
 
-    async def _register(self, token: str | None) -> RegisteredEnv:
-        config = self._config
-        return await self._client.register_env(
-            desired_name=self._name,
-            group_size=config.group_size,
-            max_token_length=config.max_token_length,
-            weight=config.inference_weight,
-            min_batch_allocation=config.min_batch_allocation,
-            resume_token=token,
-            wait=config.service_timeout,
-        )
-
     def _saved_token(self) -> str | None:
         if self._resume_file is None or not self._resume_file.exists():
             return None
         try:
-            saved = json.loads(self._resume_file.read_text())
-            return saved["resume_token"] if saved["url"] == self._client.url else None
+            return json.loads(self._resume_file.read_text())["resume_token"]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"resume_file {self._resume_file} is none that an environment wrote: {error}.") from error
