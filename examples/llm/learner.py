@@ -21,6 +21,7 @@ from rlframe.trajectories import Client, TrajectoryBuffer
 SERVICE, PORT = "http://localhost:8000", 7000
 FOLDER = pathlib.Path("runs/by-hand")
 STEPS = 500
+BATCHES = 10 * STEPS  # that environments serve: more than steps, since a learner that was killed needs some again
 
 config = GRPOConfig(  # those of the preset grpo/reverse
     ModelConfig(hidden_size=128, num_hidden_layers=2, num_key_value_heads=4, max_position_embeddings=64),
@@ -57,7 +58,7 @@ def make_learner(agent):
 
 
 def main():
-    Client(SERVICE).register(batch_size=config.batch_size, max_token_len=config.max_tokens, num_steps=STEPS)
+    Client(SERVICE).register(batch_size=config.batch_size, max_token_len=config.max_tokens, num_steps=BATCHES)
     if not (FOLDER / "weights").exists():
         make_weights(FOLDER / "weights")
     agent = GRPO(dataclasses.replace(config, weights=str(FOLDER / "weights")))
