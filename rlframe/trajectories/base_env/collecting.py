@@ -15,6 +15,8 @@ from rlframe.trajectories.base_env.work import Gate, Work
 
 ATTEMPTS = 3  # for one item
 FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
+FRUITLESS = 100  # items in a row without a group, of which one should hear
+WHY = "collect_trajectories or postprocess_histories gave None, or what they gave was not sent, as logged."
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds before an item's next attempt, doubled with each failure in a row
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,9 @@ class Collector:
         next_item: gives an item, or None where there is none now.
         handle: collects a group for an item and sends it; says whether there was one.
         timeout: seconds for one attempt, not counting pauses; None: none.
+
+    Attributes:
+        fruitless: items in a row that were handled and gave no group.
     """
 
     def __init__(self, next_item: Next, handle: Handle, statistics: Statistics, timeout: float | None) -> None:
@@ -44,6 +49,7 @@ class Collector:
         self._timeout = timeout
         self._again: list[Work] = []
         self._failures = 0  # in a row
+        self.fruitless = 0
         self._changed = asyncio.Event()
 
     async def fill(self, limit: int) -> bool:
@@ -112,6 +118,9 @@ class Collector:
         else:
             self._failures = 0
             self._statistics.ended(one.seconds, sent=sent)
+            self.fruitless = 0 if sent else self.fruitless + 1
+            if self.fruitless and self.fruitless % FRUITLESS == 0:
+                logger.warning("%d items in a row gave no group: %s", self.fruitless, WHY)
         finally:
             self.under_way.discard(one)
             self._changed.set()

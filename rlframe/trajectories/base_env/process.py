@@ -7,7 +7,7 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from rlframe.errors import EnvError, UsageError
-from rlframe.trajectories.base_env.collecting import Collector
+from rlframe.trajectories.base_env.collecting import FRUITLESS, WHY, Collector
 from rlframe.trajectories.base_env.page import write_page
 from rlframe.trajectories.base_env.tracking import WandbRun
 
@@ -26,7 +26,8 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
         The JSONL file and the HTML file.
 
     Raises:
-        EnvError: there were no more items, or collecting failed too often; what was collected is written.
+        EnvError: there were no more items, collecting failed too often, or `FRUITLESS` items in a row gave no group.
+            What was collected is written.
     """
     config = env.config
     if env.groups_file is None:
@@ -40,6 +41,7 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
 
     async def handle(item: Any) -> bool:
         nonlocal done
+        kept = False
         groups = await env.collect_groups(item)
         if groups and done < config.total_steps:
             kept = await env.handle_send_to_api(
@@ -49,8 +51,9 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
                 done += 1
                 env.curr_step = done
                 await env.wandb_log({})
+                logger.info("%d of %d groups", done, config.total_steps)
         await env.cleanup()
-        return bool(groups)
+        return kept
 
     collector = Collector(env.next_item, handle, env.statistics, timeout if timeout > 0 else None)
     try:
@@ -60,7 +63,8 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
             if not more and not collector.under_way:
                 raise EnvError(f"There are no more items after {done} of {config.total_steps} groups.")
             await collector.wait(_LOOK)
-            logger.info("%d of %d groups", done, config.total_steps)
+            if collector.fruitless >= FRUITLESS:
+                raise EnvError(f"{FRUITLESS} items in a row gave no group, after {done} of {config.total_steps}: {WHY}")
     finally:
         await collector.stop()
         await env.close()

@@ -13,6 +13,7 @@ from tests.trajectories.base_env.running import Letters
 class LettersConfig(BaseEnvConfig):
     words: list[str] = Field(default=["a"], description="what is asked")
     weight: float | None = None
+    fruitless: bool = Field(default=False, description="whether no item gives a group")
 
 
 class CommandLine(Letters):
@@ -21,6 +22,9 @@ class CommandLine(Letters):
     @classmethod
     def config_init(cls):
         return LettersConfig(group_size=2, max_token_length=64, use_wandb=True), [APIServerConfig(model_name="m")]
+
+    async def collect_trajectories(self, item):
+        return (None, []) if self.config.fruitless else await super().collect_trajectories(item)
 
     async def evaluate(self, *args, **kwargs):
         answers = await self.gather_eval(

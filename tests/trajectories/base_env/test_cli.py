@@ -13,6 +13,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.trajectories.base_env import APIServerConfig, BaseEnvConfig, EvalHandlingEnum, ServerBaseline, cli
+from rlframe.trajectories.base_env.collecting import FRUITLESS
 from tests.trajectories.base_env.letters import CommandLine
 from tests.trajectories.base_env.model import Model, serving
 from tests.trajectories.base_env.running import DEADLINE, pull, trainer
@@ -39,7 +40,10 @@ def start(model: Model, folder, *arguments: str, **environment: str) -> subproce
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
-    printed, _ = process.communicate(timeout=DEADLINE)
+    try:
+        printed, _ = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
     assert process.returncode == code, printed
     return printed
 
@@ -59,6 +63,13 @@ def test_process_writes_groups_and_a_page_and_needs_no_service(tmp_path, model):
     assert page.count("&lt;b&gt;&amp;") == 6 and "<b>" not in page
     finish(start(model, tmp_path, "process", *options))
     assert (tmp_path / "out/groups_1.jsonl").exists() and (tmp_path / "out/groups_1.html").exists()
+
+
+def test_process_ends_where_no_item_gives_a_group(tmp_path, model):
+    """And says why, in a few lines."""
+    printed = finish(start(model, tmp_path, "process", "--env.total_steps", "1", "--env.fruitless", "true"), 1)
+    assert f"EnvError: {FRUITLESS} items in a row gave no group" in printed
+    assert "0 of 1 groups" not in printed and not (tmp_path / "data").exists()
 
 
 def test_evaluate_writes_its_results(tmp_path, model):
