@@ -158,7 +158,12 @@ class BaseEnv(abc.ABC):
             async with slots:
                 return await task
 
-        return await work.together(map(run, tasks))
+        listed = list(tasks)
+        try:
+            return await work.together(map(run, listed))
+        finally:
+            for task in listed:
+                task.close()  # where one failed, of those that had not begun
 
     @property
     def max_num_workers(self) -> int:

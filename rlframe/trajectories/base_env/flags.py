@@ -63,7 +63,7 @@ class Flags(Generic[Servers]):
             UsageError: an option is unknown, or its value does not fit.
         """
         given = self._given(arguments)
-        file = read_yaml(given.pop(_CONFIG, None))
+        file = {name: told for name, told in read_yaml(given.pop(_CONFIG, None)).items() if told is not None}
         told: dict[str, dict[str, Any]] = {_ENV: {}, _SERVER: {}, "": {}}
         for name, value in given.items():
             space, _, field = name.rpartition(".")

@@ -33,7 +33,9 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
     if env.groups_file is None:
         raise UsageError("process writes groups: give --env.data_path_to_save_groups FILE.jsonl.")
     if config.total_steps < 1:
-        raise UsageError(f"process collects total_steps groups, 1 or more; got {config.total_steps}.")
+        raise UsageError(
+            f"process collects total_steps groups, 1 or more; got {config.total_steps}. Give --env.total_steps."
+        )
     env.process_mode = True
     _track(env)
     timeout = config.worker_timeout

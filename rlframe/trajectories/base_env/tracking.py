@@ -12,7 +12,7 @@ class WandbRun:
     """A run, from now until `finish`.
 
     Raises:
-        UsageError: wandb is not installed.
+        UsageError: wandb is not installed, or cannot begin a run: nobody is logged in, say.
     """
 
     def __init__(self, project: str | None, group: str | None, name: str | None, config: Mapping[str, Any]) -> None:
@@ -23,7 +23,12 @@ class WandbRun:
                 "use_wandb needs wandb: pip install 'rlframe[wandb]', or --env.use_wandb false."
             ) from error
         self._table = wandb.Table
-        self._run = wandb.init(project=project or None, group=group or None, name=name, config=dict(config))
+        try:
+            self._run = wandb.init(project=project or None, group=group or None, name=name, config=dict(config))
+        except wandb.Error as error:
+            raise UsageError(
+                f"Weights & Biases: {error} WANDB_MODE=offline keeps it here, --env.use_wandb false does without."
+            ) from error
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self._run.log(dict(metrics), step=step)

@@ -129,6 +129,14 @@ def test_serve_logs_to_wandb_offline(service, tmp_path, model):
     assert "train/completion_lengths=1" in printed
 
 
+def test_without_a_login_wandb_says_what_to_do(tmp_path, model):
+    folder = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    online = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false", **folder}
+    printed = finish(start(model, tmp_path, "evaluate", "--env.use_wandb", "true", **online), 2)
+    assert "UsageError: Weights & Biases" in printed and "WANDB_MODE=offline" in printed
+    assert "Traceback" not in printed
+
+
 # Options.
 
 
@@ -148,6 +156,12 @@ def test_options_come_from_the_class_then_the_file_then_the_command_line(tmp_pat
     assert (options.env.words, options.manager.slurm) == (["b", "c"], False)
     (server,) = options.servers
     assert (server.base_url, server.model_name, server.num_requests_for_eval) == ("http://file/v1", "x", 9)
+
+
+def test_a_section_of_a_file_may_be_empty(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("env:\nopenai:\n")
+    assert parsed("--config", str(file)) == parsed()
 
 
 def test_values_are_those_of_their_fields():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import threading
 import time
 import urllib.request
 import uuid
+import warnings
 
 import numpy as np
 import pytest
@@ -213,6 +215,26 @@ def test_an_evaluation_pauses_or_limits_collecting(url, model, handling):
         until(lambda: env.number > before + 2, "collecting goes on")
     assert len(env.evaluated[1]) == 3 and all(env.evaluated[1])
     assert len([request for request in model.requests if request["prompt"] == "exam"]) == 3
+
+
+def test_an_evaluation_that_fails_leaves_no_task_unawaited(model):
+    async def task(number):
+        await asyncio.sleep(0)
+        assert number, "the first fails"
+
+    async def run():
+        env = made(Letters, model, max_eval_workers=1)
+        try:
+            await env.gather_eval(map(task, range(9)))
+        finally:
+            await env.close()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(AssertionError, match="the first fails"):
+            asyncio.run(run())
+        gc.collect()
+    assert not [one for one in warned if "never awaited" in str(one.message)]
 
 
 class Counting(Letters):
