@@ -9,7 +9,7 @@ import socket
 import httpx
 import pytest
 
-from rlframe.agents.grpo import GRPOConfig
+from rlframe.agents.grpo import GRPO, GRPOConfig
 from rlframe.errors import UsageError
 from rlframe.lm import ModelConfig, weights
 from rlframe.policy_server import PolicyServerConfig
@@ -18,6 +18,7 @@ from rlframe.programs.experiment import load_experiment
 from rlframe.programs.language import LanguageExperiment, topology, train
 from rlframe.programs.language.environment import model_server
 from rlframe.programs.language.session import LanguageRun
+from rlframe.programs.language.warmup import WarmUp
 from rlframe.trajectories.serving import TrajectoryServer
 from rlframe.trajectories.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
@@ -101,6 +102,15 @@ def test_an_environment_of_a_resumed_run_has_its_name_and_its_checkpoint(tmp_pat
         saved.append((folder.name, json.loads(newest.read_text())["asked"]))
     (first, before), (second, after) = saved
     assert first == second == "reverse_0" and after > before >= 6
+
+
+def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):
+    config = described(agent={"supervised_steps": 10, "supervised_batch_size": 2}).agent_config
+    run = LanguageRun(described(), GRPO(config), tmp_path, 1, 0.0, 1, 2)
+    node = WarmUp(run)
+    node.stop()
+    node.run()
+    assert not (tmp_path / "warmup").exists() and not rows_of(tmp_path)
 
 
 def test_an_environment_waits_as_long_as_the_policy_server_may_take(tmp_path):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import threading
-from typing import Any
+from collections.abc import Sequence
 
 from rlframe import handles
 from rlframe.errors import StoppedError
@@ -34,15 +35,21 @@ class WarmUp:
         env_cls = env_class(run.described.env)
         env = env_cls(env_config(env_cls, run), [model_server(run)])
         tokenizer = load_tokenizer(run.described.tokenizer_name)
+
+        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
+            if self._stop.is_set():
+                raise StoppedError("Told to stop in the supervised warm-up.")
+            return env.demonstrations(source, count)
+
         logger = directory.open_logs(0)
         try:
             with handles.stopped_by_program(self.stop):
                 params = warm_up(
                     run.agent,  # type: ignore[arg-type]
-                    env.demonstrations,
+                    demonstrations,
                     tokenizer,
                     seed=run.described.seed,
-                    logger=_StoppableLogger(logger, self._stop),
+                    logger=logger,
                 )
         except StoppedError:
             return
@@ -54,17 +61,5 @@ class WarmUp:
         os.replace(temporary, directory.warmup)
 
     def stop(self) -> None:
-        """Ends `run()` at the next row. Any thread may call it."""
+        """Ends `run()` before the next update. Any thread may call it."""
         self._stop.set()
-
-
-class _StoppableLogger:
-    """Hands rows on, until it is told to stop."""
-
-    def __init__(self, logger: Any, stop: threading.Event) -> None:
-        self._logger, self._stop = logger, stop
-
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        self._logger.write(step, values)
-        if self._stop.is_set():
-            raise StoppedError("Told to stop in the supervised warm-up.")
