@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import socket
 
 import httpx
@@ -16,7 +17,7 @@ from rlframe.policy_server import PolicyServerConfig
 from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import load_experiment
 from rlframe.programs.language import LanguageExperiment, topology, train
-from rlframe.programs.language.environment import model_server
+from rlframe.programs.language.environment import model_server, next_incarnation
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.language.warmup import WarmUp
 from rlframe.trajectories.serving import TrajectoryServer
@@ -102,6 +103,20 @@ def test_an_environment_of_a_resumed_run_has_its_name_and_its_checkpoint(tmp_pat
         saved.append((folder.name, json.loads(newest.read_text())["asked"]))
     (first, before), (second, after) = saved
     assert first == second == "reverse_0" and after > before >= 6
+
+
+def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_path, monkeypatch):
+    path = tmp_path / "environments" / "0.incarnation"
+    assert [next_incarnation(path), next_incarnation(path)] == [0, 1]
+
+    def killed(self, text, *args, **kwargs):
+        self.open("w").close()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pathlib.Path, "write_text", killed)
+        next_incarnation(path)
+    assert next_incarnation(path) == 2
 
 
 def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):

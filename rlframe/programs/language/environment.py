@@ -14,6 +14,7 @@ from rlframe.actors.actor import env_seed
 from rlframe.errors import UsageError
 from rlframe.programs import naming
 from rlframe.trajectories.base_env import APIServerConfig, BaseEnv
+from rlframe.trajectories.base_env.files import write_atomically
 from rlframe.trajectories.base_env.flags import made
 from rlframe.trajectories.base_env.loop import ServeLoop
 
@@ -81,7 +82,7 @@ class Environment:
 
     def __init__(self, run: LanguageRun, rank: int) -> None:
         self._run, self._rank = run, rank
-        self._incarnation = _next_incarnation(run.path / "environments" / f"{rank}.incarnation")
+        self._incarnation = next_incarnation(run.path / "environments" / f"{rank}.incarnation")
         env_cls = env_class(run.described.env)
         self._metrics = Metrics()
         self._env = env_cls(env_config(env_cls, run, rank, self._incarnation), [model_server(run)])
@@ -209,8 +210,8 @@ def model_server(run: LanguageRun) -> APIServerConfig:
     )
 
 
-def _next_incarnation(path: pathlib.Path) -> int:
-    path.parent.mkdir(exist_ok=True)
+def next_incarnation(path: pathlib.Path) -> int:
+    """How often an environment was started before; the file counts."""
     number = json.loads(path.read_text()) + 1 if path.exists() else 0
-    path.write_text(json.dumps(number))
+    write_atomically(path, json.dumps(number))
     return number

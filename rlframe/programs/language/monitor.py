@@ -14,6 +14,7 @@ from rlframe.errors import EnvError, PeerError, StoppedError
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.monitor import finish
 from rlframe.programs.run_dir import Result, RunDir
+from rlframe.trajectories.base_env.files import write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class LanguageMonitor:
         return json.loads(path.read_text())["evaluated"] if path.exists() else None
 
     def _write_evaluated(self, step: int) -> None:
-        self._directory.progress.write_text(json.dumps({"evaluated": step}))
+        write_atomically(self._directory.progress, json.dumps({"evaluated": step}))
 
     def _result(self, evaluation: dict[str, float] | None) -> Result:
         (began, first), (ended, last) = self._first or self._last, self._last
