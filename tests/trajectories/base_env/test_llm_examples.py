@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import random
+import re
 import sys
 
 import pytest
@@ -168,6 +169,22 @@ def test_calculator(model):
     assert own == [*said("calc 17*23"), *said("calc 391+4"), *said("395")]
     assert exam == {"eval/right": 1.0, "eval/calls": 2.0}
     assert wrong == (0.0, 0) and endless == (pytest.approx(0.1), 3)
+
+
+def test_the_page_of_the_docs_processes_more_items_than_its_file_has_words(tmp_path, monkeypatch, model):
+    (tmp_path / "words.txt").write_text("one\ntwo\n")
+    text = (ROOT / "docs/llm.md").read_text()
+    (source,) = re.findall(r"```python\n((?:(?!```).)*class Shout.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    from rlframe.trajectories.base_env import cli
+
+    names = {"__name__": "shout"}
+    exec(source, names)
+    model.reply = lambda prompt, number: said(["ONE", "two"][number % 2])
+    command = ["process", "--openai.base_url", model.url, "--env.total_steps", "5"]
+    assert cli.run(names["Shout"], command) == 0
+    groups = [json.loads(line) for line in (tmp_path / "data/shout.jsonl").read_text().splitlines()]
+    assert len(groups) == 5 and {score for group in groups for score in group["scores"]} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(("name", "cls"), [("reverse", "Reverse"), ("guess", "Guess"), ("calculator", "Calculator")])
