@@ -146,7 +146,7 @@ class BaseEnv(abc.ABC):
         )
 
     async def cleanup(self) -> None:  # noqa: B027 - there need be none
-        """Called after each item."""
+        """Called after each item, also one that failed."""
 
     # What a subclass uses.
 
@@ -292,10 +292,11 @@ class BaseEnv(abc.ABC):
 
     async def handle_env(self, item: Item) -> bool:
         """Collects for an item and sends it; whether something was sent."""
-        groups = await self.collect_groups(item)
-        sent = bool(groups) and await self.handle_send_to_api(groups, item)
-        await self.cleanup()
-        return sent
+        try:
+            groups = await self.collect_groups(item)
+            return bool(groups) and await self.handle_send_to_api(groups, item)
+        finally:
+            await self.cleanup()
 
     async def handle_send_to_api(
         self,

@@ -43,10 +43,9 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
 
     async def handle(item: Any) -> bool:
         nonlocal done
-        kept = False
-        groups = await env.collect_groups(item)
-        if groups and done < config.total_steps:
-            kept = await env.handle_send_to_api(
+        try:
+            groups = await env.collect_groups(item)
+            kept = bool(groups) and await env.handle_send_to_api(
                 groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
             )
             if kept:
@@ -54,8 +53,9 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
                 env.curr_step = done
                 await env.wandb_log({})
                 logger.info("%d of %d groups", done, config.total_steps)
-        await env.cleanup()
-        return kept
+            return kept
+        finally:
+            await env.cleanup()
 
     collector = Collector(env.next_item, handle, env.statistics, timeout if timeout > 0 else None)
     try:

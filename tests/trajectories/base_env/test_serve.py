@@ -17,7 +17,7 @@ import pytest
 
 from rlframe.errors import EnvError, UnavailableError, UsageError
 from rlframe.trajectories import Group
-from rlframe.trajectories.base_env import EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
+from rlframe.trajectories.base_env import APIServerConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
 from rlframe.trajectories.base_env.collecting import ATTEMPTS, FAILURES_IN_A_ROW
 from rlframe.trajectories.base_env.membership import Membership
 from tests.trajectories.base_env.model import Model, serving
@@ -303,6 +303,95 @@ def test_an_item_that_fails_is_tried_again(url, model):
         (group,) = pull(client)
     assert asked(group) == "item 1"
     assert running.env.tried[:ATTEMPTS] == ["item 1"] * ATTEMPTS
+
+
+def test_cleanup_follows_each_item_also_one_that_failed(url, model):
+    class Tidy(Failing):
+        cleaned = 0
+
+        async def cleanup(self):
+            self.cleaned += 1
+
+    with trainer(url) as client, serving_env(lambda: made(Tidy, model, url=url, max_num_workers=1)) as running:
+        pull(client)
+        running.stop()
+    env = running.env
+    assert env.tried[:ATTEMPTS] == ["item 1"] * ATTEMPTS and env.cleaned == len(env.tried)
+
+
+def test_environments_share_the_model_servers_by_weight_but_for_one_that_takes_all(url, model):
+    class Others(Letters):
+        name = "others"
+
+    slots = lambda running: running.env.server.servers[0].sem.free + running.env.server.servers[0].sem.used  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(trainer(url))
+        three, one, all_ = (
+            stack.enter_context(
+                serving_env(lambda weight=weight: made(Others, model, url=url, inference_weight=weight))
+            )
+            for weight in (3.0, 1.0, -1.0)
+        )
+        until(lambda: (slots(three), slots(one)) == (384, 128), "they have three and one of four parts")
+        until(lambda: all_.env.status_dict, "the third has looked")
+        assert slots(all_) == 512
+
+
+def test_so_many_groups_are_collected_at_once_per_model_server(model):
+    config = Letters.env_config_cls(max_num_workers_per_node=3, use_wandb=False)
+    server = APIServerConfig(base_url=model.url)
+    for servers, at_once in ((1, 3), (2, 6)):
+        assert Letters(config, [server] * servers).max_num_workers == at_once
+    assert made(Letters, model, max_num_workers=5).max_num_workers == 5
+
+
+def test_so_many_tasks_of_an_evaluation_run_at_once(model):
+    at_once = []
+
+    async def run():
+        env, under_way = made(Letters, model, max_eval_workers=3), 0
+
+        async def task(number):
+            nonlocal under_way
+            under_way += 1
+            at_once.append(under_way)
+            await asyncio.sleep(0)
+            under_way -= 1
+            return number
+
+        try:
+            return await env.gather_eval(map(task, range(9)))
+        finally:
+            await env.close()
+
+    assert asyncio.run(run()) == list(range(9)) and max(at_once) == 3
+
+
+class Table:
+    """Where rollouts go, in place of Weights & Biases."""
+
+    def table(self, columns, rows):
+        return rows
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize(("per_group", "texts"), [(1, ["c", "e"]), (-1, ["c", "d", "e", "f"])])
+def test_the_table_of_rollouts_has_the_newest_groups(model, per_group, texts):
+    options = {"num_rollouts_to_keep": 2, "num_rollouts_per_group_for_logging": per_group}
+
+    async def run():
+        env = made(Letters, model, **options)
+        env.tracker = Table()
+        for pair in ("ab", "cd", "ef"):
+            group = ScoredDataGroup(tokens=[[ord(letter)] for letter in pair], masks=[[1], [1]], scores=[0.0, 1.0])
+            await env.add_rollouts_for_wandb(group)
+        table = (await env.create_rollout_table({}))["train/rollouts"]
+        await env.close()
+        return table
+
+    assert [text for text, _ in asyncio.run(run())] == texts
 
 
 def test_an_environment_that_always_fails_ends(url, model):
