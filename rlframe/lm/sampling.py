@@ -27,6 +27,7 @@ from rlframe.lm.config import ModelConfig
 from rlframe.types import Params
 
 Array = Any  # of numpy or of JAX
+_FLOAT32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class SamplingParams:
             raise UsageError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
         if self.top_k < 0:
             raise UsageError(f"top_k must be at least 0 (0: all tokens), got {self.top_k}.")
-        if min(self.stop_tokens, default=0) < 0:
+        if not all(0 <= token < 2**31 for token in self.stop_tokens):
             raise UsageError(f"stop_tokens must be token ids, got {list(self.stop_tokens)}.")
 
 
@@ -83,9 +84,9 @@ def make_rows(keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[Sampli
         row[: len(one.stop_tokens)] = one.stop_tokens
     return Rows(
         np.asarray(keys, np.uint32),
-        np.array([one.temperature for one in sampling], np.float32),
-        np.array([one.top_p for one in sampling], np.float32),
-        np.array([one.top_k for one in sampling], np.int32),
+        np.array([one.temperature for one in sampling]).clip(max=_FLOAT32.max).astype(np.float32),
+        np.array([one.top_p for one in sampling]).clip(_FLOAT32.tiny).astype(np.float32),  # 0 would keep no token
+        np.array([min(one.top_k, _INT32.max) for one in sampling], np.int32),
         stop,
     )
 
@@ -102,7 +103,8 @@ def sample(logits: jax.Array, rows: Rows, sampled: jax.Array) -> tuple[jax.Array
         (tokens `[B]` int32, their log-probabilities `[B]` float32 under `logits` as they are: see the module).
     """
     drawn = rows.temperature > 0
-    scaled = logits / jnp.where(drawn, rows.temperature, 1.0)[:, None]
+    # Below the largest, so that none becomes infinite, however low the temperature is.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(drawn, rows.temperature, 1.0)[:, None]
     cut = drawn & ((rows.top_p < 1) | (rows.top_k > 0))
     # Sorting is left out where no row needs it.
     scaled = jax.lax.cond(jnp.any(cut), lambda x: _cut(x, rows.top_p, rows.top_k), lambda x: x, scaled)

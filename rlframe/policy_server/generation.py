@@ -54,6 +54,9 @@ class Generation:
         skip_special_tokens: bool,
         timeout: float,
     ) -> None:
+        wanted, most = len(asked.prompts) * asked.n, engine.config.max_waiting
+        if wanted > most:
+            raise RefusedError(f"{wanted} answers are asked for at once, of which there may be {most}.", 400)
         self._stop_tokens = asked.sampling.stop_tokens
         self._timeout = timeout
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
@@ -64,9 +67,6 @@ class Generation:
         on_tokens = None
         if self._arrived is not None:
             on_tokens = [functools.partial(self._arrive, index) for index in range(len(prompts))]
-        most = engine.config.max_waiting
-        if len(prompts) > most:
-            raise RefusedError(f"{len(prompts)} answers are asked for at once, of which there may be {most}.", 400)
         try:
             self._handles = engine.submit_many(prompts, asked.sampling, on_tokens)
         except UnavailableError as error:

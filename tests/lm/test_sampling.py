@@ -32,9 +32,10 @@ def learners_log_probs(prompt, tokens):
 
 def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
     rows = sampling.make_rows(np.stack([sampling.row_key(5, i) for i in range(count)]), [params] * count, 1)
-    tokens, log_probs = draw(np.tile(LOGITS, (count, 1)), rows, np.zeros(count, np.int32))
-    np.testing.assert_allclose(log_probs, LOGITS[tokens], atol=1e-6)  # the model's own, whatever the sampling is
-    return np.bincount(tokens, minlength=5) / count
+    logits = LOGITS[::-1] + 20  # the first token, which a mistake would choose, is the unlikeliest
+    tokens, log_probs = draw(np.tile(logits, (count, 1)), rows, np.zeros(count, np.int32))
+    np.testing.assert_allclose(log_probs, LOGITS[4 - tokens], atol=1e-5)  # the model's own, whatever the sampling is
+    return np.bincount(4 - tokens, minlength=5) / count
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,9 @@ def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
         (SamplingParams(top_k=2), np.array([4, 3, 0, 0, 0]) / 7),
         (SamplingParams(top_k=4, top_p=0.8), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),  # 0.85 / 0.95 is above 0.8
         (SamplingParams(top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (SamplingParams(top_k=10**20), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (SamplingParams(top_p=1e-50), [1, 0, 0, 0, 0]),  # 0 in float32
+        (SamplingParams(temperature=2e-38), [1, 0, 0, 0, 0]),  # a logit over it is more than float32 has
     ],
 )
 def test_tokens_are_as_frequent_as_they_should_be(params, expected):
@@ -115,7 +119,7 @@ def test_prompts_that_cannot_be_answered_are_refused(prompt, max_tokens, message
 
 @pytest.mark.parametrize(
     "fields", [dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_p=1.1), dict(top_k=-1),
-               dict(max_tokens=0), dict(stop_tokens=(-1,))]
+               dict(max_tokens=0), dict(stop_tokens=(-1,)), dict(stop_tokens=(2**31,))]
 )  # fmt: skip
 def test_sampling_that_cannot_be_is_refused_by_name(fields):
     with pytest.raises(UsageError, match=next(iter(fields))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import openai
 import pytest
@@ -199,6 +201,7 @@ def test_models_are_listed(client):
         ({"stop": [""]}, "stop has at most 16 strings, of which none is empty"),
         ({"extra_body": {"temprature": 1}}, "There is no option 'temprature'. Did you mean 'temperature'?"),
         ({"extra_body": {"stop_token_ids": list(range(20))}}, "stop_tokens; EngineConfig.max_stop_tokens is 8"),
+        ({"extra_body": {"stop_token_ids": [10**20]}}, "stop_tokens must be token ids"),
     ],
     ids=str,
 )
@@ -209,8 +212,19 @@ def test_what_cannot_be_is_refused_with_a_sentence(client, options, sentence):
     assert caught.value.body["type"] == "invalid_request_error"
 
 
+def test_too_many_answers_are_refused_before_anything_is_made_for_each(client):
+    tracemalloc.start()
+    try:
+        with pytest.raises(openai.BadRequestError, match="100000 answers are asked for at once"):
+            ask(client, n=100_000)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20  # bytes; the server is a thread of this process
+    finally:
+        tracemalloc.stop()
+
+
 def test_what_asks_for_nothing_is_taken(client):
     assert ask(client, frequency_penalty=0, best_of=1, user="me", logit_bias={}, suffix=None).choices
+    assert ask(client, extra_body={"top_k": 10**20}).choices
 
 
 def test_a_chat_that_cannot_be_is_refused(client):
