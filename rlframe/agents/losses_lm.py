@@ -35,6 +35,8 @@ def group_advantages(
         count = jax.ops.segment_sum(jnp.ones_like(x), group, len(x))
         return (jax.ops.segment_sum(x, group, len(x)) / jnp.maximum(count, 1.0))[group]
 
+    # From the lowest on: equal scores have no difference to their mean then, which rounding would make one of.
+    scores = scores - jax.ops.segment_min(scores, group, len(scores))[group]
     centred = scores - mean(scores)
     return centred / (jnp.sqrt(mean(jnp.square(centred))) + epsilon) if normalise_std else centred
 

@@ -27,6 +27,13 @@ def test_without_the_standard_deviation_advantages_are_differences():
     np.testing.assert_allclose(found, [0.5, -0.5, -0.5, 0.5, 2, -1, -1, 0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [3, 7, 8, 16])
+def test_equal_scores_have_no_advantage_however_their_mean_is_rounded(size):
+    scores = np.repeat(np.float32([0.1, 100.1, -12345.678]), size)
+    found = losses_lm.group_advantages(scores, np.repeat(np.arange(3, dtype=np.int32), size))
+    np.testing.assert_array_equal(found, 0)
+
+
 def test_the_order_of_a_groups_sequences_does_not_matter():
     order = np.random.RandomState(0).permutation(len(SCORES))
     found = losses_lm.group_advantages(SCORES[order], GROUP[order])
