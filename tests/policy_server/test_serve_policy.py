@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
 import selectors
@@ -77,16 +76,16 @@ def refusal(folder, *arguments):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.system)])
 def test_a_published_folder_is_served_until_a_signal_and_what_is_under_way_is_answered(folder, number):
-    options = {"model": "mine", "prompt": "ab", "extra_body": {"ignore_eos": True}}
-    with running(folder, "--model-name", "mine") as (process, url):
+    weights.save(folder, LONG, params_of(0))
+    options = {"model": "mine", "prompt": "ab", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+    with running(folder, "--model-name", "mine", "--length", 4096) as (process, url):
         with client_of(url) as client:
-            first = client.completions.create(**options, max_tokens=500)  # which compiles
-            assert (first.policy_version, first.usage.completion_tokens) == (0, 500)
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(client.completions.create, **options, max_tokens=500)
-                until(lambda: httpx.get(f"{url}/policy").json()["running"], "it has not begun")
-                process.send_signal(number)
-                assert answer.result(DEADLINE).usage.completion_tokens == 500
+            first = client.completions.create(**options)  # which compiles
+            assert (first.policy_version, first.usage.completion_tokens) == (0, 3000)
+            stream = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+            next(stream)
+            process.send_signal(number)
+            assert list(stream)[-1].usage.completion_tokens == 3000
         assert process.wait(DEADLINE) == 0
     assert (folder.parent / "log").read_text() == ""
 
