@@ -72,13 +72,14 @@ class Refresher:
         """Waits for the learner to have a version above `known_version`. Raises as `refresh`."""
         self._learner.wait_for_version(known_version, timeout)
 
-    def follow(self, interval: float, *, waits: bool = False) -> None:
+    def follow(self, interval: float, *, waits: bool = False, required: bool = True) -> None:
         """Refreshes every `interval` seconds until `stop` is set, or the program ends.
 
         While the learner is out of reach, the newest that came stay.
 
         Args:
             waits: has the learner say when there are newer ones, in place of the interval.
+            required: there are no parameters but the learner's.
 
         Raises:
             PeerError: no learner answered within `deadline`, and there are no parameters.
@@ -91,9 +92,10 @@ class Refresher:
             except StoppedError:
                 return
             except PeerError as error:
-                if self._known() < 0:
+                known, self.problem = self._known(), str(error)
+                if required and known < 0:
                     raise
-                self.problem = str(error)
-                _log.warning("Inference goes on by version %d of the parameters: %s", self._known(), error)
+                newest = f"version {known} of the parameters" if known >= 0 else "its own parameters"
+                _log.warning("Inference goes on by %s: %s", newest, error)
             if not waits:
                 self._stop.wait(interval)

@@ -14,8 +14,9 @@ from rlframe.policy_server.requests import Asked, ChatRequest, CompletionRequest
 class Replies:
     """The replies to one request.
 
-    Beside OpenAI's fields there are `policy_version`, of the last token; in a choice `policy_versions`, of each token,
-    where it is of several; `stop_reason`; and `token_ids` and `prompt_token_ids` where they were asked for.
+    Beside OpenAI's fields there are `policy_version`, of the last token (of several choices the newest), in each choice
+    too; there `policy_versions`, of each token, where it is of several; `stop_reason`; and `token_ids` and
+    `prompt_token_ids` where they were asked for.
     """
 
     prefix = ""  # of the id
@@ -74,6 +75,8 @@ class Replies:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+        if piece.versions:
+            choice["policy_version"] = piece.versions[-1]
         if len(set(piece.versions)) > 1:
             choice["policy_versions"] = piece.versions
         if self._request.return_token_ids:

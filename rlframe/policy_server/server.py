@@ -88,10 +88,11 @@ class PolicyServer:
             if self._params is not None:
                 self._take(0, self._params)
                 self._params = None  # the engine has a copy
+                self._seen = -1  # a learner's version 0 may be of others
             thread.start()
             with handles.stopped_by_program(self.stop):
                 if self._learner is not None:
-                    self._refresher.follow(self.cfg.refresh_interval)
+                    self._refresher.follow(self.cfg.refresh_interval, required=self._engine is None)
                 else:
                     self._stop.wait()
         finally:

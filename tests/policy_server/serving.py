@@ -50,11 +50,15 @@ class Learner:
 
 @contextlib.contextmanager
 def serving_policy(
-    learner: Any = None, engine: EngineConfig = ENGINE, model_config: ModelConfig = TINY, **options: Any
+    learner: Any = None,
+    engine: EngineConfig = ENGINE,
+    model_config: ModelConfig = TINY,
+    params: Any = None,
+    **options: Any,
 ) -> Iterator[PolicyServer]:
     """A server that runs; raises what `run()` raised."""
     config = PolicyServerConfig(**{"port": 0, "engine": engine, **options})
-    params = params_of(0) if learner is None else None
+    params = params_of(0) if learner is None else params
     server = PolicyServer(config, model_config, "byte", learner, params)
     raised: list[BaseException] = []
 

@@ -87,6 +87,22 @@ def test_newer_parameters_come_in_the_middle_of_an_answer_and_drop_nothing():
         assert report["refreshes"] == 2 and report["since_learner"] < DEADLINE and report["problem"] is None
 
 
+def test_each_of_several_choices_names_its_version():
+    learner = Learner(version=3)
+    one_by_one = dataclasses.replace(LONG_ENGINE, slots=1)
+    with (
+        serving_policy(learner, one_by_one, LONG) as server,
+        client_of(server) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(ask, client, n=2, max_tokens=1000)
+        until(lambda: server.stats()["tokens"] > 1000, "the first has not ended")
+        learner.publish(7)
+        answer = asked.result(DEADLINE)
+    assert answer.policy_version == 7
+    assert [choice.policy_version for choice in answer.choices] == [3, 7]
+
+
 def test_what_newer_parameters_answer_is_theirs():
     learner = Learner(version=1)
     with serving_policy(learner) as server, client_of(server) as client:
@@ -97,6 +113,17 @@ def test_what_newer_parameters_answer_is_theirs():
         assert after.policy_version == 2 and after.choices[0].token_ids != before
     with serving_policy(Learner(version=2)) as server, client_of(server) as client:
         assert ask(client, temperature=0).choices[0].token_ids == after.choices[0].token_ids
+
+
+def test_a_learner_s_first_parameters_take_the_place_of_the_server_s_own():
+    learner = Learner(version=0)
+    learner.published = 0, params_of(9)
+    with serving_policy(learner) as server, client_of(server) as client:
+        expected = ask(client, temperature=0).choices[0].token_ids
+    with serving_policy(learner, params=params_of(0)) as server, client_of(server) as client:
+        until(lambda: policy(server)["learner_version"] == 0, "the learner was not asked")
+        answer = ask(client, temperature=0)
+        assert (answer.policy_version, answer.choices[0].token_ids) == (0, expected)
 
 
 def test_a_learner_that_begins_anew_is_not_followed_and_no_answer_is_lost(caplog):

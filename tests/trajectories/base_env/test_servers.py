@@ -62,13 +62,15 @@ def test_tokens_are_those_that_were_sampled(model, ids):
     assert model.requests[0]["prompt"] == [1, 2] and model.requests[0]["return_token_ids"] is True
 
 
-def test_the_version_of_an_answer_is_that_of_its_oldest_token(model):
+@pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chat"])
+@pytest.mark.parametrize("said", [{"policy_versions": [7, 9]}, {"policy_version": 7}], ids=str)
+def test_the_version_of_an_answer_is_that_of_its_oldest_token(model, said, chats):
     answer = model.answer
     model.policy_version = 9
 
     def with_versions(path, body):
         status, content = answer(path, body)
-        content["choices"][1]["policy_versions"] = [7, 9]
+        content["choices"][1].update(said)
         return status, content
 
     model.answer = with_versions
@@ -76,7 +78,10 @@ def test_the_version_of_an_answer_is_that_of_its_oldest_token(model):
 
     async def question(manager):
         current.set(doing)
-        await manager.tokens_and_logprobs_completion(input_ids=[1], n=2)
+        if chats:
+            await manager.chat_completion(messages=[{"role": "user", "content": "hi"}], n=2)
+        else:
+            await manager.tokens_and_logprobs_completion(input_ids=[1], n=2)
 
     ask([config_of(model)], question)
     assert doing.policy_version == 7

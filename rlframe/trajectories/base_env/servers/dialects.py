@@ -56,7 +56,7 @@ async def completions(client: Any, config: APIServerConfig, options: dict[str, A
         if input_ids is None:
             raise UsageError(f"{config.base_url} does not say the tokens of a prompt: give input_ids, not text.")
     reasons = [choice.finish_reason or "stop" for choice in answer.choices]
-    return Samples(list(input_ids), tokens, logprobs, reasons, _oldest_version(answer))
+    return Samples(list(input_ids), tokens, logprobs, reasons, oldest_version(answer))
 
 
 async def sglang(client: Any, config: APIServerConfig, options: dict[str, Any], timeout: float) -> Samples:
@@ -83,11 +83,14 @@ async def sglang(client: Any, config: APIServerConfig, options: dict[str, Any], 
     )
 
 
-def _oldest_version(answer: Any) -> int | None:
-    """`rlframe serve policy` says the last token's version, and in a choice those of all, where they are several."""
+def oldest_version(answer: Any) -> int | None:
+    """Of the tokens of an answer; None where the server does not say it.
+
+    `rlframe serve policy` says the version of each choice's last token, and where they are several those of all.
+    """
     versions = [getattr(answer, "policy_version", None)]
     for choice in answer.choices:
-        versions += getattr(choice, "policy_versions", None) or []
+        versions += [getattr(choice, "policy_version", None), *(getattr(choice, "policy_versions", None) or [])]
     return min((version for version in versions if version is not None), default=None)
 
 

@@ -171,7 +171,8 @@ class APIServer:
                     (self.eval_request_timings if evaluating else self.request_timings).append(time.monotonic() - began)
                     (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
                     if doing is not None:
-                        doing.answered(getattr(answer, "policy_version", None))
+                        sampled = isinstance(answer, dialects.Samples)
+                        doing.answered(answer.policy_version if sampled else dialects.oldest_version(answer))
                     return answer
             if not isinstance(failure, self._busy):
                 self.server_healthy, self._failed_at = False, time.monotonic()
