@@ -33,10 +33,13 @@ class PublishedTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the package raises bare Exceptions
             raise UsageError(f"The file {folder / 'tokenizer.json'} cannot be read: {error}.") from error
+        self._tokenizer.no_truncation()  # which a file may ask for, and transformers does not heed
+        self._tokenizer.no_padding()
         config = _read(folder / "tokenizer_config.json")
         self._folder = folder
         self._special = {name: _content(config[name]) for name in SPECIAL if config.get(name)}
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max(ids, default=-1)  # they may have gaps
         self.bos_token_id, self.eos_token_id, self.pad_token_id = map(self._id, ("bos_token", "eos_token", "pad_token"))
         self.stop_token_ids = self._stop_ids(_read(folder / "generation_config.json").get("eos_token_id"))
         self._template = _compile(_template(folder, config), folder)
@@ -58,7 +61,11 @@ class PublishedTokenizer:
             raise UsageError(f"The tokenizer in {self._folder} has no chat template: it takes plain text only.")
         try:
             text = self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special
+                messages=list(messages),
+                tools=None,  # templates ask whether they are None
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
             raise UsageError(f"The chat template in {self._folder} refuses the messages: {error}") from error

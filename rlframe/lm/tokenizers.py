@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are; a model may have room for more."""
+        """One more than the highest token; a model may have room for more."""
 
     @property
     def bos_token_id(self) -> int | None:

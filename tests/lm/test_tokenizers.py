@@ -89,6 +89,24 @@ def test_a_published_tokenizer_is_read_with_its_special_tokens(folder):
     assert tokenizer.stop_token_ids == (2,)
 
 
+def test_no_text_is_cut_or_filled_up_whatever_the_file_says(folder):
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(file)
+    assert load_tokenizer(folder).encode("hello there hello") == [1, 3, 4, 3]
+
+
+def test_tokens_above_a_gap_are_tokens(folder):
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["far"] = 9
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.vocab_size == 10
+    assert tokenizer.decode([3, 7, 9, 10, 2**40]) == "hello far"
+
+
 @pytest.mark.parametrize(("listed", "stops"), [([2, 5], (2, 5)), (5, (2, 5)), ([], (2,))])
 def test_more_tokens_may_end_an_answer(folder, listed, stops):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
@@ -102,6 +120,11 @@ def test_conversations_are_rendered_as_transformers_renders_them(folder, case):
         case["messages"], tokenize=False, add_generation_prompt=case["add_generation_prompt"]
     )
     assert text == case["text"]
+
+
+def test_a_template_is_told_that_there_are_no_tools_and_no_documents(folder):
+    write_config(folder, chat_template="{{ tools is none }} {{ documents is none }}")
+    assert load_tokenizer(folder).apply_chat_template([], tokenize=False) == "True True"
 
 
 def test_a_template_of_its_own_file_comes_first_and_its_tokens_are_special(folder):
