@@ -75,5 +75,11 @@ class Text:
 
     def _begun(self) -> int:
         """How many characters at the end may be the beginning of a stop string."""
-        sizes = [size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size])]
+        held = self._held
+        sizes = [
+            size
+            for stop in self._stops
+            for size in range(1, min(len(stop), len(held) + 1))
+            if held.endswith(stop[:size])
+        ]
         return max(sizes, default=0)

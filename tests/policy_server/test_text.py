@@ -51,6 +51,12 @@ def test_what_may_be_the_beginning_of_a_stop_string_is_held_back():
     assert said("", [b"a S", b"TO"], stops=["STOP"])[0] == ["a ", "STO"]
 
 
+def test_a_stop_string_of_a_megabyte_costs_no_more_than_the_text():
+    stop = "x" * (1 << 20) + "y"  # its beginnings have half a terabyte
+    out, taken, stopped_by = said("", [b"x" * 8] * 8, stops=[stop])
+    assert ("".join(out), taken, stopped_by) == ("x" * 64, 64, None)
+
+
 def test_the_first_of_several_stop_strings_counts():
     assert said("", [b"abcd"], stops=["cd", "bc"]) == (["a"], 3, "bc")
 
