@@ -45,7 +45,8 @@ class PublishedTokenizer:
         self._template = _compile(_template(folder, config), folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `Tokenizer`. Special tokens within the text are these tokens."""
+        """See `Tokenizer`."""
+        text = text.encode(errors="replace").decode()
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text; if so asked with those that this tokenizer puts around a text, bos say.
 
-        A special token within the text is that token.
+        A special token within the text is that token; what is no Unicode (half a surrogate pair) is a question mark.
         """
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -76,7 +76,7 @@ class ByteTokenizer:
     stop_token_ids = (eos_token_id,)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `Tokenizer`. What is no Unicode (half a surrogate pair) becomes a question mark."""
+        """See `Tokenizer`."""
         tokens: list[int] = []
         for part in _MARK.split(text):
             tokens += [256 + _MARKS.index(part)] if part in _MARKS else part.encode(errors="replace")

@@ -5,9 +5,9 @@ A field that the engine cannot do is refused with a sentence, unless its value a
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Union
+from typing import Annotated, Any, Literal, NamedTuple, Union
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rlframe.lm.sampling import SamplingParams
 from rlframe.lm.tokenizers import Tokenizer
@@ -35,6 +35,16 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 _LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # that change no answer
+
+
+def _sendable(said: Any) -> Any:
+    """Of a text, or a list of them, what is no Unicode as question marks: JSON may have it, an answer may not."""
+    if isinstance(said, list):
+        return [_sendable(one) if isinstance(one, str) else one for one in said]
+    return said.encode(errors="replace").decode() if isinstance(said, str) else said
+
+
+_Said = Annotated[str, AfterValidator(_sendable)]
 
 
 class Asked(NamedTuple):
@@ -117,7 +127,9 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """`/v1/completions`."""
 
-    prompt: Any = Field(description="a text, a list of texts, token ids, or a list of lists of them")
+    prompt: Annotated[Any, AfterValidator(_sendable)] = Field(
+        description="a text, a list of texts, token ids, or a list of lists of them"
+    )
     max_tokens: int = Field(default=16, description="of each answer")
     logprobs: int | None = Field(default=None, ge=0, description="0 or 1: of the tokens that were sampled")
     echo: bool = Field(default=False, description="texts begin with that of the prompt")
@@ -169,16 +181,16 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
-    text: str
+    text: _Said
 
 
 class Message(BaseModel):
     """A turn of a conversation."""
 
     model_config = ConfigDict(extra="forbid")
-    role: str
-    content: Union[str, list[TextPart]]
-    name: str | None = None
+    role: _Said
+    content: Union[_Said, list[TextPart]]
+    name: _Said | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -82,6 +82,7 @@ def test_a_published_tokenizer_is_read_with_its_special_tokens(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("hello there you") == [1, 3, 4, 0]
     assert tokenizer.encode("hello</s>", add_special_tokens=False) == [3, 2]
+    assert tokenizer.encode("hello \ud800", add_special_tokens=False) == [3, 0]
     assert tokenizer.decode([1, 3, 4, 2, 77], skip_special_tokens=True) == "hello there"
     assert tokenizer.decode([1, 3]) == "<s> hello"
     assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id) == (6, 1, 2)

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import json
 import threading
 
 import httpx
@@ -236,6 +237,22 @@ def test_a_body_is_bounded_and_must_be_json():
         assert caught.value.status_code == 413
         answer = httpx.post(f"{server.url()}/completions", content=b"{", timeout=DEADLINE)
         assert answer.status_code == 400 and "no valid JSON" in answer.json()["error"]["message"]
+
+
+def test_half_a_surrogate_pair_is_a_question_mark():
+    with serving_policy() as server:
+
+        def post(path, **body):
+            content = json.dumps({"model": "policy", **body})
+            answer = httpx.post(f"{server.url()}/{path}", content=content, timeout=DEADLINE)
+            return answer.status_code, answer.json()
+
+        for prompt in ("a\ud83d", ["a\ud83d"]):
+            code, answer = post("completions", prompt=prompt, echo=True, return_token_ids=True)
+            (choice,) = answer["choices"]
+            assert (code, choice["text"][:2], choice["prompt_token_ids"]) == (200, "a?", [97, ord("?")])
+        code, answer = post("chat/completions", messages=[{"role": "\ud83d", "content": "a"}])
+        assert code == 400 and "got '?'" in answer["error"]["message"]
 
 
 def test_prometheus_is_told():
