@@ -101,7 +101,6 @@ class Handle:
             elif len(self._tokens) >= self.request.max_tokens:
                 reason = "length"
             piece = self._answer(slice(start, None), reason)
-            whole = self._answer(slice(None), reason)
         if self._on_tokens is not None:
             try:
                 self._on_tokens(piece)
@@ -109,7 +108,7 @@ class Handle:
                 self.fail(error)
         if reason is not None:
             with self._lock:
-                self._set(whole)
+                self._set(self._answer(slice(None), reason))
         return self.done
 
     def fail(self, error: Exception) -> None:
