@@ -16,6 +16,8 @@ from rlframe.programs.restored import Checkpoints
 from rlframe.programs.run_dir import RunDir
 from rlframe.types import Params
 
+_BYTES = 512  # tokens of a model that may be one of bytes
+
 
 class Policy(NamedTuple):
     """Arguments of a `PolicyServer`."""
@@ -30,11 +32,11 @@ def of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: st
     """A published model, which answers as version 0 until the learner at the address, if any, has a newer one.
 
     Raises:
-        UsageError, CheckpointError: as `rlframe.lm.weights.load`; the address cannot be.
+        UsageError, CheckpointError: as `rlframe.lm.weights.load`; the address cannot be; which tokenizer is not known.
     """
     source = _at(learner)
     model_config, params = weights.load(folder, dtype=dtype)
-    return Policy(model_config, tokenizer or _tokenizer_of(folder), source, params)
+    return Policy(model_config, tokenizer or _tokenizer_of(folder, model_config), source, params)
 
 
 def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> Policy:
@@ -63,5 +65,12 @@ def _at(address: str | None) -> Any:
     return handles.Remote([address], "learner")
 
 
-def _tokenizer_of(folder: str) -> str:
-    return folder if (pathlib.Path(folder) / "tokenizer.json").is_file() else "byte"
+def _tokenizer_of(folder: str, model_config: ModelConfig) -> str:
+    if (pathlib.Path(folder) / "tokenizer.json").is_file():
+        return folder
+    if model_config.vocab_size > _BYTES:
+        raise UsageError(
+            f"The folder {folder} has no tokenizer.json, and its model {model_config.vocab_size} tokens, more than "
+            "bytes need. Say by --tokenizer which folder has the tokenizer."
+        )
+    return "byte"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import selectors
 import signal
@@ -12,11 +13,14 @@ import sys
 import time
 
 import httpx
+import jax
 import openai
 import pytest
 
-from rlframe.lm import weights
+from rlframe.errors import UsageError
+from rlframe.lm import model, weights
 from rlframe.lm.tokenizers import ByteTokenizer
+from rlframe.programs import policy
 from tests.policy_server.serving import LONG, TINY, params_of, until
 from tests.trajectories.serving import ROOT
 
@@ -116,6 +120,16 @@ def test_a_learner_by_its_address_is_followed(folder):
         with serving.serving(Learner(version=5), address):
             until(lambda: httpx.get(f"{url}/policy").json()["version"] == 5, "the learner is not followed")
         assert client.completions.create(**options).policy_version == 5
+
+
+def test_bytes_are_not_guessed_where_a_model_has_thousands_of_tokens(tmp_path):
+    published = dataclasses.replace(TINY, vocab_size=32_000)
+    weights.save(tmp_path, published, model.init(jax.random.key(0), published))
+    with pytest.raises(UsageError, match="has no tokenizer.json, and its model 32000 tokens"):
+        policy.of_folder(str(tmp_path), None, None, None)
+    assert policy.of_folder(str(tmp_path), "byte", None, None).tokenizer == "byte"
+    weights.save(tmp_path, TINY, params_of(0))
+    assert policy.of_folder(str(tmp_path), None, None, None).tokenizer == "byte"
 
 
 def test_input_that_cannot_be_is_one_sentence(tmp_path, folder):
