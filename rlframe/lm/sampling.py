@@ -272,14 +272,14 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length
     """Raises `UsageError` for a prompt that a model cannot answer with `max_tokens` within `length` tokens."""
     if not len(prompt):
         raise UsageError("The prompt is empty: a model needs at least one token, such as bos, to begin with.")
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise UsageError(f"The prompt has the token {wrong}; the model's vocabulary is 0 to {vocab_size - 1}.")
     if len(prompt) + max_tokens > length:
         raise UsageError(
             f"The prompt has {len(prompt)} tokens; with max_tokens {max_tokens} that is more than the {length} that "
             "there is room for."
         )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise UsageError(f"The prompt has the token {wrong}; the model's vocabulary is 0 to {vocab_size - 1}.")
 
 
 def power_of_two(count: int, least: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from rlframe.policy_server.streaming import ClientLeftError, EventStream, while_
 if TYPE_CHECKING:
     from rlframe.policy_server.server import PolicyServer
 
+_IN_THREAD = 16 << 10  # bytes of a request from which on it is encoded beside the event loop: 1 MB may take seconds
 _DESCRIPTION = """A language model that learns meanwhile, behind the OpenAI API.
 
 Every answer names its `policy_version`: that of the parameters which its last token was sampled with."""
@@ -98,7 +100,8 @@ async def _reply(
 ) -> Response:
     _check_model(body.model, server.cfg.model_name)
     engine, tokenizer = server.live_engine(), server.tokenizer
-    asked = body.asked(tokenizer)
+    long = int(request.headers.get("content-length", 0)) > _IN_THREAD
+    asked = await asyncio.to_thread(body.asked, tokenizer) if long else body.asked(tokenizer)
     generation = Generation(
         engine,
         asked,

@@ -54,12 +54,13 @@ def serving_policy(
     engine: EngineConfig = ENGINE,
     model_config: ModelConfig = TINY,
     params: Any = None,
+    tokenizer: Any = "byte",
     **options: Any,
 ) -> Iterator[PolicyServer]:
     """A server that runs; raises what `run()` raised."""
     config = PolicyServerConfig(**{"port": 0, "engine": engine, **options})
     params = params_of(0) if learner is None else params
-    server = PolicyServer(config, model_config, "byte", learner, params)
+    server = PolicyServer(config, model_config, tokenizer, learner, params)
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.lm import EngineConfig
+from rlframe.lm.tokenizers import ByteTokenizer
 from rlframe.policy_server import PolicyServer, PolicyServerConfig
 from tests.policy_server.serving import (
     DEADLINE,
@@ -217,6 +218,30 @@ def test_an_answer_that_takes_too_long_is_given_up(streams):
         with client_of(server) as client, pytest.raises(openai.APIError, match="not complete within 2 s"):
             list(ask(client, max_tokens=30_000, stream=streams))
         until(lambda: server.stats()["running"] == 0, "the slot is still taken")
+
+
+def test_a_long_text_holds_up_nobody_while_it_is_encoded():
+    begun, opened = threading.Event(), threading.Event()
+
+    class Slow(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            begun.set()
+            assert opened.wait(DEADLINE)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    with (
+        serving_policy(tokenizer=Slow()) as server,
+        client_of(server) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(ask, client, prompt="x" * (1 << 20))
+        try:
+            assert begun.wait(DEADLINE)
+            assert ask(client, timeout=20.0).choices
+        finally:
+            opened.set()
+        with pytest.raises(openai.BadRequestError, match="The prompt has 1048576 tokens"):
+            asked.result(DEADLINE)
 
 
 def test_a_token_is_needed_where_there_is_one(tmp_path):
