@@ -56,7 +56,4 @@ def invalid(error: RequestValidationError, known: list[str]) -> RefusedError:
         return RefusedError(f"There is no option {name!r}.{suggest(name, known)}", 400, param=where)
     if first["type"] == "json_invalid":
         return RefusedError(f"The body is no valid JSON: {first['ctx']['error']}.", 400)
-    message = first["msg"].removeprefix("Value error, ")
-    return RefusedError(
-        f"{where}: {message}." if where and first["type"] != "value_error" else message, 400, param=where
-    )
+    return RefusedError(f"{where}: {first['msg']}." if where else first["msg"], 400, param=where or None)

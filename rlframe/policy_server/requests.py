@@ -94,10 +94,11 @@ class _Request(BaseModel):
                 continue
             if name in _NOT_OFFERED:
                 if value not in _NOT_OFFERED[name]:
-                    raise ValueError(f"{name} is not offered by this server.")
+                    raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
             elif name == "best_of":
                 if value != (fields.get("n") or 1):
-                    raise ValueError("best_of is not offered by this server: ask for n, and choose.")
+                    message = "best_of is not offered by this server: ask for n, and choose."
+                    raise RefusedError(message, 400, param="best_of")
             else:
                 kept[name] = value
         return kept

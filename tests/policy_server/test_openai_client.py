@@ -212,6 +212,23 @@ def test_what_cannot_be_is_refused_with_a_sentence(client, options, sentence):
     assert caught.value.body["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"best_of": 4}, "best_of"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"temperature": -1}, None),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_the_field(client, options, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **options)
+    assert caught.value.param == param
+
+
 def test_too_many_answers_are_refused_before_anything_is_made_for_each(client):
     tracemalloc.start()
     try:
