@@ -21,19 +21,19 @@ from rlframe.agents.networks import MLPConfig
 NUM_ACTORS = 2
 LEARNER_STEPS = 20_000
 
-network = MLPConfig(hidden=(256, 256), activation="relu")
+network = MLPConfig(hidden=(128, 128), activation="relu")
 config = DQNConfig(  # those of the preset dqn/cartpole
-    learning_rate=2.3e-3,
+    learning_rate=1e-3,
     anneal_learning_rate=True,
-    batch_size=64,
+    batch_size=128,
     replay_capacity=100_000,
     min_replay_size=1_000,
     update_period=2,
-    target_update_period=128,
+    target_update_period=300,
     epsilon_decay_steps=8_000,
     epsilon_end=0.04,
     optimiser="adam",
-    max_grad_norm=10.0,
+    max_grad_norm=0.5,
     n_step=3,
     double=True,
     total_learner_steps=LEARNER_STEPS,
