@@ -15,7 +15,7 @@ from rlframe.agents import GRPO, GRPOConfig
 from rlframe.learners.warm_up import warm_up
 from rlframe.lm import ModelConfig, weights
 from rlframe.lm.tokenizers import ByteTokenizer
-from rlframe.metrics import JSONLLogger
+from rlframe.metrics import CallbackLogger, JSONLLogger, MultiLogger
 from rlframe.trajectories import Client, TrajectoryBuffer
 
 SERVICE, PORT = "http://localhost:8000", 7000
@@ -41,9 +41,18 @@ config = GRPOConfig(  # those of the preset grpo/reverse
 def make_weights(folder):
     env = Reverse(*Reverse.config_init())
     agent = GRPO(config)
-    print("Learning from demonstrations ...")
-    params = warm_up(agent, env.demonstrations, ByteTokenizer())
+    params = warm_up(agent, env.demonstrations, ByteTokenizer(), logger=CallbackLogger(show_warm_up), log_every=50)
     weights.save(folder, agent.model_config, params)
+    print(f"The weights are in {folder}: start the policy server.", flush=True)
+
+
+def show_warm_up(step, row):
+    print(f"demonstrations, step {step} of {config.supervised_steps}: loss {row['supervised_loss']:.2f}", flush=True)
+
+
+def show(step, row):
+    if step % 10 == 0:
+        print(f"step {step} of {STEPS}: reward {row['reward']:.2f}, staleness {row['staleness']:.1f}", flush=True)
 
 
 def make_learner(agent):
@@ -54,12 +63,13 @@ def make_learner(agent):
         resume=True,
         log_every=1,
     )
-    return Learner(cfg, agent, TrajectoryBuffer(SERVICE), JSONLLogger(FOLDER / "metrics.jsonl"))
+    logger = MultiLogger([JSONLLogger(FOLDER / "metrics.jsonl"), CallbackLogger(show)])
+    return Learner(cfg, agent, TrajectoryBuffer(SERVICE), logger)
 
 
 def main():
     Client(SERVICE).register(batch_size=config.batch_size, max_token_len=config.max_tokens, num_steps=BATCHES)
-    if not (FOLDER / "weights").exists():
+    if not (FOLDER / "weights/config.json").exists():
         make_weights(FOLDER / "weights")
     agent = GRPO(dataclasses.replace(config, weights=str(FOLDER / "weights")))
     program = lp.Program("learner")

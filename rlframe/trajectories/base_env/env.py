@@ -83,6 +83,7 @@ class BaseEnv(abc.ABC):
         self.process_mode = False
         self.rollouts_for_wandb: list[Any] = []
         self.completion_lengths: list[int] = []
+        self._said: set[str] = set()  # why groups were not sent
         self.statistics = Statistics()
         self.tracker: WandbRun | None = None
         self.membership: Membership | None = None
@@ -317,7 +318,9 @@ class BaseEnv(abc.ABC):
             if not group:
                 continue
             if why := scoring.unfit(self, group, abort_on_any_max_length_exceeded):
-                logger.info("A group is not sent: %s.", why)
+                if why not in self._said:  # once: as a model gets better, most of its groups are all right
+                    self._said.add(why)
+                    logger.info("A group is not sent: %s. (train/items_rejected counts such groups.)", why)
                 continue
             message = scoring.to_send(group, self.env_id, None if doing is None else doing.policy_version)
             if self.config.include_messages and message.messages is None:

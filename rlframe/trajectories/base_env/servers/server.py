@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,8 @@ from rlframe.trajectories.base_env.servers.slots import Slots
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before an attempt is repeated, doubled in between
 _PROBE = 5.0  # seconds for the question whether it is there
 _AVOIDED = 10.0  # seconds for which new requests go to other servers, once it failed
+
+logger = logging.getLogger(__name__)
 
 
 class APIServer:
@@ -167,7 +170,7 @@ class APIServer:
                 except self._repeat as error:
                     failure = error
                 else:
-                    self.server_healthy = True
+                    self._note(True)
                     (self.eval_request_timings if evaluating else self.request_timings).append(time.monotonic() - began)
                     (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
                     if doing is not None:
@@ -175,7 +178,8 @@ class APIServer:
                         doing.answered(answer.policy_version if sampled else dialects.oldest_version(answer))
                     return answer
             if not isinstance(failure, self._busy):
-                self.server_healthy, self._failed_at = False, time.monotonic()
+                self._note(False, failure)
+                self._failed_at = time.monotonic()
             await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE)
             if self.config.health_check:
@@ -198,4 +202,18 @@ class APIServer:
             except self._status_error:  # it has no such path, and is there
                 return
             else:
-                self.server_healthy = True
+                self._note(True)
+
+    def _note(self, healthy: bool, failure: Exception | None = None) -> None:
+        """Whether it answers, said where that changes: who waits should know for what."""
+        if healthy != self.server_healthy:
+            if healthy:
+                logger.info("The model server %s answers.", self.config.base_url)
+            else:
+                logger.info(
+                    "The model server %s does not answer yet (%s). It is asked for up to %g s.",
+                    self.config.base_url,
+                    failure,
+                    self.config.timeout,
+                )
+        self.server_healthy = healthy
