@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.results import page, runs
+from benchmarks.results import language, page, runs
 from benchmarks.results.tasks import TASKS
 
 
 def main() -> None:
     """Trains the runs that are not there yet, one after another, and writes the page after each task."""
-    names = [task.name for task in TASKS]
+    names = [task.name for task in (*TASKS, *language.TASKS)]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.results",
         description="Train the runs of docs/results.md that are not in runs/results yet, and write the page.",
@@ -30,6 +30,12 @@ def main() -> None:
                 print(f"{task.title}, seed {seed}: there already", file=sys.stderr)
             else:
                 runs.train(task, seed)
+        page.write()
+    for each in language.TASKS:
+        if asked.page or (asked.names and each.name not in asked.names):
+            continue
+        for seed in each.seeds:
+            language.train(each, seed)
         page.write()
     page.write()
 

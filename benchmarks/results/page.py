@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import statistics
+from collections.abc import Sequence
+from typing import Any
 
-from benchmarks.results import runs
+from benchmarks.results import language, runs
+from benchmarks.results.language import LanguageTask
 from benchmarks.results.runs import ROOT, Outcome
 from benchmarks.results.tasks import TASKS, Task
 from rlframe.metrics import plot_learning_curve
@@ -33,6 +36,8 @@ runs and writes this page; `python -m benchmarks.results NAME` does one task.
   deviation over seeds. Points are the evaluations: mean over seeds, bars from the lowest to the highest seed.
 - **published** figures were measured by others, in their own ways and often over more steps. They show what level to
   expect; they are no ranking.
+
+The sections on language models, at the end, say themselves what they show.
 """
 
 
@@ -40,11 +45,15 @@ def write() -> None:
     """Writes the page over the tasks of which at least one run is finished."""
     outcomes = {task.name: _outcomes(task) for task in TASKS}
     shown = [task for task in TASKS if outcomes[task.name]]
-    if not shown:
+    spoken = [(task, found) for task in language.TASKS if (found := _language_outcomes(task))]
+    if not shown and not spoken:
         raise SystemExit(f"No run in {runs.RUNS} is finished.")
-    parts = [_INTRO, _conditions([one for task in shown for one in outcomes[task.name]])]
-    parts.append(_summary([(task, outcomes[task.name]) for task in shown]))
+    parts = [_INTRO]
+    if shown:
+        parts.append(_conditions([one for task in shown for one in outcomes[task.name]]))
+        parts.append(_summary([(task, outcomes[task.name]) for task in shown]))
     parts += [_section(task, outcomes[task.name]) for task in shown]
+    parts += [_language_section(task, found) for task, found in spoken]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(parts))
 
@@ -53,7 +62,11 @@ def _outcomes(task: Task) -> list[Outcome]:
     return [runs.load(task, seed) for seed in task.seeds if runs.is_finished(task, seed)]
 
 
-def _conditions(outcomes: list[Outcome]) -> str:
+def _language_outcomes(task: LanguageTask) -> list[language.Outcome]:
+    return [language.load(task, seed) for seed in task.seeds if runs.is_finished(task, seed)]
+
+
+def _conditions(outcomes: Sequence[Any]) -> str:
     """The machine, the versions and the days."""
     machines = " and ".join(sorted({one.machine for one in outcomes}))
     dates = sorted({one.date for one in outcomes})
@@ -136,6 +149,24 @@ def _section(task: Task, outcomes: list[Outcome]) -> str:
             f"![{task.title}: returns over environment steps]({_beside(picture)})\n",
             _table(names, ours),
             _table(("published", "steps", "return", "of what", "source"), theirs),
+        ]
+    )
+
+
+def _language_section(task: LanguageTask, outcomes: list[language.Outcome]) -> str:
+    directories = [ROOT / runs.run_dir(task, one.seed) for one in outcomes]
+    directories += [ROOT / language.imitation_dir(task, one.seed) for one in outcomes if one.imitated]
+    picture = plot_learning_curve(directories, IMAGES / f"results-{task.name}.png", target=task.target, over="seconds")
+    passed = sum(one.passed(task) for one in outcomes)
+    asked = f"Asked: {task.measure} of at least {task.target:g} within {_time(task.seconds)}; {passed} of "
+    asked += f"{len(outcomes)} seeds reach it, from {language.median_reached(outcomes)} on (median)."
+    return "\n".join(
+        [
+            f"## {task.title}\n",
+            f"{asked} `{outcomes[0].command}`\n\n{task.about}".rstrip() + "\n",
+            _conditions(outcomes),
+            f"![{task.title}: {task.measure} over wall time]({_beside(picture)})\n",
+            _table(*language.columns(task, outcomes)),
         ]
     )
 

@@ -45,12 +45,12 @@ class Outcome:
         return self.return_mean >= task.target and self.env_steps <= task.within * 1.01  # whole batches of steps
 
 
-def run_dir(task: Task, seed: int) -> pathlib.Path:
+def run_dir(task: Any, seed: int) -> pathlib.Path:
     """Where a run is, from `ROOT`."""
     return RUNS / f"{task.name}-seed{seed}"
 
 
-def is_finished(task: Task, seed: int) -> bool:
+def is_finished(task: Any, seed: int) -> bool:
     """Whether the run is there already."""
     return (ROOT / run_dir(task, seed) / RECORD).is_file()
 
@@ -61,32 +61,50 @@ def train(task: Task, seed: int) -> None:
     Raises:
         SystemExit: the command failed; it has said why.
     """
-    directory = run_dir(task, seed)
+    arguments = ["--agent", task.agent, "--env", task.env, "--seed", str(seed), "--eval-every", str(task.eval_every)]
+    run(run_dir(task, seed), arguments, task.seconds)
+
+
+def run(directory: pathlib.Path, arguments: list[str], stop_after: float | None = None) -> None:
+    """`rlframe train` with these arguments into the directory, interrupted after so many seconds, and its record.
+
+    Raises:
+        SystemExit: the command failed; it has said why.
+    """
     shutil.rmtree(ROOT / directory, ignore_errors=True)
-    arguments = ["train", "--agent", task.agent, "--env", task.env, "--seed", str(seed)]
-    arguments += ["--eval-every", str(task.eval_every), "--json", "--run-dir", str(directory)]
+    arguments = ["train", *arguments, "--json", "--run-dir", str(directory)]
     began = time.monotonic()
-    result = _rlframe(arguments, task.seconds)
+    result = _rlframe(arguments, stop_after)
     seconds = time.monotonic() - began
     if result["return_mean"] is None:  # interrupted when its time was up
         result.update(_rlframe(["evaluate", str(directory), "--json"], None))
         with open(ROOT / directory / "metrics.jsonl", "a") as rows:  # where an uninterrupted run has it
             rows.write(json.dumps({"step": result["env_steps"], "return_mean": result["return_mean"]}) + "\n")
+    write_record(directory, result, seconds, ["rlframe", *arguments])
+
+
+def write_record(directory: pathlib.Path, result: dict[str, Any], seconds: float, command: list[str]) -> None:
+    """What makes a directory a finished run."""
     record = {
         "result": {name: value for name, value in result.items() if name != "run_dir"},
         "seconds": seconds,
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "load": os.getloadavg()[0],
-        "command": ["rlframe", *arguments],
+        "command": command,
     }
     (ROOT / directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def read_record(directory: pathlib.Path) -> dict[str, Any]:
+    """What `write_record` wrote."""
+    return json.loads((ROOT / directory / RECORD).read_text())
 
 
 def load(task: Task, seed: int) -> Outcome:
     """What a finished run left."""
     directory = ROOT / run_dir(task, seed)
-    record = json.loads((directory / RECORD).read_text())
+    record = read_record(run_dir(task, seed))
     curve, result = load_run(directory), record["result"]
     good = [
         step for step, value in zip(curve.evaluated_steps, curve.evaluated_returns, strict=True) if value >= task.target
@@ -112,7 +130,8 @@ def machine() -> str:
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} cores, {names[0] if names else 'an unknown processor'}"
+    cores = len(os.sched_getaffinity(0))  # `taskset` leaves fewer than there are
+    return f"{cores} core{'s' if cores > 1 else ''}, {names[0] if names else 'an unknown processor'}"
 
 
 def _rlframe(arguments: list[str], seconds: float | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Guess a number in several turns: after each guess the game says `<` (it is smaller), `>` or `=`. Needs no download.
 
 A game reads `1-15:8>12<10=`. The model writes the guesses and ends each; what it wrote is never encoded again.
+Demonstrations show that a guess is a number of the range, and nothing of how to choose it.
 
 python examples/llm/guess.py evaluate --openai.base_url http://localhost:8001/v1
 """
@@ -37,28 +38,48 @@ class Guess(BaseEnv):
     async def get_next_item(self) -> int:
         return self.random.randint(1, self.config.largest)
 
-    async def play(self, secret: int, **how: Any) -> tuple[Any, float]:
-        """A game: its sequence, and its score, from 1 for the first guess down to 0 for a number that was not found."""
-        text = f"1-{self.config.largest}:"
+    def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
+        return [self.demonstration(source) for _ in range(count)]
+
+    def demonstration(self, source: random.Random) -> tuple[str, str]:
+        """The game so far, and a guess, of a player who takes any number, whatever was said."""
+        largest, end = self.config.largest, self.tokenizer.decode([self.tokenizer.eos_token_id])
+        secret, text = source.randint(1, largest), f"1-{largest}:"
+        for _ in range(source.randrange(self.config.max_turns)):
+            if (guess := source.randint(1, largest)) != secret:
+                text += f"{guess}{end}" + ("<" if secret < guess else ">")
+        return text, str(source.randint(1, largest))
+
+    async def play(self, secret: int, **how: Any) -> tuple[Any, float, bool]:
+        """A game: its sequence, its score, and whether the number was found.
+
+        Half of the score is for finding it; half is the share of the numbers that are ruled out, all of them once it
+        is found, on average over the turns. A guess that is no number ends the game, with nothing for what is left.
+        """
+        largest, turns = self.config.largest, self.config.max_turns
+        text, low, high, total, found = f"1-{largest}:", 1, largest, 0.0, False
         async with self.server.managed_server(tokenizer=self.tokenizer) as model:
-            for turn in range(self.config.max_turns):
-                said = await model.completion(prompt=text, max_tokens=len(str(self.config.largest)) + 1, **how)
+            for turn in range(turns):
+                said = await model.completion(prompt=text, max_tokens=len(str(largest)) + 1, **how)
                 guess = said.choices[0].text
                 if not guess.isdecimal():
-                    score = -0.5  # worse than not to find it: a guess is a number
                     break
-                if int(guess) == secret:
-                    score = 1.0 - turn / self.config.max_turns
+                number = int(guess)
+                if number == secret:
+                    total, found = total + turns - turn, True
                     break
-                text += guess + ("<" if secret < int(guess) else ">")
-            else:
-                score = 0.0
+                if secret < number:
+                    high = min(high, number - 1)
+                else:
+                    low = max(low, number + 1)
+                total += 1 - (high - low + 1) / largest
+                text += guess + ("<" if secret < number else ">")
             (node,) = model.get_state()["nodes"]
-        return node, score
+        return node, 0.5 * total / turns + 0.5 * found, found
 
     async def collect_trajectory(self, item: int) -> tuple[ScoredDataItem, list[int]]:
-        node, score = await self.play(item, temperature=1.0)
-        self.metrics["train/score"] = score
+        node, score, found = await self.play(item, temperature=1.0)
+        self.metrics |= {"train/score": score, "train/found": float(found)}
         sequence = ScoredDataItem(
             tokens=node.tokens, masks=node.masked_tokens, inference_logprobs=node.logprobs, scores=score
         )
@@ -67,10 +88,9 @@ class Guess(BaseEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         numbers = range(1, self.config.largest + 1)
         games = await self.gather_eval(self.play(secret, temperature=0.0, split="eval") for secret in numbers)
-        scores = [score for _, score in games]
         results = {
-            "eval/found": sum(score > 0 for score in scores) / len(scores),
-            "eval/score": sum(scores) / len(scores),
+            "eval/score": sum(score for _, score, _ in games) / len(games),
+            "eval/found": sum(found for _, _, found in games) / len(games),
         }
         self.metrics |= results
         await self.evaluate_log(results)

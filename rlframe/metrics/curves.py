@@ -7,12 +7,14 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.metrics.files import read_jsonl
+
+Over = Literal["steps", "seconds"]  # what a curve is drawn over: environment steps, or the wall time of the session
 
 _GRID_POINTS = 400
 _MAX_LABEL_DIFFERENCES = 3
@@ -25,10 +27,10 @@ class Run:
     agent: str
     env: str
     config: dict[str, Any]  # of the experiment, flat ("agent_config.learning_rate"), without what differs by seed
-    steps: np.ndarray  # [n] int64, environment steps
+    steps: np.ndarray  # [n] environment steps, or seconds of wall time: what the run was loaded over
     returns: np.ndarray  # [n] float64, mean return of the episodes that ended since the row before
     episodes: np.ndarray  # [n] float64, how many those were
-    evaluated_steps: np.ndarray  # [m] int64
+    evaluated_steps: np.ndarray  # [m] the same
     evaluated_returns: np.ndarray  # [m] float64
 
 
@@ -85,7 +87,7 @@ def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
     return index[np.searchsorted(at, steps)]
 
 
-def load_run(directory: str | os.PathLike[str]) -> Run:
+def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> Run:
     """Reads `metrics.jsonl` and, where it is there, `config.json`.
 
     Raises:
@@ -99,18 +101,29 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
             f"{directory} has no metrics.jsonl ({error.strerror}). Name the directory of a run."
         ) from error
     experiment = _read_experiment(directory / "config.json")
-    trained = [row for row in rows if row.get("episode_return") is not None]
-    evaluated = [row for row in rows if row.get("return_mean") is not None]
+    at = _positions(rows, over)
+    trained = [i for i, row in enumerate(rows) if row.get("episode_return") is not None]
+    evaluated = [i for i, row in enumerate(rows) if row.get("return_mean") is not None]
     return Run(
         agent=_plain(experiment.pop("agent")) if "agent" in experiment else directory.resolve().name,
         env=_plain(experiment.pop("env", "")),
         config=experiment,
-        steps=np.array([row["step"] for row in trained], np.int64),
-        returns=np.array([row["episode_return"] for row in trained], np.float64),
-        episodes=np.array([row.get("episodes") or 1 for row in trained], np.float64),
-        evaluated_steps=np.array([row["step"] for row in evaluated], np.int64),
-        evaluated_returns=np.array([row["return_mean"] for row in evaluated], np.float64),
+        steps=at[trained],
+        returns=np.array([rows[i]["episode_return"] for i in trained], np.float64),
+        episodes=np.array([rows[i].get("episodes") or 1 for i in trained], np.float64),
+        evaluated_steps=at[evaluated],
+        evaluated_returns=np.array([rows[i]["return_mean"] for i in evaluated], np.float64),
     )
+
+
+def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
+    """Where each row [n] is: int64 steps or float64 seconds. A row that does not say the time has that before it."""
+    if over == "steps":
+        return np.array([row["step"] for row in rows], np.int64)
+    seconds = [0.0]
+    for row in rows:
+        seconds.append(row.get("wall_seconds", seconds[-1]))
+    return np.array(seconds[1:], np.float64)
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

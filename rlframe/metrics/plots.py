@@ -11,7 +11,7 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.metrics.base import writing
-from rlframe.metrics.curves import Group, group_runs, load_run
+from rlframe.metrics.curves import Group, Over, group_runs, load_run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -23,17 +23,21 @@ def plot_learning_curve(
     run_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str] | None = None,
     target: float | None = None,
+    over: Over = "steps",
 ) -> pathlib.Path:
     """Draws return against environment steps, one panel for each environment.
 
     Runs that differ by nothing but their seed become one line, their mean, in a band of one standard deviation.
     Evaluations are points (the mean over seeds) with a bar from the lowest to the highest seed.
 
+    Over seconds, at which seeds are evaluated at other times, each run's evaluations are a line, and nothing else is.
+
     Args:
         run_dirs: one run directory or several.
         out: the picture; the suffix decides its format (.png, .svg, .pdf). None: `learning_curve.png` in the run
             directory, or in the current one where there are several runs.
         target: a return to draw a dashed line at.
+        over: `steps`, or `seconds` of wall time since the start of each run.
 
     Returns:
         The path of the picture.
@@ -48,12 +52,12 @@ def plot_learning_curve(
     if out is None:
         out = pathlib.Path(directories[0] if len(directories) == 1 else "") / "learning_curve.png"
     out = pathlib.Path(out)
-    groups = group_runs([load_run(directory) for directory in directories])
+    groups = group_runs([load_run(directory, over) for directory in directories])
     envs = list(dict.fromkeys(group.env for group in groups))
 
     figure, axes = _canvas(len(envs))
     for axis, env in zip(axes, envs, strict=True):
-        _draw_panel(axis, env, [group for group in groups if group.env == env], target)
+        _draw_panel(axis, env, [group for group in groups if group.env == env], target, over)
     _save(figure, out)
     return out
 
@@ -74,19 +78,20 @@ def _canvas(panels: int) -> tuple[Any, list[Any]]:
     return figure, axes[:panels]
 
 
-def _draw_panel(axis: Any, env: str, groups: list[Group], target: float | None) -> None:
+def _draw_panel(axis: Any, env: str, groups: list[Group], target: float | None, over: Over) -> None:
     from matplotlib.ticker import FuncFormatter
 
     axis.set_title(_title(env, groups), loc="left", fontsize=12, fontweight="bold", color=_INK)
-    axis.set_xlabel("environment steps", color=_INK)
-    axis.set_ylabel("episode return", color=_INK)
+    axis.set_xlabel("environment steps" if over == "steps" else "wall time (s)", color=_INK)
+    axis.set_ylabel("episode return" if over == "steps" else "evaluation", color=_INK)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _steps(value)))
     axis.grid(axis="y", color="#E5E5E5", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set_color("#BBBBBB")
     axis.tick_params(colors=_INK, length=0)
-    drawn = [_draw_group(axis, group, _COLOURS[i % len(_COLOURS)], len(groups) == 1) for i, group in enumerate(groups)]
+    draw = _draw_group if over == "steps" else _draw_evaluations
+    drawn = [draw(axis, group, _COLOURS[i % len(_COLOURS)], len(groups) == 1) for i, group in enumerate(groups)]
     if not any(drawn):
         axis.text(0.5, 0.5, "no episode has ended yet", transform=axis.transAxes, ha="center", color=_FAINT)
         return
@@ -115,6 +120,18 @@ def _draw_group(axis: Any, group: Group, colour: str, alone: bool) -> bool:
             elinewidth=1.2, capsize=2, zorder=5, clip_on=False, label=points_label,
         )  # fmt: skip
     return bool(len(steps) or len(at))
+
+
+def _draw_evaluations(axis: Any, group: Group, colour: str, alone: bool) -> bool:
+    """Draws a line for each run. Returns whether there was anything to draw."""
+    evaluated = [run for run in group.runs if len(run.evaluated_steps)]
+    for number, run in enumerate(evaluated):
+        label = f"{group.label}, {len(evaluated)} seeds" if len(evaluated) > 1 else group.label
+        axis.plot(
+            run.evaluated_steps, run.evaluated_returns, color=colour, marker="o", markersize=4, linewidth=1.4,
+            markeredgecolor="white", alpha=0.85, clip_on=False, label=label if number == 0 else None,
+        )  # fmt: skip
+    return bool(evaluated)
 
 
 def _labels(group: Group, alone: bool) -> tuple[str, str | None]:

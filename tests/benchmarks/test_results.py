@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import types
 
 import pytest
 
-from benchmarks.results import page, runs
+from benchmarks.results import language, page, runs
 from benchmarks.results.tasks import TASKS, Task
 from rlframe.metrics import JSONLLogger
+from rlframe.metrics.files import read_jsonl
 
 TASK = dataclasses.replace(TASKS[0], name="toy", env="Toy-v0", target=10.0, within=100, seeds=(1, 2, 3))
+
+SPOKEN = dataclasses.replace(language.TASKS[0], name="toy-lm", env="toy.py:ToyLM", target=0.9, steps=200, seeds=(1, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +27,7 @@ def elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathli
     monkeypatch.setattr(page, "PAGE", tmp_path / "docs/results.md")
     monkeypatch.setattr(page, "IMAGES", tmp_path / "docs/images")
     monkeypatch.setattr(page, "TASKS", (TASK,))
+    monkeypatch.setattr(language, "TASKS", (SPOKEN,))
     return tmp_path
 
 
@@ -133,3 +138,50 @@ def test_all_tasks_name_their_sources():
     assert len({task.name for task in TASKS}) == len(TASKS)
     for task in TASKS:
         assert all(published.source[1].startswith("https://") for published in task.published), task.name
+
+
+def write_language_run(root: pathlib.Path, seed: int, evaluations: list[float], imitated: list[float]) -> None:
+    experiment = {"agent": "grpo", "env": SPOKEN.env, "seed": seed}
+    for directory, values in (
+        (runs.run_dir(SPOKEN, seed), evaluations),
+        (language.imitation_dir(SPOKEN, seed), imitated),
+    ):
+        (root / directory).mkdir(parents=True)
+        notes = {"versions": {"python": "3.10.13"}}
+        (root / directory / "config.json").write_text(json.dumps({"experiment": experiment, "notes": notes}))
+        experiment = {**experiment, "agent": "imitation alone"}
+        logger = JSONLLogger(root / directory / "metrics.jsonl")
+        for number, value in enumerate(values):
+            row = {"return_mean": value, "eval/exact_match": value, "wall_seconds": 100.0 * (number + 1)}
+            logger.write(500 * number, row)
+        logger.close()
+        runs.write_record(directory, {}, 650.0, ["rlframe", "train", "--json"])
+
+
+def test_a_language_model_is_shown_beside_imitation_alone(elsewhere):
+    write_language_run(elsewhere, 1, [0.6, 0.95, 0.8, 0.9, 0.98], [0.0, 0.5, 0.75])
+    write_language_run(elsewhere, 2, [0.6, 0.95, 0.85], [0.01, 0.4])
+    page.write()
+    text = (elsewhere / "docs/results.md").read_text()
+    assert "1 of 2 seeds reach it, from 400 s on (median). `rlframe train`" in text
+    assert "| 1 | 0.000 | 0.600 | 0.980 | 200 | 650 s | 400 s | 0.750 | 1,000 |" in text
+    assert "| 2 | 0.010 | 0.600 | 0.850 | 200 | 650 s | never | 0.400 | 500 |" in text
+    assert (elsewhere / "docs/images/results-toy-lm.png").is_file()
+
+
+def test_a_language_model_that_took_too_long_fails(elsewhere):
+    write_language_run(elsewhere, 1, [0.6, 0.98], [0.0])
+    outcome = language.load(SPOKEN, 1)
+    assert outcome.passed(SPOKEN) and not outcome.passed(dataclasses.replace(SPOKEN, seconds=600.0))
+
+
+def test_imitation_alone_begins_with_random_weights_and_learns(elsewhere, monkeypatch):
+    env = f"{pathlib.Path(__file__).parents[2]}/examples/llm/reverse.py:Reverse"
+    task = dataclasses.replace(SPOKEN, env=env)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(language, "time", types.SimpleNamespace(monotonic=lambda: float(next(clock))))
+    language.imitate(task, seed=1, seconds=60.0)
+    rows = read_jsonl(elsewhere / language.imitation_dir(task, 1) / "metrics.jsonl")
+    steps = [row["step"] for row in rows]
+    assert steps[:2] == [0, 50] and rows[0]["return_mean"] < 0.05 < rows[-1]["return_mean"]
+    assert runs.read_record(language.imitation_dir(task, 1))["seconds"] >= 60.0

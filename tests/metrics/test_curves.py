@@ -33,6 +33,17 @@ def test_smoothing_weighs_each_row_by_its_episodes():
     np.testing.assert_allclose(smoothed(returns, episodes), [5.0, 130.0 / 5.0, 130.0 / 4.0])
 
 
+def test_a_run_may_be_read_over_its_wall_time(tmp_path):
+    logger = JSONLLogger(tmp_path / "metrics.jsonl")
+    logger.write(10, {"episode_return": 1.0, "wall_seconds": 2.5})
+    logger.write(10, {"return_mean": 3.0})  # evaluated at the time of the row before, as it says none
+    logger.write(20, {"return_mean": 4.0, "wall_seconds": 7.5})
+    logger.close()
+    run = load_run(tmp_path, "seconds")
+    assert (run.steps.tolist(), run.evaluated_steps.tolist()) == ([2.5], [2.5, 7.5])
+    assert load_run(tmp_path).evaluated_steps.tolist() == [10, 20]
+
+
 def test_seeds_of_one_experiment_are_one_curve(tmp_path):
     one = make_run(tmp_path / "1", {0: 0.0, 100: 100.0, 200: 200.0}, agent="ppo", env="CartPole-v1", seed=1)
     two = make_run(tmp_path / "2", {0: 20.0, 100: 120.0}, agent="ppo", env="CartPole-v1", seed=2)

@@ -6,7 +6,7 @@ import pytest
 from matplotlib import image
 
 from rlframe.errors import RlframeError, UsageError
-from rlframe.metrics import plot_learning_curve, plots
+from rlframe.metrics import JSONLLogger, plot_learning_curve, plots
 from tests.metrics.test_curves import make_run
 
 
@@ -51,6 +51,22 @@ def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path,
     assert labels(first) == ["PPO, 2 seeds: evaluated 9.0", "DQN, 2 seeds: evaluated 9.0"]
     assert second.get_title(loc="left") == "PPO on B-v1"
     assert labels(second) == ["training, mean and std of 2 seeds", "evaluation: 9.0 at the end"]
+
+
+def test_over_seconds_the_evaluations_of_each_run_are_a_line(tmp_path, figures):
+    runs = []
+    for seed, times in ((1, (3.0, 9.0)), (2, (4.0, 11.0))):
+        runs.append(make_run(tmp_path / str(seed), {}, agent="grpo", env="Reverse", seed=seed))
+        logger = JSONLLogger(runs[-1] / "metrics.jsonl")
+        for step, seconds in zip((1, 2), times):
+            logger.write(step, {"return_mean": step / 2, "wall_seconds": seconds})
+        logger.close()
+    plot_learning_curve(runs, tmp_path / "out.png", over="seconds")
+    (axis,) = figures[0].axes
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("wall time (s)", "evaluation")
+    assert [line.get_xdata().tolist() for line in axis.get_lines()] == [[3.0, 9.0], [4.0, 11.0]]
+    assert [line.get_ydata().tolist() for line in axis.get_lines()] == [[0.5, 1.0]] * 2
+    assert labels(axis) == ["GRPO, 2 seeds"]
 
 
 def test_a_target_is_a_line_that_the_legend_names(tmp_path, figures):

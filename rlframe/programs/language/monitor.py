@@ -153,7 +153,8 @@ class LanguageMonitor:
             return True
         self._evaluation = found
         first = _first_value(found)
-        self._logger.write(max(step, self._row_step), {"return_mean": first, **found})
+        row = {"return_mean": first, **found, "wall_seconds": time.time() - self._run.began}
+        self._logger.write(max(step, self._row_step), row)
         self._write_evaluated(step)
         return True
 

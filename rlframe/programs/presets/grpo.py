@@ -7,6 +7,15 @@ from rlframe.programs.presets.table import Preset, settings
 
 DAPO = "Yu et al. 2025 (DAPO), arXiv:2503.14476"
 
+SMALL = ModelConfig(
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+)
+
 REVERSE = Preset(
     name="grpo/reverse",
     envs=("Reverse",),
@@ -17,14 +26,7 @@ REVERSE = Preset(
         # long: 0.71 after 350 updates.
         **settings(
             "found here, with one seed: 0.93 to 0.98 of held-out strings after 150 to 225 updates",
-            agent__model=ModelConfig(
-                hidden_size=128,
-                intermediate_size=384,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                max_position_embeddings=64,
-            ),
+            agent__model=SMALL,
             agent__learning_rate=3e-4,
             agent__learning_rate_rise=20,
             agent__supervised_steps=300,
@@ -36,4 +38,24 @@ REVERSE = Preset(
     },
 )
 
-PRESETS = (REVERSE,)
+GUESS = Preset(
+    name="grpo/guess",
+    envs=("Guess",),
+    fields={
+        **settings(DAPO, agent__average="token", agent__clip_epsilon_high=0.28),
+        **settings(
+            "found here: see docs/results.md",
+            agent__model=SMALL,
+            agent__kl_cost=0.01,
+            agent__learning_rate=1e-3,
+            agent__learning_rate_rise=20,
+            agent__supervised_steps=150,
+            agent__supervised_batch_size=32,
+            agent__supervised_learning_rate=1e-3,
+        ),
+        **settings("the environment's longest: `1-15:` and 6 turns of 4 tokens", agent__max_tokens=32),
+        **settings("our choice: 8 groups", agent__batch_size=128, env_kwargs={"group_size": 16}),
+    },
+)
+
+PRESETS = (REVERSE, GUESS)

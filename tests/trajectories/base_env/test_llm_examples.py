@@ -122,23 +122,42 @@ def halving(prompt, number):
 def test_guess(model):
     async def use(env):
         model.reply = halving
-        node, score = await env.play(10, temperature=1.0)
+        node, score, found = await env.play(10, temperature=1.0)
         await env.evaluate()
-        found = dict(env.metrics)
+        exam = dict(env.metrics)
+        model.reply = lambda prompt, number: said("1")
+        repeated = await env.play(2, temperature=1.0)
         model.reply = lambda prompt, number: said("x")
         group, _ = await env.collect_trajectories(3)
-        return node, score, found, group
+        return node, score, found, exam, repeated[1:], group
 
-    node, score, found, group = with_env(page("guess").Guess, model, use)
+    node, score, found, exam, repeated, group = with_env(page("guess").Guess, model, use)
     # 8 is too small, 12 too large, 10 is right; each of the model's turns has its end, and is not encoded again
     turns = [said("8"), said("12"), said("10")]
     env_says = [TOKENIZER.encode("1-15:"), list(b">"), list(b"<")]
     pairs = list(zip(env_says, turns))
     assert node.tokens == [token for told, turn in pairs for token in [*told, *turn]]
     assert node.masked_tokens == [token for told, turn in pairs for token in [*[-100] * len(told), *turn]]
-    assert score == pytest.approx(1 - 2 / 6)
-    assert found["eval/found"] == 1.0 and 0.3 < found["eval/score"] < 1
-    assert group["scores"] == [-0.5] * 4 and len(group["tokens"]) == 4 == len(group["inference_logprobs"])
+    # ruled out: 8 of 15 numbers, then 12, then all, for four of the six turns
+    assert found and score == pytest.approx(0.5 + 0.5 * (8 / 15 + 12 / 15 + 4) / 6)
+    assert exam["eval/found"] == 1.0 and 0.9 < exam["eval/score"] < 1
+    assert repeated == (pytest.approx(0.5 * 1 / 15), False)
+    assert group["scores"] == [0.0] * 4 and len(group["tokens"]) == 4 == len(group["inference_logprobs"])
+
+
+def test_guess_demonstrates_games_as_they_are_played():
+    cls = page("guess").Guess
+    config, servers = cls.config_init()
+    demonstrations = cls(config, servers).demonstrations(random.Random(0), 200)
+    games = [re.fullmatch(r"1-15:((?:\d+<\|eos\|>[<>])*)", prompt)[1] for prompt, _ in demonstrations]
+    for game, (_, guess) in zip(games, demonstrations):
+        turns = re.findall(r"(\d+)<\|eos\|>(.)", game)
+        assert all(1 <= int(number) <= 15 for number, _ in [*turns, (guess, "")])
+        low, high = [int(number) for number, told in turns if told == ">"], [int(n) for n, told in turns if told == "<"]
+        assert max(low, default=0) + 1 < min(high, default=17)  # a number is left
+    assert max(game.count("|eos|") for game in games) == 5 and {guess for _, guess in demonstrations} == {
+        str(number) for number in range(1, 16)
+    }
 
 
 def test_calculator(model):
