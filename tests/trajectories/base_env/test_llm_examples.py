@@ -105,6 +105,19 @@ def test_add(model):
     assert group["scores"] == [1.0] * 4 and metrics == {"train/exact_match": 1.0, "eval/exact_match": 1.0}
 
 
+def test_why_groups_are_not_sent_is_said_once(model, caplog):
+    caplog.set_level("INFO", "rlframe.trajectories")
+
+    async def use(env):
+        model.reply = lambda prompt, number: said(page("add").Add.answer((2, 3)))
+        group, _ = await env.collect_trajectories((2, 3))
+        return [await env.handle_send_to_api(group) for _ in range(3)]
+
+    assert with_env(page("add").Add, model, use) == [False] * 3
+    (told,) = [record.getMessage() for record in caplog.records if "not sent" in record.getMessage()]
+    assert "its scores are all 1." in told
+
+
 def halving(prompt, number):
     """Guesses in the middle of what is left."""
     range_, _, turns = text_of(prompt).partition(":")

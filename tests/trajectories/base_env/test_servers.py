@@ -143,7 +143,8 @@ def test_a_server_that_ignores_n_is_asked_often_enough(model, told):
     assert (len(model.requests), len(several)) == (6, 0 if told else 1)
 
 
-def test_requests_go_on_when_the_server_comes_back():
+def test_requests_go_on_when_the_server_comes_back(caplog):
+    caplog.set_level("INFO", "rlframe.trajectories")
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     with contextlib.ExitStack() as stack:
@@ -169,6 +170,9 @@ def test_requests_go_on_when_the_server_comes_back():
         answer, healthy, attempts = ask([config_of(model)], question)
         starter.join()
         assert answer.choices[0].text == "A" and healthy and attempts[0] >= 2
+        told = [record.getMessage() for record in caplog.records if "model server" in record.getMessage()]
+        assert ["does not answer yet" in told[0], told[1]] == [True, f"The model server {model.url} answers."]
+        assert len(told) == 2  # however often it was asked
 
 
 def test_what_fails_is_repeated_until_the_timeout(model):
