@@ -53,8 +53,8 @@ class Guess(BaseEnv):
     async def play(self, secret: int, **how: Any) -> tuple[Any, float, bool]:
         """A game: its sequence, its score, and whether the number was found.
 
-        Half of the score is for finding it; half is the share of the numbers that are ruled out, all of them once it
-        is found, on average over the turns. A guess that is no number ends the game, with nothing for what is left.
+        The score is the share of the numbers that are ruled out, all of them once it is found, on average over the
+        turns. A guess that is no number ends the game, with nothing for the turns that are left.
         """
         largest, turns = self.config.largest, self.config.max_turns
         text, low, high, total, found = f"1-{largest}:", 1, largest, 0.0, False
@@ -75,7 +75,7 @@ class Guess(BaseEnv):
                 total += 1 - (high - low + 1) / largest
                 text += guess + ("<" if secret < number else ">")
             (node,) = model.get_state()["nodes"]
-        return node, 0.5 * total / turns + 0.5 * found, found
+        return node, total / turns, found
 
     async def collect_trajectory(self, item: int) -> tuple[ScoredDataItem, list[int]]:
         node, score, found = await self.play(item, temperature=1.0)

@@ -42,11 +42,10 @@ GUESS = Preset(
     name="grpo/guess",
     envs=("Guess",),
     fields={
-        **settings(DAPO, agent__average="token", agent__clip_epsilon_high=0.28),
+        **settings(DAPO, agent__average="token", agent__clip_epsilon_high=0.28, agent__kl_cost=0.0),
         **settings(
             "found here: see docs/results.md",
             agent__model=SMALL,
-            agent__kl_cost=0.01,
             agent__learning_rate=1e-3,
             agent__learning_rate_rise=20,
             agent__supervised_steps=150,

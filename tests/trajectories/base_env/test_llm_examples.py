@@ -152,9 +152,9 @@ def test_guess(model):
     assert node.tokens == [token for told, turn in pairs for token in [*told, *turn]]
     assert node.masked_tokens == [token for told, turn in pairs for token in [*[-100] * len(told), *turn]]
     # ruled out: 8 of 15 numbers, then 12, then all, for four of the six turns
-    assert found and score == pytest.approx(0.5 + 0.5 * (8 / 15 + 12 / 15 + 4) / 6)
-    assert exam["eval/found"] == 1.0 and 0.9 < exam["eval/score"] < 1
-    assert repeated == (pytest.approx(0.5 * 1 / 15), False)
+    assert found and score == pytest.approx((8 / 15 + 12 / 15 + 4) / 6)
+    assert exam["eval/found"] == 1.0 and 0.85 < exam["eval/score"] < 1
+    assert repeated == (pytest.approx(1 / 15), False)
     assert group["scores"] == [0.0] * 4 and len(group["tokens"]) == 4 == len(group["inference_logprobs"])
 
 
