@@ -51,13 +51,14 @@ TASKS = (
             "1 to 6 lowercase letters. The measure is on 200 different strings that are in no demonstration and are "
             "never asked in training (one string in ten is held out, by its checksum), at temperature 0. The preset "
             "was chosen on another 100 held-out strings; 8 short ones are among these as well. *Imitation alone* goes "
-            "on with the supervised steps, at their learning rate, for the wall time of the whole run."
+            "on with the supervised steps, at their learning rate, for the wall time of the whole run. Where right "
+            "answers can be shown it is the better teacher; GRPO learns from scores alone."
         ),
     ),
     LanguageTask(
         name="grpo-guess",
         env="examples/llm/guess.py:Guess",
-        steps=120,
+        steps=60,
         eval_every=30,
         measure="score",
         target=0.7,
