@@ -58,7 +58,7 @@ TASKS = (
     LanguageTask(
         name="grpo-guess",
         env="examples/llm/guess.py:Guess",
-        steps=60,
+        steps=120,
         eval_every=30,
         measure="score",
         target=0.7,
