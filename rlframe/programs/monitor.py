@@ -50,7 +50,7 @@ class Monitor:
         self._census = Census(self._directory.progress, run.session)
         self._door = Door(run, settles=self._census.goes_on)
         self.admit, self.attend, self.leave = self._door.admit, self._door.attend, self._door.leave
-        self._learner_stats: dict[str, Any] = {"learner_steps": 0, "params_version": 0}
+        self._learner_stats: dict[str, Any] = {}  # what it said last; a monitor that has just restarted knows nothing
         self._began = run.began
         self._row_began, self._row_total = time.monotonic(), self._census.total()
         self._first: tuple[float, int] | None = None  # (when, how many) the first steps were seen
@@ -177,13 +177,13 @@ class Monitor:
         (began, first), (ended, last) = self._first or self._last, self._last
         return Result(
             env_steps=self.env_steps,
-            learner_steps=self._learner_stats["learner_steps"],
+            learner_steps=self._learner_stats.get("learner_steps", 0),
             return_mean=evaluation["return_mean"] if evaluation else None,
             return_std=evaluation["return_std"] if evaluation else None,
             episodes=evaluation["episodes"] if evaluation else 0,
             steps_per_second=(last - first) / max(ended - began, 1e-9),
             wall_seconds=time.time() - self._began,
-            params_version=self._learner_stats["params_version"],
+            params_version=self._learner_stats.get("params_version", 0),
             run_dir=str(self._directory.path),
         )
 

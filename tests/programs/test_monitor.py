@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import courier
 import pytest
 
 from rlframe.actors import Actor
@@ -163,6 +165,19 @@ def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_nex
             wait_until(lambda: evaluated_at(run))
     assert evaluated_at(run) == [350]
     assert Census(RunDir(run.path).progress, run.session).evaluated == 350  # the next one is due at 600
+
+
+def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):
+    """Its version would fall to 0."""
+    run = make_run(tmp_path, steps=100_000, log_every=100)
+    path = RunDir(run.path).metrics
+    with socket.socket() as silent:
+        silent.bind(("localhost", 0))  # and nothing listens there
+        learner = courier.Client(f"localhost:{silent.getsockname()[1]}")
+        with running(Monitor(run, learner, [StoppedActor(350)])):
+            wait_until(lambda: path.exists() and read_jsonl(path))
+    (row, *_) = read_jsonl(path)
+    assert row["step"] == 350 and "params_version" not in row and "learner_steps" not in row
 
 
 def evaluated_at(run: Run) -> list[int]:

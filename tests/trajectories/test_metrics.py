@@ -49,7 +49,7 @@ def test_the_queue_of_each_run_is_told(tmp_path: pathlib.Path) -> None:
         for _ in range(2):
             key = {"Idempotency-Key": "once"}
             api.post("/scored_data", group(4, env_id=env, policy_version=4), headers=key)
-        assert api.post("/scored_data", group(4, env_id=env, policy_version=0)).status_code == 503
+        assert api.post("/scored_data", group(4, env_id=env, policy_version=0)).status_code == 409
         for one in (group(4, env_id=env, policy_version=3), group(4), group(3)):
             assert api.post("/scored_data", one).json() == {"status": "received"}
         for params in ({"lease": 60}, {}):
