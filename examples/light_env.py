@@ -23,9 +23,10 @@ LEARNER_STEPS = 20_000
 
 network = MLPConfig(hidden=(128, 128), activation="relu")
 config = DQNConfig(  # those of the preset dqn/cartpole
+    discount=0.995,
     learning_rate=1e-3,
     anneal_learning_rate=True,
-    batch_size=128,
+    batch_size=64,
     replay_capacity=100_000,
     min_replay_size=1_000,
     update_period=2,

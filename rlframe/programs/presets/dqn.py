@@ -18,9 +18,9 @@ CARTPOLE = Preset(
     fields={
         **settings(
             f"{ZOO}, CartPole-v1",
+            agent__batch_size=64,
             agent__replay_capacity=100_000,
             agent__min_replay_size=1_000,
-            agent__discount=0.99,
             agent__update_period=2,  # 128 updates every 256 steps
             agent__epsilon_decay_steps=8_000,  # 0.16 of 50,000
             agent__epsilon_end=0.04,
@@ -28,12 +28,13 @@ CARTPOLE = Preset(
         **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
         **settings("without it 3 of 6 seeds solve it, with it 6 of 6", agent__anneal_learning_rate=True),
-        # With the zoo's rate of 2.3e-3, batch of 64 and target period of 128, and a norm of 10, returns fell and rose
-        # all through a run, and some ended low. At 1.5e-3 one seed in ten still lost it at the end.
+        # With the zoo's rate of 2.3e-3, target period of 128 and norm of 10, returns fell and rose all through a run.
+        # With its discount of 0.99 a cart that drifts to the edge for 200 steps is worth what one in the middle is:
+        # runs that had 500 for long still lost it at the end.
         **settings(
-            "found here: the steadiest of 18 variants, 6 to 32 seeds each",
+            "found here: the steadiest of 20 variants, 6 to 32 seeds each",
+            agent__discount=0.995,
             agent__learning_rate=1e-3,
-            agent__batch_size=128,
             agent__target_update_period=300,
             agent__max_grad_norm=0.5,
             network__hidden=(128, 128),
