@@ -35,7 +35,10 @@ class TellingLearner(Learner):
     def run(self) -> None:
         print(f"learner {os.getpid()} begins at: {self.learner_steps} {self.params_version} 0", flush=True)
         super().run()
-        self.tell("ends at")
+
+    def _learn(self) -> None:
+        super()._learn()
+        self.tell("ends at")  # not after `run`, which ends the program, and the replay's server with it
 
 
 def env_builder(seed: int) -> SyncEnv:
