@@ -62,13 +62,14 @@ TASKS = (
         eval_every=30,
         measure="score",
         target=0.7,
+        seeds=(4, 5, 6),
         about=(
             "A number from 1 to 15, in at most six guesses, after each of which the game says whether it is smaller or "
             "larger. The demonstrations guess at random, for a mean score of 0.68; that what the game says is of use, "
             "only GRPO finds out. Who guesses at random among what is left has 0.79, who always halves it 0.89. The "
             "measure is over a game for each number at temperature 0, at which who has only seen random guesses says "
             "the same number again and again; *reward*, the mean score of the first and of the last ten updates, is "
-            "at temperature 1."
+            "at temperature 1. The score and the preset were chosen on seeds 1 and 2, which are not shown."
         ),
     ),
 )
