@@ -175,6 +175,7 @@ def test_a_language_model_that_took_too_long_fails(elsewhere):
     assert outcome.passed(SPOKEN) and not outcome.passed(dataclasses.replace(SPOKEN, seconds=600.0))
 
 
+@pytest.mark.system
 def test_imitation_alone_begins_with_random_weights_and_learns(elsewhere, monkeypatch):
     env = f"{pathlib.Path(__file__).parents[2]}/examples/llm/reverse.py:Reverse"
     task = dataclasses.replace(SPOKEN, env=env)

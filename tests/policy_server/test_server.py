@@ -309,6 +309,7 @@ def test_a_server_that_cannot_be_is_refused():
         PolicyServerConfig(max_body_mb=0)
 
 
+@pytest.mark.system
 def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(tmp_path):
     serving = pytest.importorskip("tests.serving")
     from tests.policy_server.learning import BusyLearner

@@ -160,6 +160,7 @@ class Unhappy(IMPALA):
     assert "ValueError: the agent is unhappy" in program.errors().split("rlframe: The node learner")[1]
 
 
+@pytest.mark.system
 def test_a_loss_that_is_not_finite_is_not_tried_again(tmp_path):
     arguments = [*IMPALA, *LONG, "--topology", "heavy_env", "--learning-rate", "1e30", "--quiet"]
     with RunningProgram(tmp_path / "run", *arguments) as program:

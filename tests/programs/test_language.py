@@ -45,6 +45,7 @@ def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.system
 def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
     agent = {"supervised_steps": 3, "supervised_batch_size": 4}
     result = train(described(agent=agent, steps=4, eval_every=2), run_dir=tmp_path / "run")
