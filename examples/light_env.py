@@ -23,6 +23,7 @@ LEARNER_STEPS = 20_000
 
 network = MLPConfig(hidden=(128, 128), activation="relu")
 config = DQNConfig(  # those of the preset dqn/cartpole
+    discount=0.995,
     learning_rate=1e-3,
     anneal_learning_rate=True,
     batch_size=64,
@@ -33,8 +34,7 @@ config = DQNConfig(  # those of the preset dqn/cartpole
     epsilon_decay_steps=8_000,
     epsilon_end=0.04,
     optimiser="adam",
-    huber_threshold=2.0,
-    max_grad_norm=1.0,
+    max_grad_norm=0.5,
     n_step=3,
     double=True,
     total_learner_steps=LEARNER_STEPS,
