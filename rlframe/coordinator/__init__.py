@@ -1,0 +1,1 @@
+"""The coordinator: elastic training that does not stop. See docs/coordinator.md."""

@@ -1,0 +1,189 @@
+"""What a coordinator and its workers say to each other: typed, picklable, and small.
+
+Steps and parameters never travel in them: those go through the replay buffer and the param store. Every request but
+`ping` and `resources` carries a `Header`, by which a repeated, late or misdirected one is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+Role = Literal["learner", "collector", "evaluator"]
+Kind = Literal["learn", "collect", "evaluate"]
+
+ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
+KINDS: dict[Role, Kind] = {"learner": "learn", "collector": "collect", "evaluator": "evaluate"}  # what each works at
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a call belongs to. A worker takes part in the newest attempt that it heard of, and refuses older ones."""
+
+    task_id: str
+    attempt: int  # of the task, from 0
+    worker_id: str  # "collector/1": the role and the index
+    incarnation: int  # of that index, from 0
+    seq: int  # rises with every new call to a worker, across restarts of the coordinator; the same one: a repetition
+
+
+# --- requests
+
+
+@dataclasses.dataclass(frozen=True)
+class StartTask:
+    """What to work at from now on.
+
+    Attributes:
+        kind: learn, collect or evaluate.
+        policy_id: whose parameters, in the param store.
+        options: of an evaluation `params_version`, the one version that it is of; of a learner `min_version`, which
+            it publishes above.
+    """
+
+    kind: Kind
+    policy_id: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchMeta:
+    """Which items a learner fetches from the replay buffer: a batch without its data."""
+
+    keys: np.ndarray  # [B, 3] int64
+    probabilities: np.ndarray  # [B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learn:
+    """Batches to learn from: by their keys, or so many as the learner draws itself."""
+
+    count: int  # updates at most
+    batches: tuple[BatchMeta, ...] | None = None  # `count` of them; None: a grant, the learner draws and reports
+    seconds: float = 0.25  # after which no further update is begun
+
+
+@dataclasses.dataclass(frozen=True)
+class GetData:
+    """How long a collector steps its environments before it says how far it is."""
+
+    steps: int = 0  # environment steps to take at least, where the time lasts; 0: until it is up
+    seconds: float = 0.25
+
+
+# --- replies
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What a worker answers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NotReady(Reply):
+    """The call is under way, or waits for something: say it again, with the same number."""
+
+    why: str = ""  # starting, data, params, busy
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused(Reply):
+    """The call is of another attempt, incarnation or number than this worker is at: it changed nothing."""
+
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed(Reply):
+    """The call raised."""
+
+    error: str  # the exception's type
+    message: str
+    traceback: str = ""
+    for_good: bool = False  # another try would end in the same way
+
+
+@dataclasses.dataclass(frozen=True)
+class Alive(Reply):
+    """The answer to `ping`."""
+
+    worker_id: str
+    incarnation: int
+    phase: str  # idle, starting, running or closing
+    task_id: str | None = None
+    attempt: int = -1
+    progress: int = 0  # rises with everything that is done: a worker that answers, and at which it stands, is stuck
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources(Reply):
+    """What a worker has to work with."""
+
+    host: str
+    pid: int
+    cpus: int
+    memory_bytes: int
+    accelerators: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Started(Reply):
+    """A task has begun."""
+
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand(Reply):
+    """How many batches a learner can take now."""
+
+    batches: int
+    params_version: int
+    learner_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One batch that was learned from: which items, and their new priorities where the agent gives some."""
+
+    keys: np.ndarray  # [B, 3] int64
+    priorities: np.ndarray | None = None  # [B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(Reply):
+    """What came of a `Learn`."""
+
+    params_version: int  # that is in the param store
+    learner_steps: int  # since the run began
+    updates: tuple[Update, ...]  # one for each batch that was learned from
+    dropped: int = 0  # batches that were granted and not learned from: too old, or gone
+    logs: dict[str, float] = dataclasses.field(default_factory=dict)  # of the last update
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected(Reply):
+    """How far a collector is."""
+
+    stats: dict[str, float]  # as `Actor.stats`: counters since it was made, its rank and incarnation
+    params_version: int  # that acted last
+    waits: bool = False  # for newer parameters, or for room in the buffer
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated(Reply):
+    """An evaluation, of exactly one version."""
+
+    params_version: int
+    values: dict[str, float]  # return_mean, return_std, length_mean, episodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed(Reply):
+    """A task has ended."""
+
+    result: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # learner: learner_steps, params_version; others: stats

@@ -1,0 +1,102 @@
+"""The states of jobs, tasks and workers, and which may follow which."""
+
+from __future__ import annotations
+
+import enum
+
+from rlframe.errors import RlframeError
+
+
+class TransitionError(RlframeError):
+    """A state was to follow that cannot: a bug of this package's, never of a worker's."""
+
+
+class JobState(str, enum.Enum):
+    """Of a run under a coordinator."""
+
+    INIT = "INIT"
+    CONNECTING = "CONNECTING"  # to the operator
+    WAITING = "WAITING"  # for a learner
+    RUNNING = "RUNNING"
+    DEGRADED = "DEGRADED"  # it runs, but for what it lacks: the learner is being replaced
+    PAUSED = "PAUSED"
+    DRAINING = "DRAINING"  # tasks are closed, the last version is evaluated
+    CLOSED = "CLOSED"
+    FAILED = "FAILED"
+
+
+class TaskState(str, enum.Enum):
+    """Of what one worker at a time works at."""
+
+    PENDING = "PENDING"
+    ASSIGNED = "ASSIGNED"  # to a worker that has been told to start
+    RUNNING = "RUNNING"
+    CLOSING = "CLOSING"
+    RETRYING = "RETRYING"  # its worker was lost
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+class WorkerState(str, enum.Enum):
+    """Of one incarnation of a worker."""
+
+    REQUESTED = "REQUESTED"
+    CONNECTING = "CONNECTING"
+    IDLE = "IDLE"
+    BUSY = "BUSY"
+    CLOSING = "CLOSING"  # its task
+    SUSPECT = "SUSPECT"  # it has not answered for a while
+    LOST = "LOST"
+    DRAINING = "DRAINING"  # it is to go
+    GONE = "GONE"
+
+
+_J, _T, _W = JobState, TaskState, WorkerState
+
+_ENDS = {_J.DRAINING, _J.FAILED}
+_LIVE = {_W.SUSPECT, _W.LOST, _W.DRAINING, _W.GONE}
+
+TRANSITIONS: dict[enum.Enum, frozenset[enum.Enum]] = {
+    key: frozenset(values)
+    for key, values in {
+        _J.INIT: {_J.CONNECTING, *_ENDS},
+        _J.CONNECTING: {_J.WAITING, *_ENDS},
+        _J.WAITING: {_J.RUNNING, _J.PAUSED, *_ENDS},
+        _J.RUNNING: {_J.DEGRADED, _J.PAUSED, *_ENDS},
+        _J.DEGRADED: {_J.RUNNING, _J.PAUSED, *_ENDS},
+        _J.PAUSED: {_J.WAITING, _J.RUNNING, _J.DEGRADED, *_ENDS},
+        _J.DRAINING: {_J.CLOSED, _J.FAILED},
+        _J.CLOSED: set(),
+        _J.FAILED: set(),
+        _T.PENDING: {_T.ASSIGNED, _T.CANCELLED, _T.FAILED},
+        _T.ASSIGNED: {_T.RUNNING, _T.CLOSING, _T.RETRYING, _T.FAILED, _T.CANCELLED},
+        _T.RUNNING: {_T.CLOSING, _T.RETRYING, _T.SUCCEEDED, _T.FAILED, _T.CANCELLED},
+        _T.CLOSING: {_T.SUCCEEDED, _T.CANCELLED, _T.FAILED},
+        _T.RETRYING: {_T.PENDING, _T.FAILED, _T.CANCELLED},
+        _T.SUCCEEDED: set(),
+        _T.FAILED: set(),
+        _T.CANCELLED: set(),
+        _W.REQUESTED: {_W.CONNECTING, _W.LOST, _W.GONE, _W.DRAINING},
+        _W.CONNECTING: {_W.IDLE, *_LIVE},
+        _W.IDLE: {_W.BUSY, *_LIVE},
+        _W.BUSY: {_W.CLOSING, _W.IDLE, *_LIVE},
+        _W.CLOSING: {_W.IDLE, *_LIVE},
+        _W.SUSPECT: {_W.CONNECTING, _W.IDLE, _W.BUSY, _W.CLOSING, _W.LOST, _W.DRAINING, _W.GONE},
+        _W.DRAINING: {_W.LOST, _W.GONE},
+        _W.LOST: set(),
+        _W.GONE: set(),
+    }.items()
+}
+
+
+def is_over(state: enum.Enum) -> bool:
+    """Whether nothing follows this state."""
+    return not TRANSITIONS[state]
+
+
+def check(before: enum.Enum, after: enum.Enum) -> None:
+    """Raises TransitionError where `after` may not follow `before`."""
+    if after not in TRANSITIONS[before]:
+        allowed = ", ".join(sorted(state.name for state in TRANSITIONS[before])) or "nothing: it is over"
+        raise TransitionError(f"{type(before).__name__} {before.name} cannot become {after.name}, only {allowed}.")
