@@ -29,7 +29,7 @@ DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is 
 
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two rounds of attempts, doubled from round to round
 _RETURN_AFTER = 30.0  # seconds after which the first of several peers is tried again
-_NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Remote:
         code = getattr(getattr(error, "code", None), "name", None)  # of a StatusNotOk
         if code is None:
             raise error
-        if code in _NOT_ANSWERED:
+        if code in NOT_ANSWERED:
             return str(error)
         remote = RemoteError(f"{self._who(address)} raised in {method}(): {error}")
         raised = _raised(str(error))

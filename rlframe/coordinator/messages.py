@@ -63,6 +63,7 @@ class Learn:
     count: int  # updates at most
     batches: tuple[BatchMeta, ...] | None = None  # `count` of them; None: a grant, the learner draws and reports
     seconds: float = 0.25  # after which no further update is begun
+    save: bool = False  # write a checkpoint as well
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from rlframe.errors import RlframeError
 
@@ -57,37 +58,35 @@ _J, _T, _W = JobState, TaskState, WorkerState
 _ENDS = {_J.DRAINING, _J.FAILED}
 _LIVE = {_W.SUSPECT, _W.LOST, _W.DRAINING, _W.GONE}
 
-TRANSITIONS: dict[enum.Enum, frozenset[enum.Enum]] = {
-    key: frozenset(values)
-    for key, values in {
-        _J.INIT: {_J.CONNECTING, *_ENDS},
-        _J.CONNECTING: {_J.WAITING, *_ENDS},
-        _J.WAITING: {_J.RUNNING, _J.PAUSED, *_ENDS},
-        _J.RUNNING: {_J.DEGRADED, _J.PAUSED, *_ENDS},
-        _J.DEGRADED: {_J.RUNNING, _J.PAUSED, *_ENDS},
-        _J.PAUSED: {_J.WAITING, _J.RUNNING, _J.DEGRADED, *_ENDS},
-        _J.DRAINING: {_J.CLOSED, _J.FAILED},
-        _J.CLOSED: set(),
-        _J.FAILED: set(),
-        _T.PENDING: {_T.ASSIGNED, _T.CANCELLED, _T.FAILED},
-        _T.ASSIGNED: {_T.RUNNING, _T.CLOSING, _T.RETRYING, _T.FAILED, _T.CANCELLED},
-        _T.RUNNING: {_T.CLOSING, _T.RETRYING, _T.SUCCEEDED, _T.FAILED, _T.CANCELLED},
-        _T.CLOSING: {_T.SUCCEEDED, _T.CANCELLED, _T.FAILED},
-        _T.RETRYING: {_T.PENDING, _T.FAILED, _T.CANCELLED},
-        _T.SUCCEEDED: set(),
-        _T.FAILED: set(),
-        _T.CANCELLED: set(),
-        _W.REQUESTED: {_W.CONNECTING, _W.LOST, _W.GONE, _W.DRAINING},
-        _W.CONNECTING: {_W.IDLE, *_LIVE},
-        _W.IDLE: {_W.BUSY, *_LIVE},
-        _W.BUSY: {_W.CLOSING, _W.IDLE, *_LIVE},
-        _W.CLOSING: {_W.IDLE, *_LIVE},
-        _W.SUSPECT: {_W.CONNECTING, _W.IDLE, _W.BUSY, _W.CLOSING, _W.LOST, _W.DRAINING, _W.GONE},
-        _W.DRAINING: {_W.LOST, _W.GONE},
-        _W.LOST: set(),
-        _W.GONE: set(),
-    }.items()
+_AFTER: dict[enum.Enum, set[Any]] = {
+    _J.INIT: {_J.CONNECTING, *_ENDS},
+    _J.CONNECTING: {_J.WAITING, *_ENDS},
+    _J.WAITING: {_J.RUNNING, _J.PAUSED, *_ENDS},
+    _J.RUNNING: {_J.DEGRADED, _J.PAUSED, *_ENDS},
+    _J.DEGRADED: {_J.RUNNING, _J.PAUSED, *_ENDS},
+    _J.PAUSED: {_J.WAITING, _J.RUNNING, _J.DEGRADED, *_ENDS},
+    _J.DRAINING: {_J.CLOSED, _J.FAILED},
+    _J.CLOSED: set(),
+    _J.FAILED: set(),
+    _T.PENDING: {_T.ASSIGNED, _T.CANCELLED, _T.FAILED},
+    _T.ASSIGNED: {_T.RUNNING, _T.CLOSING, _T.RETRYING, _T.FAILED, _T.CANCELLED},
+    _T.RUNNING: {_T.CLOSING, _T.RETRYING, _T.SUCCEEDED, _T.FAILED, _T.CANCELLED},
+    _T.CLOSING: {_T.SUCCEEDED, _T.RETRYING, _T.CANCELLED, _T.FAILED},
+    _T.RETRYING: {_T.PENDING, _T.FAILED, _T.CANCELLED},
+    _T.SUCCEEDED: set(),
+    _T.FAILED: set(),
+    _T.CANCELLED: set(),
+    _W.REQUESTED: {_W.CONNECTING, _W.LOST, _W.GONE, _W.DRAINING},
+    _W.CONNECTING: {_W.IDLE, *_LIVE},
+    _W.IDLE: {_W.BUSY, *_LIVE},
+    _W.BUSY: {_W.CLOSING, _W.IDLE, *_LIVE},
+    _W.CLOSING: {_W.IDLE, *_LIVE},
+    _W.SUSPECT: {_W.CONNECTING, _W.IDLE, _W.BUSY, _W.CLOSING, _W.LOST, _W.DRAINING, _W.GONE},
+    _W.DRAINING: {_W.LOST, _W.GONE},
+    _W.LOST: set(),
+    _W.GONE: set(),
 }
+TRANSITIONS = {state: frozenset(after) for state, after in _AFTER.items()}
 
 
 def is_over(state: enum.Enum) -> bool:

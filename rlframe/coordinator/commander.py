@@ -1,0 +1,95 @@
+"""What a job is to do next, and when it has done enough: a pure policy, which can be replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from rlframe.coordinator.messages import Role, StartTask
+from rlframe.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How far a job is."""
+
+    env_steps: int
+    learner_steps: int
+    params_version: int
+    seconds: float  # since the job began
+    eval_return: float | None = None  # of the newest evaluation
+    evaluated_at: int = 0  # environment steps at which the newest evaluation was begun
+
+
+class Commander(Protocol):
+    """Says what workers do. A job's coordinator asks it whenever a worker has nothing to do."""
+
+    def task(self, role: Role, index: int, view: View) -> StartTask | None:
+        """What the idle worker number `index` of a role is to do now; None: nothing. Not of evaluators."""
+
+    def evaluation(self, view: View) -> str | None:
+        """The policy whose newest version is to be evaluated now; None: none is."""
+
+    def stop(self, view: View) -> str | None:
+        """Why the job is over; None: it is not. Asked with every answer, and never again once there was a reason."""
+
+    def final_policy(self) -> str:
+        """The policy that is evaluated when the job is over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOne:
+    """Trains one policy until the first of its limits is reached.
+
+    Attributes:
+        policy_id: in the param store.
+        env_steps: of all collectors.
+        learner_steps: updates.
+        seconds: since the job began.
+        eval_return: mean return of an evaluation.
+        eval_every: environment steps between two evaluations; 0: only the last version is evaluated.
+    """
+
+    policy_id: str = "main"
+    env_steps: int | None = None
+    learner_steps: int | None = None
+    seconds: float | None = None
+    eval_return: float | None = None
+    eval_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("env_steps", "learner_steps", "seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"TrainOne.{name} must be more than 0, got {value}.")
+        if self.eval_every < 0:
+            raise UsageError(f"TrainOne.eval_every must be at least 0, got {self.eval_every}.")
+        if all(limit is None for limit in (self.env_steps, self.learner_steps, self.seconds, self.eval_return)):
+            raise UsageError("TrainOne needs a limit: env_steps, learner_steps, seconds or eval_return.")
+
+    def task(self, role: Role, index: int, view: View) -> StartTask | None:
+        """See `Commander`."""
+        if role == "learner":
+            return StartTask("learn", self.policy_id) if index == 0 else None
+        return StartTask("collect", self.policy_id)
+
+    def evaluation(self, view: View) -> str | None:
+        """See `Commander`."""
+        due = self.eval_every and view.env_steps // self.eval_every > view.evaluated_at // self.eval_every
+        return self.policy_id if due else None
+
+    def stop(self, view: View) -> str | None:
+        """See `Commander`."""
+        if self.env_steps is not None and view.env_steps >= self.env_steps:
+            return f"{view.env_steps:,} of {self.env_steps:,} environment steps were taken"
+        if self.learner_steps is not None and view.learner_steps >= self.learner_steps:
+            return f"{view.learner_steps:,} of {self.learner_steps:,} updates were made"
+        if self.seconds is not None and view.seconds >= self.seconds:
+            return f"{view.seconds:,.0f} of {self.seconds:,.0f} s are over"
+        if self.eval_return is not None and view.eval_return is not None and view.eval_return >= self.eval_return:
+            return f"an evaluation reached {view.eval_return:g}, and {self.eval_return:g} was wanted"
+        return None
+
+    def final_policy(self) -> str:
+        """See `Commander`."""
+        return self.policy_id

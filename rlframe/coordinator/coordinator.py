@@ -1,0 +1,389 @@
+"""The Coordinator: runs a job's state machine against real workers, a real operator and real time."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import pathlib
+import queue
+import threading
+import time
+from typing import Any, Protocol
+
+from rlframe import handles
+from rlframe.coordinator import status as statuses
+from rlframe.coordinator.commander import Commander
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.limits import Limits
+from rlframe.coordinator.core.machine import Machine
+from rlframe.coordinator.journal import Journal
+from rlframe.coordinator.links import Links
+from rlframe.coordinator.messages import ROLES, Reply, Role
+from rlframe.coordinator.operator_thread import OperatorThread
+from rlframe.coordinator.replay_thread import ReplayThread
+from rlframe.coordinator.scaling import Load, Scaling, cores_here
+from rlframe.coordinator.states import JobState, is_over
+from rlframe.errors import ProgramError, UsageError, suggest
+
+_TICK = 0.05  # seconds between two looks at what is due
+_JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
+_WINDOW = 5.0  # seconds of which the scaling judges
+_STOP_WITHIN = 6.0  # seconds for tasks to close when the program is told to end
+_CLOSE_WITHIN = 20.0  # seconds that `close` waits for that, and for the operator
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorConfig:
+    """What a coordinator holds a job to."""
+
+    path: str  # a folder for its journal
+    min_collectors: int = 1
+    max_collectors: int = 8
+    collectors: int = 0  # to begin with; 0: the least
+    max_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
+    describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_collectors <= self.max_collectors:
+            raise UsageError(
+                "A coordinator needs 1 <= min_collectors <= max_collectors, got "
+                f"{self.min_collectors} and {self.max_collectors}."
+            )
+        if self.collectors and not self.min_collectors <= self.collectors <= self.max_collectors:
+            raise UsageError(
+                f"CoordinatorConfig.collectors must be between {self.min_collectors} and {self.max_collectors}, got "
+                f"{self.collectors}."
+            )
+
+
+class Recorder(Protocol):
+    """Where a run's metrics go. Called by the coordinator's own thread."""
+
+    def write(self, env_steps: int, values: dict[str, Any]) -> None:
+        """Takes a row."""
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The job is over: failed, reason, evaluation (or None), and what the status says of the job."""
+
+
+class Coordinator:
+    """Trains elastically: workers come, go, hang and die, and the job goes on.
+
+    Metadata alone passes through it: experience goes through the replay buffer, parameters through the param store.
+    `run()` is the job from its start, or from where the journal ends, to its end. Any thread may call the others.
+
+    Args:
+        commander: says what comes next, and when it is enough.
+        operator: where workers come from.
+        replay: the buffer that collectors write to and the learner reads from, or a handle to it.
+        param_store: where learners put parameters.
+        cfg: see `CoordinatorConfig`.
+        recorder: gets the rows of the metrics, and the end; None: nobody does.
+
+    Raises:
+        CheckpointError: the journal cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        commander: Commander,
+        operator: Any,
+        replay: Any,
+        param_store: Any,
+        cfg: CoordinatorConfig,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._cfg, self._recorder = cfg, recorder
+        self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
+        self._clock = _Clock()
+        wanted: dict[Role, int] = {"learner": 1, "collector": cfg.collectors or cfg.min_collectors}
+        self._machine = Machine(
+            commander,
+            cfg.limits,
+            wanted,
+            by_key=bool(getattr(replay, "fetches_by_key", False)),
+            now=self._clock(),
+            saved=self._journal.state,
+        )
+        self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
+        self._lock = threading.RLock()  # of the machine and the journal
+        self._noted = threading.Condition(self._lock)
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, ev.Send]] = []
+        self._order = itertools.count()
+        self._links = Links()
+        self._operator = OperatorThread(operator, self._events.put)
+        self._replay = ReplayThread(replay, param_store, self._events.put)
+        self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
+        self._window: tuple[float, float, int, int] | None = None
+        self._rates = statuses.Rates()
+        self._published = self._machine.accounts.to_json()
+        self._journaled_at = 0.0
+        self._submitted, self._over = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    # --- the job
+
+    def submit(self) -> None:
+        """Begins the job, or goes on with the one in the journal; a thread of its own runs it. See `run`, which waits.
+
+        Raises:
+            UsageError: the job in the journal is over: another one needs another folder.
+        """
+        with self._lock:
+            if self._thread is not None:
+                return
+            if is_over(self._machine.state):
+                raise UsageError(
+                    f"The job in {self._cfg.path} is over ({self._machine.reason}). Give another job another folder."
+                )
+            self._thread = threading.Thread(target=self._run, name="rlframe coordinator", daemon=True)
+            self._thread.start()
+
+    def run(self) -> None:
+        """Runs the job to its end; on a node of a Launchpad program, the program's end cancels it.
+
+        Raises:
+            ProgramError: the job failed.
+        """
+        with handles.stopped_by_program(lambda: self._cancel("the program was told to stop", _STOP_WITHIN)):
+            if not is_over(self._machine.state):
+                self.submit()
+                self._over.wait()
+        self._end()
+        if self._failure is not None:
+            raise self._failure
+        if self._machine.state is JobState.FAILED:
+            raise ProgramError(f"The job failed: {self._machine.reason}.")
+
+    def wait(self, timeout: float) -> bool:
+        """Whether the job is over, after `timeout` seconds (1 at most) at the latest."""
+        return self._over.wait(min(timeout, 1.0)) or is_over(self._machine.state)
+
+    def close(self) -> None:
+        """Ends the job, if it goes on, and the workers. Bounded; may be called again."""
+        if self._thread is not None and not self._over.is_set():
+            self._cancel("it was closed", _STOP_WITHIN)
+            self._over.wait(_CLOSE_WITHIN)
+        self._end()
+
+    def _end(self) -> None:
+        self._operator.close()
+        self._replay.close()
+        self._links.close()
+        with self._lock:
+            self._journal.close()
+
+    # --- what a person may ask for
+
+    def cancel(self, reason: str = "") -> None:
+        """Ends the job: tasks are closed, the learner saves, nothing is evaluated any more. It stays ended."""
+        self._cancel(reason or "it was cancelled", None)
+
+    def _cancel(self, reason: str, within: float | None) -> None:
+        self._events.put(ev.Cancelled(reason, within))
+
+    def pause(self) -> None:
+        """Has collectors and the learner stand still, once what is under way is done."""
+        self._check_runs()
+        self._events.put(ev.Paused())
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._check_runs()
+        self._events.put(ev.Resumed())
+
+    def scale(self, role: Role, n: int) -> None:
+        """Says how many workers of a role there are to be; of collectors nothing else says so from then on.
+
+        Raises:
+            UsageError: there is no such role, it cannot be scaled, n is out of bounds, or the job is over.
+        """
+        if role not in ROLES:
+            raise UsageError(f"There is no role {role!r}; there are {', '.join(ROLES)}.{suggest(str(role), ROLES)}")
+        least, most = (self._cfg.min_collectors, self._cfg.max_collectors) if role == "collector" else (1, 1)
+        if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
+            bounds = f"{least} to {most}" if least < most else f"{least}"
+            raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
+        self._check_runs()
+        self._events.put(ev.Scaled(role, n))
+
+    def evaluate_now(self) -> None:
+        """Has the newest version evaluated."""
+        self._check_runs()
+        self._events.put(ev.EvaluationAsked())
+
+    def checkpoint(self) -> None:
+        """Has the learner save, and writes the journal."""
+        self._check_runs()
+        self._events.put(ev.CheckpointAsked())
+
+    def restore(self) -> None:
+        """Has the learner go back to its latest checkpoint. Versions go on rising."""
+        self._check_runs()
+        self._events.put(ev.RestoreAsked())
+
+    def _check_runs(self) -> None:
+        if self._thread is None or is_over(self._machine.state):
+            state = self._machine.state.value if self._thread is not None else "not submitted"
+            raise UsageError(f"The job is {state}: there is nothing to change. {self._machine.reason}".rstrip())
+
+    def status(self) -> dict[str, Any]:
+        """All that there is to see of the job; see docs/coordinator.md."""
+        with self._lock:
+            return statuses.status(
+                self._machine,
+                self._published,
+                describes=self._cfg.describes,
+                limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
+                operator=self._operator.kind,
+                replay=self._replay.stats,
+                rates=self._rates,
+                now=self._clock(),
+            )
+
+    def events(self, since: int = 0, timeout: float = 0.0) -> list[dict[str, Any]]:
+        """The events after number `since`: number, time (seconds since the epoch), kind, text, and more.
+
+        Numbers rise, across restarts too. Waits up to `timeout` seconds (1 at most) for one.
+        """
+        with self._noted:
+            notes = self._journal.notes
+            self._noted.wait_for(lambda: bool(notes) and notes[-1]["number"] > since, min(timeout, 1.0))
+            return [note for note in notes if note["number"] > since]
+
+    # --- the loop
+
+    def _run(self) -> None:
+        try:
+            self._operator.start()
+            self._replay.start()
+            self._handle([ev.Submitted()])
+            while not is_over(self._machine.state):
+                self._handle([*self._next_events(), ev.Ticked()] if self._is_tick_due() else self._next_events())
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._over.set()
+            with self._noted:
+                self._noted.notify_all()
+
+    def _is_tick_due(self) -> bool:
+        now = time.monotonic()
+        if now < getattr(self, "_tick_at", 0.0):
+            return False
+        self._tick_at = now + _TICK
+        return True
+
+    def _next_events(self) -> list[Any]:
+        """What has happened, after a short wait for something to; sends what was put off."""
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            self._send(heapq.heappop(self._timers)[2])
+        wait = min(_TICK, max(self._timers[0][0] - now, 0.0)) if self._timers else _TICK
+        found: list[Any] = []
+        try:
+            found.append(self._events.get(timeout=wait))
+            while len(found) < 256:
+                found.append(self._events.get_nowait())
+        except queue.Empty:
+            pass
+        return found
+
+    def _handle(self, happened: list[Any]) -> None:
+        effects: list[Any] = []
+        with self._lock:
+            for event in happened:
+                effects += self._machine.handle(event, self._clock())
+            scaled = self._scale()
+            if scaled is not None:
+                effects += self._machine.handle(scaled, self._clock())
+            self._write_down(effects)
+        for effect in effects:
+            self._execute(effect)
+
+    def _write_down(self, effects: list[Any]) -> None:
+        """Before anything is done about it: what a coordinator that is killed has done, its successor knows."""
+        notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
+        for note in notes:
+            fields = {name: value for name, value in note.fields.items() if value is None or _is_plain(value)}
+            number = next(self._numbers)
+            self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
+        if notes or now > self._journaled_at + _JOURNAL_EVERY:
+            self._journaled_at = now
+            state = self._machine.to_json()
+            self._journal.write(state)
+            self._published = state["accounts"]
+            self._rates.add(self._clock(), self._machine.accounts)
+        if notes:
+            self._noted.notify_all()
+
+    def _execute(self, effect: Any) -> None:
+        if isinstance(effect, ev.Send):
+            if effect.delay > 0:
+                heapq.heappush(self._timers, (time.monotonic() + effect.delay, next(self._order), effect))
+            else:
+                self._send(effect)
+        elif isinstance(effect, ev.Open):
+            self._links.open(effect.worker_id, effect.incarnation, effect.address)
+        elif isinstance(effect, ev.Shut):
+            self._links.shut(effect.worker_id, effect.incarnation)
+        elif isinstance(effect, (ev.Connect, ev.Request, ev.ReportFailed, ev.Release, ev.Disconnect)):
+            self._operator.put(effect)
+        elif isinstance(effect, (ev.Draw, ev.Settle, ev.Pin, ev.Unpin)):
+            self._replay.put(effect)
+        elif isinstance(effect, ev.Row) and self._recorder is not None:
+            self._recorder.write(effect.env_steps, effect.values)
+        elif isinstance(effect, ev.Over) and self._recorder is not None:
+            ending = self._machine.ending
+            summary = {**self.status()["job"], "failed": effect.failed, "reason": effect.reason}
+            self._recorder.finish({**summary, "evaluation": ending.evaluation if ending is not None else None})
+
+    def _send(self, effect: ev.Send) -> None:
+        def answer(reply: Reply | None, why: str) -> None:
+            who = (effect.worker_id, effect.incarnation, effect.method, effect.header)
+            self._events.put(ev.Unanswered(*who, why) if reply is None else ev.Replied(*who, reply))
+
+        args = effect.args if effect.header is None else (effect.header, *effect.args)
+        self._links.call(effect.worker_id, effect.incarnation, effect.method, args, answer)
+
+    def _scale(self) -> ev.Scaled | None:
+        """What the scaling makes of the last window of time, at its end."""
+        machine, now = self._machine, self._clock()
+        here = (now, machine.learner_waited, machine.answers, machine.paced_answers)
+        if machine.manual or machine.state is not JobState.RUNNING or self._window is None:
+            self._window = here
+            return None
+        began, waited, answers, paced = self._window
+        if now - began < _WINDOW:
+            return None
+        self._window = here
+        load = Load(
+            collectors=machine.wanted["collector"],
+            seconds=now - began,
+            learner_waited=machine.learner_waited - waited,
+            paced=(machine.paced_answers - paced) / max(machine.answers - answers, 1),
+            staleness=machine.accounts.logs.get("staleness"),
+        )
+        at_work = [worker for worker in machine.roster.of("collector") if worker.params_version >= 0]
+        if len(at_work) < load.collectors:  # some are still on their way
+            return None
+        wanted = self._scaling.wanted(load)
+        return ev.Scaled("collector", wanted, "load") if wanted != load.collectors else None
+
+
+class _Clock:
+    """Seconds since the epoch that never go back while the process lives."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._offset + time.monotonic()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool))

@@ -1,0 +1,1 @@
+"""What a coordinator decides, as pure code: events and the time come in, effects go out."""

@@ -1,0 +1,89 @@
+"""What a job has done so far. Counters never go back, whoever is restarted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rlframe.coordinator.messages import Collected, Learned
+
+COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")
+_KEPT = 500  # points of a curve
+
+
+@dataclasses.dataclass
+class Accounts:
+    """The counters of a job, as they are kept in the journal.
+
+    What collectors say is cumulative, by (rank, incarnation): a lost or repeated answer changes nothing.
+
+    Attributes:
+        census: "rank.incarnation" -> its counters, in the order of `COUNTERS`.
+        granted: batches that learners were told to learn from.
+        learned: of these, those that they did learn from.
+        dropped: those that they said they dropped.
+        lost: those that were out with a learner, or a coordinator, that died.
+        updates: sets of priorities (or of keys alone) that came back: one for each batch that was learned from.
+        learns: answers of learners that told of at least one batch.
+    """
+
+    census: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    learner_steps: int = 0
+    params_version: int = -1
+    granted: int = 0
+    learned: int = 0
+    dropped: int = 0
+    lost: int = 0
+    updates: int = 0
+    learns: int = 0
+    stale: int = 0  # answers to calls that were not waited for
+    retries: int = 0  # of tasks
+    restarts: int = 0  # of workers
+    coordinator_restarts: int = 0
+    logs: dict[str, float] = dataclasses.field(default_factory=dict)
+    returns: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return] of each row
+    evaluations: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return, version]
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The counters over all that ever collected."""
+        sums = [sum(values) for values in zip(*self.census.values())] or [0] * len(COUNTERS)
+        return dict(zip(COUNTERS, sums))
+
+    @property
+    def env_steps(self) -> int:
+        """Steps that environments took."""
+        return int(sum(values[0] for values in self.census.values()))
+
+    def collect(self, reply: Collected) -> None:
+        """Takes what a collector said of itself; less than it said before is an old answer."""
+        who = f"{int(reply.stats['rank'])}.{int(reply.stats['incarnation'])}"
+        new = [reply.stats[name] for name in COUNTERS]
+        if new[0] >= self.census.get(who, [0.0])[0]:
+            self.census[who] = new
+
+    def learn(self, reply: Learned) -> None:
+        """Takes what a learner said of a grant."""
+        self.learner_steps = reply.learner_steps
+        self.params_version = max(self.params_version, reply.params_version)
+        self.learned += len(reply.updates)
+        self.updates += len(reply.updates)
+        self.dropped += reply.dropped
+        self.learns += 1
+        self.logs = dict(reply.logs) or self.logs
+
+    def note_return(self, mean: float) -> None:
+        """Adds a point to the curve; of a long one every other point is let go."""
+        self.returns.append([self.env_steps, mean])
+        if len(self.returns) > _KEPT:
+            self.returns = self.returns[::2]
+
+    def note_evaluation(self, mean: float, version: int) -> None:
+        """Adds the mean return of an evaluation."""
+        self.evaluations.append([self.env_steps, mean, version])
+        if len(self.evaluations) > _KEPT:
+            self.evaluations = self.evaluations[::2]
+
+    def to_json(self) -> dict[str, Any]:
+        """For the journal."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,265 @@
+"""What happens to a coordinator (events), and what it has done about it (effects)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rlframe.coordinator.messages import BatchMeta, Header, Reply, Role, Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A worker that the operator lists."""
+
+    worker_id: str
+    role: Role
+    index: int
+    incarnation: int
+    address: Any = None  # where it is called; None while it starts
+    host: str = ""
+    pid: int | None = None
+
+
+# --- events
+
+
+@dataclasses.dataclass(frozen=True)
+class Submitted:
+    """The job is to begin, or to go on where the journal ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorAnswered:
+    """The operator is connected, and lists these live workers."""
+
+    workers: tuple[Seen, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorFailed:
+    """The operator cannot be reached."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Replied:
+    """A worker answered a call."""
+
+    worker_id: str
+    incarnation: int
+    method: str
+    header: Header | None  # of the call; None for a ping
+    reply: Reply
+
+
+@dataclasses.dataclass(frozen=True)
+class Unanswered:
+    """A call did not reach a worker, or no answer came in time."""
+
+    worker_id: str
+    incarnation: int
+    method: str
+    header: Header | None
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What the replay buffer gave for `Draw`: batches by their keys; none where there is too little."""
+
+    header: Header
+    batches: tuple[BatchMeta, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pinned:
+    """A version of a policy is kept for an evaluation. -1: there is none yet."""
+
+    task_id: str
+    params_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """So many workers of a role are wanted; `by` a person, or by the scaling."""
+
+    role: Role
+    count: int
+    by: str = "request"
+
+
+@dataclasses.dataclass(frozen=True)
+class Paused:
+    """Nothing is to be collected or learned for now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """On with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cancelled:
+    """The job is to end: nothing is evaluated any more."""
+
+    reason: str
+    within: float | None = None  # seconds for tasks to close; None: as the limits say
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationAsked:
+    """The newest version is to be evaluated now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointAsked:
+    """The learner is to save now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreAsked:
+    """The learner is to go back to its latest checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Disconnected:
+    """The operator let go of all workers: the last event of a job."""
+
+    why: str = ""  # it could not
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticked:
+    """Time has passed."""
+
+
+# --- effects
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """Call a worker, after a while; `Replied` or `Unanswered` comes of it."""
+
+    worker_id: str
+    incarnation: int
+    method: str
+    header: Header | None
+    args: tuple[Any, ...] = ()
+    delay: float = 0.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+    """Make a connection to a worker."""
+
+    worker_id: str
+    incarnation: int
+    address: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Shut:
+    """Drop the connection to a worker: what it still answers comes to nobody."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Connect:
+    """Connect to the operator; `OperatorAnswered` comes of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Tell the operator how many workers of a role are wanted in all."""
+
+    role: Role
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportFailed:
+    """Tell the operator that this incarnation is lost, and to be replaced."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Tell the operator that this incarnation is not wanted any more."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Disconnect:
+    """Let go of the operator, which ends the workers that it owns; `Disconnected` comes of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Draw batches by their keys for a learner; `Drawn` comes of it."""
+
+    header: Header
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Settle:
+    """Tell the replay buffer what became of batches that were drawn.
+
+    Attributes:
+        batches: that the learner is done with, or was lost with.
+        updates: what was learned from, and the new priorities.
+        params_version: that came of it; -1: nothing did.
+    """
+
+    batches: tuple[BatchMeta, ...]
+    updates: tuple[Update, ...]
+    params_version: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    """Keep the newest version of a policy for an evaluation; `Pinned` comes of it."""
+
+    task_id: str
+    policy_id: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpin:
+    """The version need not be kept for the evaluation any more."""
+
+    policy_id: str
+    params_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """Something that a person may want to know, for the log of events."""
+
+    kind: str
+    text: str
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the run's metrics."""
+
+    env_steps: int
+    values: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """The job is over."""
+
+    failed: bool
+    reason: str

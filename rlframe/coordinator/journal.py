@@ -1,0 +1,98 @@
+"""What a coordinator knew, on disk: a restarted one goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from rlframe.errors import CheckpointError
+
+_COMPACT_AT = 4 * 2**20  # bytes
+_KEPT_NOTES = 1000
+
+
+class Journal:
+    """A file of lines, of which the newest of each kind holds: the state, written whole, and the log of events.
+
+    A line is written by one call, so what is in the file when its writer is killed is whole lines and at most one half
+    line, which is cut off. The file is not synced with each line: it outlives its writer, not the machine's power.
+
+    Args:
+        path: the file; its folder is made.
+
+    Attributes:
+        state: what was written last; None in a new file.
+        notes: the newest events, oldest first.
+
+    Raises (every method):
+        CheckpointError: the file cannot be read or written, or is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = pathlib.Path(path)
+        self.state: dict[str, Any] | None = None
+        self.notes: list[dict[str, Any]] = []
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._read()
+            self._compact()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Writes the state down."""
+        self.state = state
+        self._append({"state": state})
+
+    def note(self, note: dict[str, Any]) -> None:
+        """Adds an event to the log."""
+        self.notes.append(note)
+        del self.notes[:-_KEPT_NOTES]
+        self._append({"note": note})
+
+    def close(self) -> None:
+        """Closes the file. May be called again."""
+        self._file.close()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        try:
+            self._size += self._file.write(json.dumps(record).encode() + b"\n")
+            if self._size > _COMPACT_AT:
+                self._file.close()
+                self._compact()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _read(self) -> None:
+        lines = self._path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines[:-1], 1):  # what follows the last line's end was cut short
+            try:
+                record = json.loads(line)
+                self.state = record.get("state", self.state)
+                if "note" in record:
+                    self.notes.append(record["note"])
+            except (ValueError, AttributeError) as error:
+                raise CheckpointError(
+                    f"{self._path}, line {number}, is damaged: {error}. It must hold a JSON object with a state or a "
+                    "note. Put back a copy of it, or remove it: what was learned stays, the counters begin anew."
+                ) from error
+        del self.notes[:-_KEPT_NOTES]
+
+    def _compact(self) -> None:
+        """Writes anew what still holds, in one piece."""
+        temporary = self._path.with_suffix(".tmp")
+        records: list[dict[str, Any]] = [{"note": note} for note in self.notes]
+        if self.state is not None:
+            records.append({"state": self.state})
+        temporary.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        os.replace(temporary, self._path)
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._path.stat().st_size
+        if self._size > _COMPACT_AT // 2:  # then its content is that large: no compaction with every line
+            self._size = 0
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.")

@@ -1,0 +1,81 @@
+"""How many collectors there are to be: enough that the learner need not wait, and no more than it can learn from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a window of time looked like.
+
+    Attributes:
+        collectors: that are at work.
+        seconds: how long it was.
+        learner_waited: seconds of it in which the learner waited for data.
+        paced: share of collectors' answers that said they wait: for newer parameters, or for room.
+        staleness: versions that what was learned from was old, on average; None where nothing was learned.
+    """
+
+    collectors: int
+    seconds: float
+    learner_waited: float
+    paced: float
+    staleness: float | None = None
+
+
+class Scaling:
+    """Says how many collectors there should be, from one window of time after another. Pure: it has no clock.
+
+    One more where the learner waited for data for more than `starved` of the window, and collectors did not wait; one
+    fewer where what it learns from is older than `max_staleness`, or collectors spent `idle` of it waiting. After a
+    change a window is let pass: a new collector has yet to compile. And a change that made things no better is not
+    made again for a while, whose length doubles: of a learner that collectors cannot feed on this machine.
+
+    Args:
+        least: collectors.
+        most: the same, whatever the machine has.
+        cores: of the machine; all but one of them at most, the learner has that.
+        max_staleness: versions; None: no bound.
+    """
+
+    STARVED, IDLE = 0.2, 0.5
+    _PATIENCE = 4  # windows
+
+    def __init__(self, least: int, most: int, cores: int, max_staleness: float | None = None) -> None:
+        self.least, self.most = least, max(least, min(most, cores - 1))
+        self._max_staleness = max_staleness
+        self._rests = 0  # windows to let pass
+        self._before: Load | None = None  # a collector was added
+        self._patience = self._PATIENCE
+
+    def wanted(self, load: Load) -> int:
+        """The number of collectors from now on."""
+        count, waited = load.collectors, load.learner_waited / max(load.seconds, 1e-9)
+        if self._rests > 0:
+            self._rests -= 1
+            return self._within(count)
+        before, self._before = self._before, None
+        if before is not None and waited > 0.9 * before.learner_waited / max(before.seconds, 1e-9):
+            self._rests, self._patience = self._patience, 2 * self._patience
+            return self._within(count - 1)  # it brought nothing
+        is_old = self._max_staleness is not None and (load.staleness or 0.0) > self._max_staleness
+        if is_old or (load.paced > self.IDLE and waited < self.STARVED):
+            return self._change(count - 1)
+        if waited > self.STARVED and load.paced < self.IDLE and count < self.most:
+            self._before = load
+            return self._change(count + 1)
+        return self._within(count)
+
+    def _change(self, count: int) -> int:
+        self._rests = 1
+        return self._within(count)
+
+    def _within(self, count: int) -> int:
+        return min(max(count, self.least), self.most)
+
+
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

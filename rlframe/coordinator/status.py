@@ -1,0 +1,149 @@
+"""What a coordinator tells of its job: plain dicts, as the HTTP API gives them."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from rlframe.coordinator.core.accounts import Accounts
+from rlframe.coordinator.core.machine import Machine
+from rlframe.coordinator.messages import ROLES
+from rlframe.coordinator.states import JobState, WorkerState, is_over
+
+_SPAN = 5.0  # seconds that rates are of
+
+
+class Rates:
+    """Environment steps and updates per second, of the last seconds."""
+
+    def __init__(self) -> None:
+        self._points: collections.deque[tuple[float, int, int]] = collections.deque()
+
+    def add(self, now: float, accounts: Accounts) -> None:
+        """Takes the counters as they are now."""
+        self._points.append((now, accounts.env_steps, accounts.learned))
+        while self._points[0][0] < now - _SPAN:
+            self._points.popleft()
+
+    def per_second(self) -> tuple[float, float]:
+        """(environment steps, updates)."""
+        if len(self._points) < 2:
+            return 0.0, 0.0
+        (began, steps, updates), (now, more_steps, more_updates) = self._points[0], self._points[-1]
+        span = max(now - began, 1e-9)
+        return (more_steps - steps) / span, (more_updates - updates) / span
+
+
+def status(
+    machine: Machine,
+    counters: dict[str, Any],
+    *,
+    describes: dict[str, Any],
+    limits: dict[str, list[int]],
+    operator: str,
+    replay: dict[str, Any],
+    rates: Rates,
+    now: float,
+) -> dict[str, Any]:
+    """See docs/coordinator.md, "Control".
+
+    Args:
+        machine: the job's.
+        counters: its accounts as they are in the journal: they never go back, whoever is killed.
+        describes: agent, env, run_dir, until.
+        limits: least and most workers of each role that can be scaled.
+        operator: what it is called.
+        replay: the buffer's counters.
+        rates: of the last seconds.
+        now: the time.
+    """
+    env_steps = int(sum(values[0] for values in counters["census"].values()))
+    steps_per_second, updates_per_second = rates.per_second()
+    returns, evaluations = counters["returns"], counters["evaluations"]
+    return {
+        "job": {
+            "id": "",
+            "agent": "",
+            "env": "",
+            "run_dir": "",
+            "until": None,
+            **describes,
+            "state": machine.state.value,
+            "reason": machine.reason,
+            "policy_id": machine.commander.final_policy(),
+            "began": machine.began,
+            "seconds": now - machine.began,
+            "env_steps": env_steps,
+            "learner_steps": counters["learner_steps"],
+            "params_version": counters["params_version"],
+            "staleness": counters["logs"].get("staleness"),
+            "env_steps_per_second": steps_per_second,
+            "updates_per_second": updates_per_second,
+            "return_mean": returns[-1][1] if returns else None,
+            "eval_return": evaluations[-1][1] if evaluations else None,
+            "evaluated_version": int(evaluations[-1][2]) if evaluations else None,
+            "waits_for": _waits_for(machine),
+            "retries": counters["retries"],
+            "restarts": counters["restarts"],
+            "coordinator_restarts": counters["coordinator_restarts"],
+        },
+        "wanted": dict(machine.wanted),
+        "limits": limits,
+        "scaling": "manual" if machine.manual else "auto",
+        "workers": [
+            {
+                "worker_id": worker.worker_id,
+                "role": worker.role,
+                "index": worker.index,
+                "incarnation": worker.incarnation,
+                "state": worker.state.value,
+                "task_id": worker.task_id,
+                "attempt": task.attempt if (task := machine.tasks.get(worker.task_id)) is not None else None,
+                "host": worker.host,
+                "pid": worker.pid,
+                "silent_for": round(max(now - worker.heard_at, 0.0), 1),
+                "env_steps": int(worker.counts.get("env_steps", 0)),
+                "episodes": int(worker.counts.get("episodes", 0)),
+                "return_mean": _mean(worker.counts),
+                "params_version": worker.params_version,
+            }
+            for worker in sorted(machine.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
+            if not is_over(worker.state) or worker.state is WorkerState.LOST
+        ],
+        "tasks": [
+            {
+                "task_id": task.task_id,
+                "kind": task.kind,
+                "state": task.state.value,
+                "attempt": task.attempt,
+                "worker_id": task.worker_id,
+            }
+            for task in machine.tasks
+        ],
+        "replay": replay,
+        "operator": {
+            "kind": operator,
+            "connected": not machine.operator_problem and machine.state is not JobState.INIT,
+            "problem": machine.operator_problem,
+        },
+        "accounts": {
+            name: counters[name] for name in ("granted", "learned", "dropped", "lost", "updates", "learns", "stale")
+        },
+        "returns": returns,
+        "evaluations": evaluations,
+    }
+
+
+def _mean(counts: dict[str, float]) -> float | None:
+    return counts["return_sum"] / counts["episodes"] if counts.get("episodes") else None
+
+
+def _waits_for(machine: Machine) -> str | None:
+    if machine.state is JobState.PAUSED:
+        return "paused"
+    if machine.ending is not None:
+        return "evaluation" if machine.tasks.open("evaluate") else None
+    if machine.learner_waits_for == "data":
+        collectors = [worker for worker in machine.roster.of("collector") if worker.task_id]
+        return "pacing" if collectors and all(worker.waits for worker in collectors) else "data"
+    return machine.learner_waits_for
