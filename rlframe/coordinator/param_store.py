@@ -1,0 +1,136 @@
+"""Where policies lie: parameters under rising versions, put by a learner and fetched by whoever acts.
+
+`param_store_shared.py` keeps them in memory that the processes of one machine share, `param_store_files.py` in files.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from typing import Any, NamedTuple
+
+from rlframe.errors import UsageError
+from rlframe.types import Tree
+
+HPARAMS_BYTES = 16 * 1024  # of a version's hyper-parameters, at most, as JSON
+LONGEST_WAIT = 1.0  # seconds, as for `Learner.wait_for_version`
+
+
+class StoredParams(NamedTuple):
+    """One version of a policy."""
+
+    version: int
+    params: Tree  # of numpy arrays, which are the caller's own
+    hparams: dict[str, Any] | None  # what was put with them
+
+
+class ParamStore(abc.ABC):
+    """The newest versions of each policy. Every method may be called from any thread of any process.
+
+    A version is there whole or not at all, whatever happens to the process that puts it, and versions of a policy only
+    rise: a learner that was restarted goes on above what it had put.
+
+    Attributes:
+        kept: how many versions of each policy there are, the newest ones.
+    """
+
+    kept: int
+
+    def put(self, policy_id: str, version: int, params: Tree, hparams: dict[str, Any] | None = None) -> None:
+        """Makes `params` the newest version of a policy, and lets go of the one that is `kept` versions before it.
+
+        Args:
+            policy_id: whose.
+            version: from 0, above all that were put before.
+            params: a tree of arrays; device arrays are fetched.
+            hparams: what belongs to them, as JSON can say it; `HPARAMS_BYTES` at most.
+
+        Raises:
+            UsageError: the version is not above the newest; or what is put cannot be.
+        """
+        if version < 0:
+            raise UsageError(f"Versions of a policy start at 0, got {version} for {policy_id!r}.")
+        self._put(policy_id, version, params, _encode(policy_id, hparams))
+
+    @abc.abstractmethod
+    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes) -> None:
+        """As `put`, which has checked."""
+
+    @abc.abstractmethod
+    def get(self, policy_id: str, min_version: int = -1, *, version: int | None = None) -> StoredParams | None:
+        """The newest version; None where there is none, or only ones below `min_version`.
+
+        Args:
+            policy_id: whose.
+            min_version: the lowest that will do.
+            version: exactly this one is wanted; None where it is not there (yet, or any more).
+        """
+
+    @abc.abstractmethod
+    def versions(self, policy_id: str) -> list[int]:
+        """The versions that can be had, in order: `kept` of them at most."""
+
+    def newest(self, policy_id: str) -> int:
+        """The newest version; -1 where there is none."""
+        return max(self.versions(policy_id), default=-1)
+
+    @abc.abstractmethod
+    def wait_for_version(self, policy_id: str, known: int, timeout: float) -> int:
+        """The newest version, as soon as it is above `known`, or after `timeout` seconds (1 at most).
+
+        Raises:
+            StoppedError: the store was closed.
+        """
+
+    def source(self, policy_id: str) -> ParamSource:
+        """What an Inferencer of this policy takes as its `learner`."""
+        self._check_policy(policy_id)
+        return ParamSource(self, policy_id)
+
+    @abc.abstractmethod
+    def _check_policy(self, policy_id: str) -> None:
+        """Raises `UsageError` for a policy that this store cannot hold."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends what waits. May be called again."""
+
+
+class ParamSource:
+    """The versions of one policy, asked for as a Learner is; picklable where its store is."""
+
+    def __init__(self, store: ParamStore, policy_id: str) -> None:
+        self._store, self._policy_id = store, policy_id
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """(newest version, its tree), or (it, None) where that is `known_version`; (-1, None) before the first."""
+        if self._store.newest(self._policy_id) <= known_version:
+            return known_version, None
+        found = self._store.get(self._policy_id)
+        return (found.version, found.params) if found is not None else (known_version, None)
+
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most)."""
+        return self._store.wait_for_version(self._policy_id, known_version, timeout)
+
+
+def check_rises(policy_id: str, version: int, newest: int) -> None:
+    """Raises `UsageError` where `version` cannot follow `newest`."""
+    if version <= newest:
+        raise UsageError(
+            f"Version {version} of policy {policy_id!r} was put, but version {newest} is there already: versions only "
+            f"rise. A learner that is restarted publishes above {newest}."
+        )
+
+
+def _encode(policy_id: str, hparams: dict[str, Any] | None) -> bytes:
+    try:
+        encoded = json.dumps(hparams).encode()
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"The hparams of policy {policy_id!r} must be plain numbers and words: {error}.") from None
+    if len(encoded) > HPARAMS_BYTES:
+        raise UsageError(
+            f"The hparams of policy {policy_id!r} take {len(encoded)} bytes as JSON, {HPARAMS_BYTES} at most are kept: "
+            "arrays belong into the parameters."
+        )
+    return encoded

@@ -1,0 +1,184 @@
+"""A param store in a directory: a file for each version, for processes that share a file system.
+
+A file is a magic line, the length and the CRC-32 of what follows, and that: a pickle. So the directory is one that
+nobody writes to who may not run code here, as a run's is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import re
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from rlframe.coordinator.param_store import LONGEST_WAIT, ParamStore, StoredParams, check_rises
+from rlframe.errors import CheckpointError, PeerError, StoppedError, UsageError
+from rlframe.types import Tree
+
+_MAGIC = b"rlframe policy 1\n"
+_LENGTHS = struct.Struct("<QI")
+_POLICY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_NAME = re.compile(r"(\d{12,})\.params")
+_TEMPORARY = re.compile(r"\.\d+\.tmp")
+_LOOK = 0.02  # seconds between two looks into the directory
+_LOCK_TIMEOUT = 30.0  # seconds; a put takes milliseconds
+
+
+class FileParamStore(ParamStore):
+    """Policies in files, `directory/POLICY_ID/VERSION.params`. Picklable.
+
+    Args:
+        directory: made where it is not there.
+        kept: versions of each policy.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], kept: int = 4) -> None:
+        if kept < 1:
+            raise UsageError(f"A FileParamStore keeps at least one version, got kept={kept}.")
+        self._directory, self.kept = Path(directory).absolute(), kept
+        self._closed = False
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"The param store's directory {directory} cannot be made: {error}.") from error
+
+    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes) -> None:
+        if self._closed:
+            raise StoppedError(f"The param store was closed before version {version} of {policy_id!r} was put.")
+        content = pickle.dumps((policy_id, version, jax.tree.map(np.asarray, params), hparams), protocol=5)
+        folder = self._folder(policy_id)
+        temporary = folder / f".{os.getpid()}.tmp"
+        try:
+            folder.mkdir(exist_ok=True)
+            with _writing(folder):
+                there = self._listed(policy_id)
+                check_rises(policy_id, version, max(there, default=-1))
+                for name in os.listdir(folder):  # of processes that died while they wrote
+                    if _TEMPORARY.fullmatch(name):
+                        (folder / name).unlink()
+                with open(temporary, "wb") as file:
+                    file.write(_MAGIC + _LENGTHS.pack(len(content), zlib.crc32(content)))
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self._path(policy_id, version))
+                for old in sorted([*there, version])[: -self.kept]:
+                    self._path(policy_id, old).unlink(missing_ok=True)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise CheckpointError(
+                f"Version {version} of policy {policy_id!r} could not be written to {folder}: {error}."
+            ) from error
+
+    def get(self, policy_id: str, min_version: int = -1, *, version: int | None = None) -> StoredParams | None:
+        """See `ParamStore`.
+
+        Raises:
+            CheckpointError: the version's file is damaged, or something else.
+        """
+        while True:  # again only where the version was removed since the directory was read
+            there = self.versions(policy_id)
+            wanted = max(there, default=-1) if version is None else version
+            if wanted not in there or wanted < min_version:
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                return _read(self._path(policy_id, wanted), policy_id, wanted)
+
+    def versions(self, policy_id: str) -> list[int]:
+        return self._listed(policy_id)[-self.kept :]
+
+    def wait_for_version(self, policy_id: str, known: int, timeout: float) -> int:
+        deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
+        while True:
+            newest, left = self.newest(policy_id), deadline - time.monotonic()
+            if newest > known:
+                return newest
+            if self._closed:
+                raise StoppedError(f"The param store was closed while a version of {policy_id!r} was waited for.")
+            if left <= 0:
+                return newest
+            time.sleep(min(left, _LOOK))
+
+    def close(self) -> None:
+        """Ends what waits in this process. The files stay."""
+        self._closed = True
+
+    def _check_policy(self, policy_id: str) -> None:
+        if not _POLICY.fullmatch(policy_id):
+            raise UsageError(
+                f"The name of a policy is a directory's: letters, digits, '_', '.' and '-', at most 100 of them and "
+                f"beginning with none of the last two. Got {policy_id!r}."
+            )
+
+    def _folder(self, policy_id: str) -> Path:
+        self._check_policy(policy_id)
+        return self._directory / policy_id
+
+    def _path(self, policy_id: str, version: int) -> Path:
+        return self._folder(policy_id) / f"{version:012d}.params"
+
+    def _listed(self, policy_id: str) -> list[int]:
+        """The versions that there are files of, in order."""
+        try:
+            names = os.listdir(self._folder(policy_id))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"The versions of policy {policy_id!r} cannot be listed: {error}.") from error
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Held by one process at a time; let go by one that dies."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT
+    with open(folder / ".lock", "wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PeerError(
+                        f"Another process has been putting parameters into {folder} for {_LOCK_TIMEOUT:.0f} s: it was "
+                        "stopped (SIGSTOP) meanwhile. Let it go on, or kill it."
+                    ) from None
+                time.sleep(0.002)
+        yield
+
+
+def _read(path: Path, policy_id: str, version: int) -> StoredParams:
+    """Raises `FileNotFoundError`, and `CheckpointError` for whatever else is the matter."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error}.") from error
+    begin = len(_MAGIC) + _LENGTHS.size
+    if not content.startswith(_MAGIC) or len(content) < begin:
+        raise CheckpointError(f"{path} is damaged, or no policy that rlframe wrote. Remove it.")
+    length, crc = _LENGTHS.unpack(content[len(_MAGIC) : begin])
+    body = memoryview(content)[begin:]
+    if len(body) != length or zlib.crc32(body) != crc:
+        raise CheckpointError(
+            f"{path} is damaged: {len(body)} of {length} bytes, or others than were written. Remove it."
+        )
+    try:
+        whose, written, params, hparams = pickle.loads(body)
+    except Exception as error:  # classes of the agent's that this process does not know, say
+        raise CheckpointError(f"{path} holds what cannot be read here: {type(error).__name__}: {error}.") from error
+    if (whose, written) != (policy_id, version):
+        raise CheckpointError(f"{path} holds version {written} of policy {whose!r}: it was moved. Remove it.")
+    return StoredParams(version, params, json.loads(hparams))
