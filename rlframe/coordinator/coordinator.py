@@ -38,6 +38,8 @@ class CoordinatorConfig:
     """What a coordinator holds a job to."""
 
     path: str  # a folder for its journal
+    job_id: str = ""  # a journal of another job is not gone on with
+    before: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # what was collected before the job
     min_collectors: int = 1
     max_collectors: int = 8
     collectors: int = 0  # to begin with; 0: the least
@@ -61,8 +63,11 @@ class CoordinatorConfig:
 class Recorder(Protocol):
     """Where a run's metrics go. Called by the coordinator's own thread."""
 
-    def write(self, env_steps: int, values: dict[str, Any]) -> None:
-        """Takes a row."""
+    def begin(self, env_steps: int) -> None:
+        """The job begins, or goes on, at so many environment steps: rows after that are of the past."""
+
+    def write(self, env_steps: int, values: dict[str, Any], census: dict[str, list[float]]) -> None:
+        """Takes a row, and what each collector has done: "rank.incarnation" -> its counters."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The job is over: failed, reason, evaluation (or None), and what the status says of the job."""
@@ -97,6 +102,9 @@ class Coordinator:
     ) -> None:
         self._cfg, self._recorder = cfg, recorder
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
+        saved = self._journal.state
+        if saved is not None and saved["job_id"] != cfg.job_id:
+            saved = None
         self._clock = _Clock()
         wanted: dict[Role, int] = {"learner": 1, "collector": cfg.collectors or cfg.min_collectors}
         self._machine = Machine(
@@ -105,8 +113,10 @@ class Coordinator:
             wanted,
             by_key=bool(getattr(replay, "fetches_by_key", False)),
             now=self._clock(),
-            saved=self._journal.state,
+            saved=saved,
         )
+        if saved is None:
+            self._machine.accounts.census = dict(cfg.before)
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the machine and the journal
         self._noted = threading.Condition(self._lock)
@@ -261,6 +271,8 @@ class Coordinator:
         try:
             self._operator.start()
             self._replay.start()
+            if self._recorder is not None:
+                self._recorder.begin(self._machine.accounts.env_steps)
             self._handle([ev.Submitted()])
             while not is_over(self._machine.state):
                 self._handle([*self._next_events(), ev.Ticked()] if self._is_tick_due() else self._next_events())
@@ -315,7 +327,7 @@ class Coordinator:
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
             self._journaled_at = now
             state = self._machine.to_json()
-            self._journal.write(state)
+            self._journal.write({**state, "job_id": self._cfg.job_id})
             self._published = state["accounts"]
             self._rates.add(self._clock(), self._machine.accounts)
         if notes:
@@ -336,7 +348,7 @@ class Coordinator:
         elif isinstance(effect, (ev.Draw, ev.Settle, ev.Pin, ev.Unpin)):
             self._replay.put(effect)
         elif isinstance(effect, ev.Row) and self._recorder is not None:
-            self._recorder.write(effect.env_steps, effect.values)
+            self._recorder.write(effect.env_steps, effect.values, self._machine.accounts.census)
         elif isinstance(effect, ev.Over) and self._recorder is not None:
             ending = self._machine.ending
             summary = {**self.status()["job"], "failed": effect.failed, "reason": effect.reason}

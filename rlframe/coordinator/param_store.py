@@ -13,6 +13,7 @@ from rlframe.errors import UsageError
 from rlframe.types import Tree
 
 HPARAMS_BYTES = 16 * 1024  # of a version's hyper-parameters, at most, as JSON
+PINS = 2  # versions of a policy that can be pinned at once
 LONGEST_WAIT = 1.0  # seconds, as for `Learner.wait_for_version`
 
 
@@ -67,8 +68,19 @@ class ParamStore(abc.ABC):
         """
 
     @abc.abstractmethod
+    def pin(self, policy_id: str) -> int:
+        """Has the newest version kept until `unpin`, however many come after it, and returns it; -1: there is none.
+
+        For an evaluation, which is of exactly one version. Of more than `PINS` pins the oldest is let go of.
+        """
+
+    @abc.abstractmethod
+    def unpin(self, policy_id: str, version: int) -> None:
+        """Lets go of a pinned version. Of one that is not pinned it changes nothing."""
+
+    @abc.abstractmethod
     def versions(self, policy_id: str) -> list[int]:
-        """The versions that can be had, in order: `kept` of them at most."""
+        """The versions that can be had, in order: the newest `kept`, and those that are pinned."""
 
     def newest(self, policy_id: str) -> int:
         """The newest version; -1 where there is none."""

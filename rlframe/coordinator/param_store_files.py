@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rlframe.coordinator.param_store import LONGEST_WAIT, ParamStore, StoredParams, check_rises
+from rlframe.coordinator.param_store import LONGEST_WAIT, PINS, ParamStore, StoredParams, check_rises
 from rlframe.errors import CheckpointError, PeerError, StoppedError, UsageError
 from rlframe.types import Tree
 
@@ -29,6 +29,7 @@ _MAGIC = b"rlframe policy 1\n"
 _LENGTHS = struct.Struct("<QI")
 _POLICY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _NAME = re.compile(r"(\d{12,})\.params")
+_PIN = re.compile(r"(\d{12,})\.pinned")
 _TEMPORARY = re.compile(r"\.\d+\.tmp")
 _LOOK = 0.02  # seconds between two looks into the directory
 _LOCK_TIMEOUT = 30.0  # seconds; a put takes milliseconds
@@ -72,8 +73,7 @@ class FileParamStore(ParamStore):
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(temporary, self._path(policy_id, version))
-                for old in sorted([*there, version])[: -self.kept]:
-                    self._path(policy_id, old).unlink(missing_ok=True)
+                self._remove_old(policy_id)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -95,8 +95,34 @@ class FileParamStore(ParamStore):
             with contextlib.suppress(FileNotFoundError):
                 return _read(self._path(policy_id, wanted), policy_id, wanted)
 
+    def pin(self, policy_id: str) -> int:
+        folder = self._folder(policy_id)
+        if not self._listed(policy_id):
+            return -1
+        with _writing(folder):
+            newest = self._listed(policy_id)[-1]
+            for version in [each for each in self._pinned(policy_id) if each != newest][: 1 - PINS or None]:
+                self._pin_path(policy_id, version).unlink(missing_ok=True)
+            self._pin_path(policy_id, newest).touch()
+            self._remove_old(policy_id)
+            return newest
+
+    def unpin(self, policy_id: str, version: int) -> None:
+        if version in self._pinned(policy_id):
+            with _writing(self._folder(policy_id)):
+                self._pin_path(policy_id, version).unlink(missing_ok=True)
+                self._remove_old(policy_id)
+
+    def _remove_old(self, policy_id: str) -> None:
+        """Removes the versions that need not be kept; the caller holds the right to write."""
+        there, pinned = self._listed(policy_id), self._pinned(policy_id)
+        for old in there[: -self.kept]:
+            if old not in pinned:
+                self._path(policy_id, old).unlink(missing_ok=True)
+
     def versions(self, policy_id: str) -> list[int]:
-        return self._listed(policy_id)[-self.kept :]
+        there, pinned = self._listed(policy_id), self._pinned(policy_id)
+        return [version for version in there if version in there[-self.kept :] or version in pinned]
 
     def wait_for_version(self, policy_id: str, known: int, timeout: float) -> int:
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
@@ -128,15 +154,25 @@ class FileParamStore(ParamStore):
     def _path(self, policy_id: str, version: int) -> Path:
         return self._folder(policy_id) / f"{version:012d}.params"
 
+    def _pin_path(self, policy_id: str, version: int) -> Path:
+        return self._folder(policy_id) / f"{version:012d}.pinned"
+
     def _listed(self, policy_id: str) -> list[int]:
         """The versions that there are files of, in order."""
+        return self._numbers(policy_id, _NAME)
+
+    def _pinned(self, policy_id: str) -> list[int]:
+        """The versions that are pinned, in order."""
+        return self._numbers(policy_id, _PIN)
+
+    def _numbers(self, policy_id: str, kind: re.Pattern[str]) -> list[int]:
         try:
             names = os.listdir(self._folder(policy_id))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise CheckpointError(f"The versions of policy {policy_id!r} cannot be listed: {error}.") from error
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        return sorted(int(match[1]) for match in map(kind.fullmatch, names) if match)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A param store in memory that the processes of one machine share.
 
-Each policy has one slot more than versions that are kept: what is put goes into a slot that no kept version lies in.
+Each policy has one slot more than versions that are kept or pinned: what is put goes into a slot of none of these.
 A slot's count is odd while it is written, so who reads copies first and looks afterwards whether the count has moved.
 Who dies while it writes leaves an odd count behind: that slot is no version, and the next to put takes it.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rlframe.coordinator.param_store import HPARAMS_BYTES, LONGEST_WAIT, ParamStore, StoredParams, check_rises
+from rlframe.coordinator.param_store import HPARAMS_BYTES, LONGEST_WAIT, PINS, ParamStore, StoredParams, check_rises
 from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.interprocess import memory
 from rlframe.interprocess.futex import Futex, fence
@@ -31,7 +31,7 @@ from rlframe.types import Tree
 _LABEL = "rlframe-policies"
 _FUTEX = 8  # the word that wakes who waits for a version; of any policy
 _SLOTS = 16  # the word at which the slots' begin
-_COUNT, _VERSION, _HPARAMS = 0, 1, 2  # words of a slot: see above; the version; bytes of its hparams
+_COUNT, _VERSION, _HPARAMS, _PINNED = 0, 1, 2, 3  # words of a slot: see above; the version; bytes of its hparams; 1
 _LINE = 8  # words of a slot: a line of the cache
 _LOCK_TIMEOUT = 30.0  # seconds; a put takes milliseconds
 
@@ -68,7 +68,7 @@ class SharedParamStore(ParamStore):
         if not memory.SUPPORTED:
             raise UsageError("SharedParamStore needs Linux on x86-64 or 64-bit ARM. Use FileParamStore instead.")
         template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), template)
-        size = _layout(Packing(template), len(policy_ids) * (kept + 1))[1]
+        size = _layout(Packing(template), len(policy_ids) * _slots_each(kept))[1]
         self.__setstate__(_Plan(memory.create(_LABEL, size), template, tuple(policy_ids), kept))
         self._finalizer = weakref.finalize(self, memory.destroy, self._plan.name)
 
@@ -96,7 +96,7 @@ class SharedParamStore(ParamStore):
                 raise StoppedError(f"The param store was closed before version {version} of {policy_id!r} was put.")
             whole = self._whole(slots)
             check_rises(policy_id, version, max(whole, default=-1))
-            spared = {whole[v] for v in sorted(whole)[-self.kept :]}
+            spared = set(self._spared(whole).values())
             self._memory.write(next(slot for slot in slots if slot not in spared), version, packed, hparams)
         self._memory.changed.wake()
 
@@ -110,6 +110,26 @@ class SharedParamStore(ParamStore):
             found = self._memory.read(whole[wanted], wanted)
             if found is not None:
                 return found
+
+    def pin(self, policy_id: str) -> int:
+        slots = self._slots(policy_id)
+        with self._lock, self._memory.writing():
+            whole = self._whole(slots)
+            newest = max(whole, default=-1)
+            if newest < 0:
+                return -1
+            pinned = sorted(version for version, slot in whole.items() if self._memory.is_pinned(slot))
+            for version in [version for version in pinned if version != newest][: 1 - PINS or None]:
+                self._memory.pin(whole[version], False)
+            self._memory.pin(whole[newest], True)
+            return newest
+
+    def unpin(self, policy_id: str, version: int) -> None:
+        slots = self._slots(policy_id)
+        with self._lock, self._memory.writing():
+            slot = self._whole(slots).get(version)
+            if slot is not None:
+                self._memory.pin(slot, False)
 
     def versions(self, policy_id: str) -> list[int]:
         return sorted(self._kept(self._slots(policy_id)))
@@ -140,8 +160,9 @@ class SharedParamStore(ParamStore):
 
     def _slots(self, policy_id: str) -> range:
         self._check_policy(policy_id)
-        first = self._plan.policy_ids.index(policy_id) * (self.kept + 1)
-        return range(first, first + self.kept + 1)
+        count = _slots_each(self.kept)
+        first = self._plan.policy_ids.index(policy_id) * count
+        return range(first, first + count)
 
     def _check_policy(self, policy_id: str) -> None:
         if policy_id not in self._plan.policy_ids:
@@ -154,8 +175,11 @@ class SharedParamStore(ParamStore):
         return {version: slot for slot, version in states.items() if version >= 0}
 
     def _kept(self, slots: range) -> dict[int, int]:
-        whole = self._whole(slots)
-        return {version: whole[version] for version in sorted(whole)[-self.kept :]}
+        return self._spared(self._whole(slots))
+
+    def _spared(self, whole: dict[int, int]) -> dict[int, int]:
+        newest = sorted(whole)[-self.kept :]
+        return {version: slot for version, slot in whole.items() if version in newest or self._memory.is_pinned(slot)}
 
     def _packed(self, params: Tree) -> list[np.ndarray]:
         expected, treedef = jax.tree_util.tree_flatten_with_path(self._plan.template)
@@ -181,7 +205,7 @@ class _Memory:
 
     def __init__(self, plan: _Plan) -> None:
         self.packing = Packing(plan.template)
-        offsets, size = _layout(self.packing, len(plan.policy_ids) * (plan.kept + 1))
+        offsets, size = _layout(self.packing, len(plan.policy_ids) * _slots_each(plan.kept))
         try:
             self._descriptor, mapped = memory.attach(plan.name, _LABEL, size)
         except OSError as error:
@@ -235,13 +259,21 @@ class _Memory:
             if self._words[at + _COUNT] == count:
                 return version
 
+    def is_pinned(self, slot: int) -> bool:
+        """Whether what is in a slot is to stay."""
+        return self._words[_SLOTS + _LINE * slot + _PINNED] == 1
+
+    def pin(self, slot: int, pinned: bool) -> None:
+        """Says whether it is; the caller holds the right to write."""
+        self._words[_SLOTS + _LINE * slot + _PINNED] = int(pinned)
+
     def write(self, slot: int, version: int, packed: list[np.ndarray], hparams: bytes) -> None:
         """Puts a version into a slot; the caller holds the right to write."""
         at, words = _SLOTS + _LINE * slot, self._words
         words[at + _COUNT] |= 1  # odd already where somebody died here
         count = words[at + _COUNT]
         fence()
-        words[at + _VERSION], words[at + _HPARAMS] = version, len(hparams)
+        words[at + _VERSION], words[at + _HPARAMS], words[at + _PINNED] = version, len(hparams), 0
         low = self._hparams[slot]
         self._bytes[low : low + len(hparams)] = hparams
         for here, array in zip(self._arrays[slot], packed):
@@ -262,6 +294,11 @@ class _Memory:
         params = self.packing.unpack_numpy([vector, *(array.copy() for array in others)])  # which copies the vector
         fence()
         return StoredParams(version, params, json.loads(hparams)) if words[at + _COUNT] == count else None
+
+
+def _slots_each(kept: int) -> int:
+    """How many a policy has."""
+    return kept + PINS + 1
 
 
 def _layout(packing: Packing, slots: int) -> tuple[list[list[int]], int]:

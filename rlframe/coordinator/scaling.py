@@ -36,7 +36,7 @@ class Scaling:
     Args:
         least: collectors.
         most: the same, whatever the machine has.
-        cores: of the machine; all but one of them at most, the learner has that.
+        cores: of the machine; no more collectors than these, but by hand.
         max_staleness: versions; None: no bound.
     """
 
@@ -44,7 +44,7 @@ class Scaling:
     _PATIENCE = 4  # windows
 
     def __init__(self, least: int, most: int, cores: int, max_staleness: float | None = None) -> None:
-        self.least, self.most = least, max(least, min(most, cores - 1))
+        self.least, self.most = least, max(least, min(most, cores))
         self._max_staleness = max_staleness
         self._rests = 0  # windows to let pass
         self._before: Load | None = None  # a collector was added

@@ -44,6 +44,15 @@ class Census:
         """Takes what `Actor.stats` gave."""
         self._counts[f"{stats['rank']}.{stats['incarnation']}"] = [stats[name] for name in COUNTERS]
 
+    @property
+    def counts(self) -> dict[str, list[float]]:
+        """The counters of each, by "rank.incarnation"; of earlier sessions together, by "before"."""
+        return dict(self._counts)
+
+    def replace(self, counts: dict[str, list[float]]) -> None:
+        """Takes all of them anew, from who counts for itself."""
+        self._counts = dict(counts)
+
     def total(self) -> dict[str, float]:
         """The counters of all actors and incarnations: env_steps, episodes, return_sum, length_sum."""
         sums = [sum(values) for values in zip(*self._counts.values())] or [0] * len(COUNTERS)

@@ -13,7 +13,7 @@ from rlframe.programs.jsonable import from_jsonable, to_jsonable
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.types import ReplaySpec, Sequence
 
-Topology = Literal["single_process", "heavy_env", "light_env", "distributed"]
+Topology = Literal["single_process", "heavy_env", "light_env", "distributed", "elastic"]
 Replay = Literal["auto", "local", "shared_memory", "reverb"]
 EngineName = Literal["launchpad", "threads"]
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
@@ -26,15 +26,18 @@ _REPLAYS: dict[str, tuple[str, ...]] = {
     "heavy_env": ("shared_memory", "reverb"),
     "light_env": ("shared_memory", "reverb"),
     "distributed": ("reverb",),
+    "elastic": ("shared_memory",),
 }
 
 _PROGRAMS, _WITH_SERVICES = ("heavy_env", "light_env", "distributed"), ("light_env", "distributed")
 
 # The topologies that read a field which the others do not.
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "num_actors": _PROGRAMS,
+    "num_actors": (*_PROGRAMS, "elastic"),
+    "min_actors": ("elastic",),
+    "max_actors": ("elastic",),
     "engine": _PROGRAMS,
-    "max_restarts": _PROGRAMS,
+    "max_restarts": (*_PROGRAMS, "elastic"),
     "num_inferencers": _WITH_SERVICES,
     "num_pools": _WITH_SERVICES,
     "replay_checkpoint_every": ("single_process",),
@@ -55,7 +58,9 @@ class Experiment:
     seed: int = 1
     num_envs: int = 8  # in all: the actors of a topology share them, so presets mean the same however many there are
     topology: Topology = "single_process"  # which processes there are: see docs/programs.md
-    num_actors: int = 2  # of a topology of several processes
+    num_actors: int = 2  # of a topology of several processes; of elastic to begin with
+    min_actors: int = 1  # of elastic: there are never fewer
+    max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
     num_inferencers: int = 1  # services, of light_env and distributed
     num_pools: int = 1  # of each actor's environments; of 2 one steps while a service answers for the other
     replay: Replay = "auto"  # where experience lies; auto: as the topology is meant
@@ -78,7 +83,7 @@ class Experiment:
     network_config: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_envs", "eval_episodes", "num_actors", "num_inferencers", "num_pools"):
+        for name in ("steps", "num_envs", "eval_episodes", "num_actors", "num_inferencers", "num_pools", "min_actors"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
@@ -97,6 +102,8 @@ class Experiment:
             raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
 
         self._check_is_read()
+        if self.max_actors < self.min_actors:
+            raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
         shares = 1 if self.topology == "single_process" else self.num_actors * self.num_pools
         if self.num_envs % shares:
             raise UsageError(

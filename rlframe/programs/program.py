@@ -59,7 +59,7 @@ def train(
             listen=listen,
         )
         engine = make_engine(described, listen)
-        TOPOLOGIES[described.topology](engine, run)
+        topology_of(described)(engine, run)
         directory.write_config(described, notes or {})
         more = list(open_loggers(directory.path)) if open_loggers is not None else []
         undo.pop_all()
@@ -122,6 +122,15 @@ def _read_result(directory: RunDir, run: Run) -> Result:
     return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
 
 
+def topology_of(described: Experiment) -> Callable[[Any, Run], None]:
+    """What adds the nodes of an experiment's program to an engine."""
+    if described.topology == "elastic":
+        from rlframe.programs.elastic import elastic
+
+        return elastic
+    return TOPOLOGIES[described.topology]
+
+
 def make_engine(described: Any, listen: int | None = None) -> Any:
     """The engine that the experiment asks for."""
     if described.engine == "threads":
@@ -130,7 +139,8 @@ def make_engine(described: Any, listen: int | None = None) -> Any:
         return ThreadsEngine()
     from rlframe.programs.engines.launchpad import LaunchpadEngine
 
-    return LaunchpadEngine(described.max_restarts, listen=listen)
+    decides = "coordinator" if described.topology == "elastic" else "monitor"
+    return LaunchpadEngine(described.max_restarts, decides=decides, listen=listen)
 
 
 class _Rows:

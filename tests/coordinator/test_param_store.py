@@ -82,6 +82,35 @@ def test_the_newest_are_kept_and_found_by_their_versions(make: Make) -> None:
     assert store.get("main", min_version=13) is None
 
 
+def test_a_pinned_version_outlasts_those_that_come_after_it_until_it_is_let_go(make: Make) -> None:
+    store = make(kept=2)
+    assert store.pin("main") == -1
+    store.put("main", 1, params(1))
+    assert store.pin("main") == 1
+    for version in range(2, 9):
+        store.put("main", version, params(version))
+    assert store.versions("main") == [1, 7, 8]
+    found = store.get("main", version=1)
+    assert found is not None
+    assert numbers_in(found.params) == {1.0}
+    assert store.get("main").version == 8  # type: ignore[union-attr]
+
+    store.unpin("main", 1)
+    store.unpin("main", 1)
+    assert store.versions("main") == [7, 8]
+    assert store.get("main", version=1) is None
+
+
+def test_of_too_many_pins_the_oldest_is_let_go(make: Make) -> None:
+    store = make(kept=1)
+    for version in range(6):
+        store.put("main", version, params(version))
+        assert store.pin("main") == version
+        assert store.pin("main") == version
+    store.put("main", 6, params(6))
+    assert store.versions("main") == [4, 5, 6]
+
+
 @pytest.mark.parametrize("version", [0, 6, 7])
 def test_a_version_that_does_not_rise_is_refused(make: Make, version: int) -> None:
     store = make()

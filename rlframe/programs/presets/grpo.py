@@ -47,7 +47,7 @@ GUESS = Preset(
     fields={
         **LOSS,
         **settings(
-            "found here, with two of the seeds of docs/results.md and another",
+            "found here, on seeds that docs/results.md does not show",
             agent__model=SMALL,
             agent__learning_rate=1e-3,
             agent__learning_rate_rise=20,
