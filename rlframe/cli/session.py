@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from rlframe.cli.train import SessionOptions
+from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import Preset
@@ -41,6 +42,7 @@ def run_session(described: Any, session: SessionOptions, preset: Preset | None) 
             profile=profile,
             notes={"preset": preset.name if preset is not None else None},
             listen=session.listen,
+            control=_control(described, session),
         )
     finally:
         if progress is not None:
@@ -52,6 +54,20 @@ def run_session(described: Any, session: SessionOptions, preset: Preset | None) 
     if session.json:
         print(json.dumps(result.to_json()), flush=True)
     return 0 if result.signal is None else 128 + result.signal
+
+
+def _control(described: Any, session: SessionOptions) -> Any:
+    """Where an elastic run can be told what to do."""
+    if described.topology != "elastic":
+        for name in ("control_port", "control_host", "token_file"):
+            if getattr(session, name) != getattr(SessionOptions, name):
+                raise UsageError(f"{name} is for the topology elastic: {described.topology} does not read it.")
+        return None
+    from rlframe.programs.elastic import Control
+
+    if session.control_port is None:
+        return None
+    return Control(session.control_host, session.control_port, session.token_file)
 
 
 def _leave_accelerators_to_the_learner() -> None:

@@ -32,6 +32,9 @@ class SessionOptions:
     run_dir: Union[str, None] = None  # where everything is written; None: a new directory under runs/
     resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
     listen: Union[int, None] = None  # distributed: the first of 3 ports at which `rlframe join` reaches this run
+    control_port: Union[int, None] = 0  # elastic: port of its control API and live page; 0: a free one; None: nowhere
+    control_host: str = "127.0.0.1"  # elastic: address that these listen at
+    token_file: Union[str, None] = None  # elastic: the token of these; None: one in RUN_DIR/coordinator
     stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
     json: bool = False  # print the result as one JSON object, the last line of stdout
     quiet: bool = False  # show no progress

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import json
+import os
 import pathlib
 import queue
 import threading
@@ -349,10 +351,24 @@ class Coordinator:
             self._replay.put(effect)
         elif isinstance(effect, ev.Row) and self._recorder is not None:
             self._recorder.write(effect.env_steps, effect.values, self._machine.accounts.census)
-        elif isinstance(effect, ev.Over) and self._recorder is not None:
+        elif isinstance(effect, ev.Over):
+            self._finish(effect)
+
+    def _finish(self, over: ev.Over) -> None:
+        """Nobody works any more: what it has come to is written down."""
+        self._replay.close()
+        with self._lock:
+            self._published = self._machine.accounts.to_json()
+            status = self.status()
+        path = pathlib.Path(self._cfg.path) / "status.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(status, indent=1) + "\n")
+        os.replace(temporary, path)
+        if self._recorder is not None:
             ending = self._machine.ending
-            summary = {**self.status()["job"], "failed": effect.failed, "reason": effect.reason}
-            self._recorder.finish({**summary, "evaluation": ending.evaluation if ending is not None else None})
+            evaluation = ending.evaluation if ending is not None else None
+            summary = {**status["job"], "failed": over.failed, "reason": over.reason, "evaluation": evaluation}
+            self._recorder.finish(summary)
 
     def _send(self, effect: ev.Send) -> None:
         def answer(reply: Reply | None, why: str) -> None:

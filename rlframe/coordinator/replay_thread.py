@@ -37,7 +37,7 @@ class ReplayThread:
         self._replay, self._store, self._happened = replay, param_store, happened
         spec = getattr(replay, "spec", None)
         self._max_staleness = spec.max_staleness if spec is not None else None
-        self._prioritised = spec is not None and spec.kind == "prioritised"
+        self._kind = spec.kind if spec is not None else ""
         self._wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self.stats: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class ReplayThread:
             return
         self._looked_at = time.monotonic()
         try:
-            self.stats = dict(self._replay.stats())
+            self.stats = {"kind": self._kind, **self._replay.stats()}
         except Exception as error:  # a server that is being restarted: asked again
             _log.info("The replay buffer does not say how full it is: %s", error)
 
@@ -104,7 +104,7 @@ class ReplayThread:
 
     def _settle(self, effect: ev.Settle) -> None:
         for update in effect.updates:
-            if update.priorities is not None and self._prioritised:
+            if update.priorities is not None and self._kind == "prioritised":
                 self._replay.update_priorities(update.keys, update.priorities)
         for batch in effect.batches:
             self._replay.finish(batch.keys)

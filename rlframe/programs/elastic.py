@@ -6,14 +6,19 @@ memory of replay and parameters is the launcher's, which nothing that may be kil
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from rlframe import handles
 from rlframe.actors import Actor
 from rlframe.agents import Agent
 from rlframe.coordinator.commander import TrainOne
@@ -24,6 +29,7 @@ from rlframe.coordinator.param_store_shared import SharedParamStore
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.coordinator.workers.records import save_workers
+from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.programs.assemble import Evaluations, make_pool, replay_capacity
 from rlframe.programs.census import Census
@@ -127,6 +133,41 @@ def make_actor(described: Experiment, replay_buffer: Any, seed: int, inferencer:
 def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
     """Where the coordinator of a run keeps its journal, and its workers their logs."""
     return run_dir / "coordinator"
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """Where the control API and the live page of a run are; see docs/coordinator.md."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: one that is free
+    token_file: str | None = None  # None: one that is made in the run's directory
+
+
+@contextlib.contextmanager
+def serve_control_of(run_dir: pathlib.Path, address: str, control: Control | None) -> Iterator[None]:
+    """Serves the control of a run in this process, and says in its directory where; not at all for None.
+
+    Raises:
+        UsageError: it cannot be served there, or a package is missing.
+    """
+    if control is None:
+        yield
+        return
+    try:
+        from rlframe.coordinator.control.address import make_token, write_control
+        from rlframe.coordinator.control.serving import serve_control
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"The control of an elastic run needs the package {error.name}: pip install 'rlframe[trajectories]', or "
+            "leave it out by --control-port None."
+        ) from error
+    token_file = control.token_file or make_token(run_dir)
+    target = handles.Remote([address], "coordinator")
+    with serve_control(target, control.host, control.port, token_file) as server:
+        write_control(run_dir, server.url, token_file)
+        print(f"[launcher] control: {server.url} (token: {token_file})", file=sys.stderr)
+        yield
 
 
 class _Records:

@@ -11,7 +11,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
@@ -23,6 +23,9 @@ from rlframe.programs.census import Census
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import Result, RunDir, open_session
 from rlframe.programs.topologies import TOPOLOGIES, Run
+
+if TYPE_CHECKING:
+    from rlframe.programs.elastic import Control
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ def train(
     progress: Logger | None = None,
     notes: dict[str, Any] | None = None,
     listen: int | None = None,
+    control: Control | None = None,
 ) -> Result:
     """See `rlframe.programs.train`.
 
@@ -64,7 +68,8 @@ def train(
         more = list(open_loggers(directory.path)) if open_loggers is not None else []
         undo.pop_all()
     loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
-    return conduct(directory, loggers, engine.run, lambda: _read_result(directory, run))
+    with controlled(directory, engine, control) if described.topology == "elastic" else contextlib.nullcontext():
+        return conduct(directory, loggers, engine.run, lambda: _read_result(directory, run))
 
 
 def conduct(
@@ -120,6 +125,13 @@ def _read_result(directory: RunDir, run: Run) -> Result:
     # The program was told to stop before its monitor had begun.
     env_steps = int(Census(directory.progress, run.session).total()["env_steps"])
     return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
+
+
+def controlled(directory: RunDir, engine: Any, control: Control | None) -> Any:
+    """A context in which the coordinator of an elastic run can be told what to do."""
+    from rlframe.programs.elastic import serve_control_of
+
+    return serve_control_of(directory.path, engine.address_of("coordinator"), control)
 
 
 def topology_of(described: Experiment) -> Callable[[Any, Run], None]:

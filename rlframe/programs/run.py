@@ -27,6 +27,7 @@ def train(
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
     listen: int | None = None,
+    control: Any = None,
 ) -> Result:
     """Trains an experiment's agent to its last step, and evaluates the final policy.
 
@@ -45,6 +46,7 @@ def train(
         profile: measures where the time of a single process goes.
         notes: kept in `config.json` for a reader.
         listen: of the topology distributed, the port at which programs on other machines may `join` the run.
+        control: of the topology elastic, where it can be told what to do: a `rlframe.programs.elastic.Control`.
 
     Returns:
         See `Result`.
@@ -77,4 +79,4 @@ def train(
         return single_process.train(described, **session, profile=profile)
     if profile is not None:
         raise UsageError(f"A profile is of a single process; the topology is {described.topology}.")
-    return program.train(described, **session, listen=listen)
+    return program.train(described, **session, listen=listen, control=control)

@@ -9,7 +9,7 @@ from typing import Any
 from rlframe.programs.door import OPEN_GROUPS
 from rlframe.programs.engines import SAVING_GROUPS
 from rlframe.programs.launching.launcher import ON_CPU, GroupPolicy, launch
-from rlframe.programs.launching.ports import KnownAddress, check_free
+from rlframe.programs.launching.ports import KnownAddress, check_free, pick_free
 
 
 class LaunchpadEngine:
@@ -47,6 +47,11 @@ class LaunchpadEngine:
 
         with self.program.group(group):
             return self.program.add_node(CheckpointedReverbNode(tables, path))
+
+    def address_of(self, group: str) -> str:
+        """The "host:port" at which the one node of a group will be called, for who is no node of this program."""
+        port = self._ports.setdefault(group, pick_free())
+        return f"localhost:{port}"
 
     def reverb_at(self, address: str) -> Any:
         """What stands for the Reverb server at "host:port", which is no node of this program."""

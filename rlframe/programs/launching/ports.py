@@ -21,6 +21,12 @@ class KnownAddress:
         return self.address
 
 
+def pick_free() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
 def check_free(ports: Mapping[str, int]) -> None:
     """Raises UsageError where a port, by what listens at it, cannot be listened at on all interfaces.
 
