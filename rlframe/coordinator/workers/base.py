@@ -67,7 +67,7 @@ class Worker:
         self._task: _Task | None = None  # the newest
         self._stop = threading.Event()  # of the task: its work is to end
         self._phase = "idle"
-        self._waits_for = ""  # that the work under way cannot go on without: data or params
+        self._waits_for = ""  # see `_waiting_for`
         self._done = 0  # pieces of work
         self._closed = False
         self._accelerators: tuple[str, ...] = ()
@@ -77,18 +77,11 @@ class Worker:
     # --- what the coordinator calls
 
     def ping(self) -> Alive:
-        """That it is there, and how far. Waits for nothing.
-
-        The phase is `idle` without a task, else `starting`, `running`, `closing`, or `waiting`: it has a task, but
-        nothing to do until a call comes, or until there is what its work waits for (batches, newer parameters, room in
-        the buffer). Only where it is running does progress that stands mean that it is stuck.
-        """
-        task, phase, work = self._task, self._phase, self._work
+        """That it is there, and how far. Waits for nothing."""
+        task, phase, progress = self._task, self._phase, self._done + self._steps_within()
         if task is None or task.result is not None:
-            return Alive(self.worker_id, self.incarnation, "idle", progress=self._done)
-        if phase == "running" and (self._waiting_for() or work is None or work.is_done.is_set()):
-            phase = "waiting"
-        return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, self._done)
+            return Alive(self.worker_id, self.incarnation, "idle", progress=progress)
+        return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, progress)
 
     def resources(self) -> Resources:
         """What it has to work with. Waits for nothing: accelerators are named as soon as JAX has found them."""
@@ -152,12 +145,12 @@ class Worker:
         """Ends what the work under way waits for: `_stop` is set. May come at any time, and again."""
 
     def _waiting_for(self) -> str:
-        """What the work under way cannot go on without: "data", "params", or nothing."""
+        """What the work under way waits for as long as it takes: "data" (or room for it), "params", or nothing."""
         return self._waits_for
 
-    def _note_progress(self) -> None:
-        """Says that the work under way, which takes long, goes on."""
-        self._done += 1
+    def _steps_within(self) -> int:
+        """A count that rises while work which takes long goes on."""
+        return 0
 
     def _cannot(self, call: str) -> UsageError:
         return UsageError(f"{self.worker_id} cannot {call}: it works at {' and '.join(self.kinds)} alone.")

@@ -32,6 +32,7 @@ class Held(Worker):
     """Collects once it is let go; keeps what it was asked to do."""
 
     kinds = ("collect",)
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__("collector/1", 1, 2)
@@ -53,6 +54,9 @@ class Held(Worker):
 
     def _data_demand(self):
         return NotReady("data") if not self.go.is_set() else Demand(1, 1, 1)
+
+    def _steps_within(self):
+        return self.steps
 
     def _close(self, final):
         self.did.append(f"close {final}")
@@ -115,11 +119,9 @@ def test_ping_follows_the_task(worker, call):
     alive = worker.ping()
     assert (alive.phase, alive.task_id, alive.attempt) == ("starting", "task", 0)
     worker.go.set()
-    wait_until(lambda: worker.ping().phase == "waiting")  # for a call
+    wait_until(lambda: worker.ping().phase == "running")
     worker.go.clear()
     worker.get_data(call.header(), GetData())
-    assert worker.ping().phase == "waiting"  # for data
-    worker._waits_for = ""
     assert worker.ping().phase == "running"
     worker.go.set()
     assert call.until_done("close_task", False) == Closed({"env_steps": 1})
@@ -131,11 +133,12 @@ def test_progress_rises_with_what_is_done_and_only_then(worker, call):
     held_up(worker, call)
     before = worker.ping().progress
     assert worker.ping().progress == before
-    worker._note_progress()
+    worker.steps = 5  # work that takes long goes on
+    assert worker.ping().progress == before + 5
     worker.go.set()
-    wait_until(lambda: worker.ping().progress == before + 2)
+    wait_until(lambda: worker.ping().progress == before + 6)
     call.until_done("get_data", GetData())
-    assert worker.ping().progress == before + 3
+    assert worker.ping().progress == before + 7
 
 
 # --- repetitions
