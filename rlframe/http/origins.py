@@ -42,8 +42,8 @@ class SameOrigin:
         name = _name(host)
         if name not in self._hosts and not _is_address(name):
             return (
-                f"The header Host names {name[:100]!r}, which is not known to be this service's name. Ask for it by its "
-                "IP address or localhost, or have it started with that name as an allowed host."
+                f"The header Host names {name[:100]!r}, which is not known to be this service's name. Ask for it by "
+                "its IP address or localhost, or have it started with that name as an allowed host."
             )
         origin = headers.get("origin")
         if origin is not None and origin.lower().rpartition("://")[2] != host:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -37,7 +37,7 @@ def make_app(
     token: str | None = None,
     *,
     hosts: Iterable[str] = (),
-    routers: Iterable[Callable[[Calls], APIRouter]] = (),
+    routers: Iterable[APIRouter] = (),
     title: str = "rlframe coordinator",
 ) -> FastAPI:
     """The application.
@@ -48,7 +48,7 @@ def make_app(
             `UnavailableError`) requests are answered with 503, and the application goes on.
         token: that requests carry, but for the page's static file and /healthz; None: none is needed.
         hosts: names that the service is reached under, beside `localhost` and IP addresses.
-        routers: make further endpoints.
+        routers: further endpoints.
         title: of the API's description.
 
     `app.state.let_go()` ends the event streams, so that a server that ends need not wait for their readers.
@@ -77,8 +77,8 @@ def make_app(
     app.get("/", response_model=dict[str, str], tags=["service"], responses=REFUSED)(_root)
     app.include_router(reading_router(calls, log, metrics), responses=REFUSED)
     app.include_router(command_router(calls), responses=REFUSED)
-    for make_router in routers:
-        app.include_router(make_router(calls), responses=REFUSED)
+    for router in routers:
+        app.include_router(router, responses=REFUSED)
     _handle_errors(app)
     # The last one added is the first that a request meets.
     app.add_middleware(Compress)

@@ -41,7 +41,9 @@ class ControlClient:
             if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
                 raise httpx.InvalidURL("no http://HOST:PORT")
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise UsageError(f"{url!r} is no URL of a coordinator's control, as http://127.0.0.1:8765 is: {error}.") from error
+            raise UsageError(
+                f"{url!r} is no URL of a coordinator's control, as http://127.0.0.1:8765 is: {error}."
+            ) from error
         self._timeout = timeout
 
     @classmethod
@@ -128,7 +130,9 @@ class ControlClient:
 
     def _away(self, error: httpx.HTTPError) -> PeerError:
         if isinstance(error, httpx.ConnectError):
-            return PeerError(f"Nobody listens at {self.url}: has the run ended, or is its control elsewhere? (--url, --run-dir)")
+            return PeerError(
+                f"Nobody listens at {self.url}: has the run ended, or is its control elsewhere? (--url, --run-dir)"
+            )
         if isinstance(error, httpx.TimeoutException):
             return PeerError(f"{self.url} did not answer within {self._timeout:g} s. Ask again.")
         return PeerError(f"The connection to {self.url} broke off: {error}. Ask again.")
@@ -142,7 +146,7 @@ class ControlClient:
         except (ValueError, KeyError, TypeError):
             said = response.text[:200].replace("\n", " ")
             raise RemoteError(
-                f"{self.url} answered {response.status_code} and no JSON of a coordinator's control: {said!r}. Is it one?"
+                f"{self.url} answered {response.status_code} and nothing that a coordinator's control says: {said!r}."
             ) from None
         if refused is None:
             return read

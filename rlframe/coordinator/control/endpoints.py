@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
@@ -180,7 +180,9 @@ def _check_limits(status: dict[str, Any], body: Scale) -> None:
     _check_not_over(status)
     limits = (status.get("limits") or {}).get(body.role)
     if limits is not None and not limits[0] <= body.n <= limits[1]:
-        raise FieldError("n", f"This job has between {limits[0]} and {limits[1]} of the role {body.role}, not {body.n}.")
+        raise FieldError(
+            "n", f"This job has between {limits[0]} and {limits[1]} of the role {body.role}, not {body.n}."
+        )
 
 
 def _check_not_over(status: dict[str, Any], because: Callable[[str], str] = lambda sentence: sentence) -> None:

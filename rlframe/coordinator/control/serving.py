@@ -100,6 +100,6 @@ def check_guarded(host: str, token_file: str | None) -> None:
     """Raises `UsageError` where others than this machine's could steer runs, and submit programs, without a token."""
     if token_file is None and not is_loopback(host):
         raise UsageError(
-            f"{host} can be reached from other machines, and who reaches a coordinator can run programs by it. Give it a "
-            "--token-file, or listen at 127.0.0.1."
+            f"{host} can be reached from other machines, and who reaches a coordinator can run programs by it. Give it "
+            "a --token-file, or listen at 127.0.0.1."
         )

@@ -101,7 +101,13 @@ class ScriptedCoordinator:
         self._answer()
         self.asked += 1
         tasks = [
-            {"task_id": one["task_id"], "kind": "collect", "state": "RUNNING", "attempt": 0, "worker_id": one["worker_id"]}
+            {
+                "task_id": one["task_id"],
+                "kind": "collect",
+                "state": "RUNNING",
+                "attempt": 0,
+                "worker_id": one["worker_id"],
+            }
             for one in self.workers
             if one["task_id"]
         ]
