@@ -13,6 +13,11 @@ class ProcessId(NamedTuple):
     pid: int
     started: int
 
+    @staticmethod
+    def of(pid: int) -> ProcessId:
+        """The process that has this number now."""
+        return ProcessId(pid, _started(pid))
+
     @property
     def is_alive(self) -> bool:
         """Whether it runs (or is stopped, or sleeps): not where it ended, be it waited for or not."""
