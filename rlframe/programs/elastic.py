@@ -95,10 +95,7 @@ def make_coordinator(
                 seed=described.seed,
             ),
             "evaluator": functools.partial(
-                CollectorWorker,
-                agent=agent,
-                param_store=param_store,
-                evaluations=functools.partial(Evaluations, described),
+                CollectorWorker, None, agent, param_store, evaluations=functools.partial(Evaluations, described)
             ),
         },
     )

@@ -186,7 +186,7 @@ class ReconcilingOperator(Operator):
     def _fail(self, message: str, failures: int) -> float:
         with self._lock:
             self._outage = message
-        return min(max(self._every, 0.2) * 2**min(failures, 10), 10.0)
+        return min(max(self._every, 0.2) * 2 ** min(failures, 10), 10.0)
 
     def _until_due(self) -> float:
         with self._lock:

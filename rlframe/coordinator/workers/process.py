@@ -171,7 +171,9 @@ def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, por
 
 
 def _is_outdated(records: Records, record: Record) -> bool:
-    return any(other.worker_id == record.worker_id and other.incarnation > record.incarnation for other in records.all())
+    return any(
+        other.worker_id == record.worker_id and other.incarnation > record.incarnation for other in records.all()
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
