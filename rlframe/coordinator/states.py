@@ -12,7 +12,7 @@ class TransitionError(RlframeError):
     """A state was to follow that cannot: a bug of this package's, never of a worker's."""
 
 
-class JobState(str, enum.Enum):
+class JobState(enum.Enum):
     """Of a run under a coordinator."""
 
     INIT = "INIT"
@@ -26,7 +26,7 @@ class JobState(str, enum.Enum):
     FAILED = "FAILED"
 
 
-class TaskState(str, enum.Enum):
+class TaskState(enum.Enum):
     """Of what one worker at a time works at."""
 
     PENDING = "PENDING"
@@ -39,7 +39,7 @@ class TaskState(str, enum.Enum):
     CANCELLED = "CANCELLED"
 
 
-class WorkerState(str, enum.Enum):
+class WorkerState(enum.Enum):
     """Of one incarnation of a worker."""
 
     REQUESTED = "REQUESTED"

@@ -191,6 +191,9 @@ class Machine:
         if self.state is JobState.INIT:
             self._become(JobState.CONNECTING)
             self.emit(ev.Connect())
+            for task in self.tasks.open("evaluate"):  # after a restart: which version was kept is not known
+                if task.start.options["params_version"] < 0:
+                    self.emit(ev.Pin(task.task_id, task.start.policy_id))
 
     def _on_OperatorAnswered(self, event: ev.OperatorAnswered) -> None:
         if not self._operator_answered or self.operator_problem:
@@ -328,12 +331,9 @@ class Machine:
     def _see(self, seen: ev.Seen) -> None:
         newest = self.roster.newest(seen.worker_id)
         if newest is not None and newest.incarnation >= seen.incarnation:
-            worker, here = newest, len([each for each in self.roster.of(seen.role) if each.is_here])
-            comes_back = newest.state is WorkerState.GONE and newest.incarnation == seen.incarnation
-            if comes_back and here < self.wanted[seen.role]:  # one that its operator does not end
-                worker = self.roster.add(seen, self._now)
-            elif newest.incarnation > seen.incarnation or is_over(newest.state):
-                return
+            worker = newest
+            if newest.incarnation > seen.incarnation or is_over(newest.state):
+                return  # it has not gone yet
         else:
             if newest is not None and not is_over(newest.state):
                 self._lose(newest, "its process was replaced")
@@ -450,7 +450,8 @@ class Machine:
         if (
             task is not None
             and (task.worker_id, task.incarnation) == (worker.worker_id, worker.incarnation)
-            and (task.state, task.attempt, reply.phase) == (TaskState.PENDING, reply.attempt, "running")
+            and (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
+            and reply.phase in ("running", "waiting")
         ):
             # This coordinator was restarted: the worker has gone on meanwhile.
             task.become(TaskState.ASSIGNED)
@@ -629,6 +630,7 @@ class Machine:
         self.want("evaluator", 1)
         task = self.tasks.add(StartTask("evaluate", policy_id, {"params_version": -1}))
         self.emit(ev.Pin(task.task_id, policy_id))
+        self.note("evaluation", f"The newest version of {policy_id} is to be evaluated ({task.task_id}).")
         return task
 
     def _on_Pinned(self, event: ev.Pinned) -> None:
@@ -779,6 +781,8 @@ class Machine:
         task.worker_id, task.incarnation = worker.worker_id, worker.incarnation
         worker.task_id, worker.progress_at = task.task_id, self._now
         worker.become(WorkerState.BUSY)
+        # The number of the attempt is in the journal before anybody hears of it: no two workers ever have the same.
+        self.note("assigned", f"{worker.worker_id} is to do {task.task_id}, attempt {task.attempt}.")
         self.drive(worker)
 
     def _task_for(self, worker: Worker) -> Task | None:
