@@ -12,6 +12,7 @@ from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.replay import as_replay_buffer
 from rlframe.types import Batch
 
+_PUBLISH_EVERY = 0.005  # seconds between two versions that collectors get, where more are made
 _LOOK = 0.005  # seconds between two looks at a buffer that has too little, and cannot be waited for
 
 
@@ -63,7 +64,7 @@ class LearnerWorker(Worker):
         learner.publish_above(max(self._store.newest(task.policy_id), task.options.get("min_version", -1)))
         if self._max_staleness is not None:
             self._noted.forget_before(learner.params_version - self._max_staleness)
-        self._published = -1
+        self._published, self._published_at = -1, 0.0
         self._publish(learner)
         steps, version = learner.learner_steps, learner.params_version
         return Started({"learner_steps": steps, "params_version": version, "resumed": resumed})
@@ -116,6 +117,8 @@ class LearnerWorker(Worker):
         if self._max_staleness is not None:  # its actors wait for this version
             learner.settle()
             self._publish(learner)
+        elif time.monotonic() > self._published_at + _PUBLISH_EVERY:
+            self._publish(learner)
         learner.save_where_due()
         return False
 
@@ -140,7 +143,7 @@ class LearnerWorker(Worker):
         version, params = learner.get_params(self._published)
         if params is not None:
             self._store.put(self._policy_id, version, params, {**self._hparams, "learner_steps": learner.learner_steps})
-            self._published = version
+            self._published, self._published_at = version, time.monotonic()
 
     def _steps_within(self) -> int:
         learner = self._learner
