@@ -74,7 +74,7 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, i
     assert stats["sampled"] == len(seen) > len(expected) - 20
     assert stats["evicted"] == 0
     assert buffer._here().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
-    with pytest.raises(UsageError, match="samples this replay buffer"):
+    with pytest.raises(UsageError, match=f"process {drawer.popen.pid} takes its items"):
         buffer.draw()
 
 
@@ -83,10 +83,10 @@ def test_what_is_not_finished_holds_its_writer_up(scene: Scene) -> None:
     drawer = scene.process(processes.draw_when_told, buffer)
     assert draw(drawer) is None
     writer = scene.process(processes.write, buffer, 1, 400)
-    held = [d for d in iter(lambda: draw(drawer), None)]
+    held = list(iter(lambda: draw(drawer), None))
     header = buffer._here().memory.headers[0]
     wait_until(lambda: header[block.WAITS] == 1)
-    held += [d for d in iter(lambda: draw(drawer), None)]  # what came meanwhile; now there is no more
+    held += list(iter(lambda: draw(drawer), None))  # what came meanwhile; now there is no more
     stands_at = block.cursors(header).steps
     assert stands_at < 200
     for drawn in reversed(held):
