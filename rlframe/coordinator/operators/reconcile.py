@@ -98,6 +98,9 @@ class _Slot:
         return now + min(backoff.first * 2 ** min(self.deaths - 1, 30), backoff.longest)
 
 
+Plan = tuple[list[Start], list[End]]
+
+
 class Reconciler:
     """What is wanted, what was seen, and which incarnations there have been.
 
@@ -166,7 +169,7 @@ class Reconciler:
         if slot.state is _State.DUE and slot.incarnation == start.incarnation:
             slot.due_at, slot.problem = slot.delay(now, self._backoff), problem
 
-    def plan(self, seen: Iterable[Seen], now: float) -> tuple[list[Start], list[End]]:
+    def plan(self, seen: Iterable[Seen], now: float) -> Plan:
         """What to start and what to end, given all that there is now."""
         seen = list(seen)
         live = self._take_in(seen, now)
