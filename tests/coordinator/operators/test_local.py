@@ -238,6 +238,23 @@ def test_an_incarnation_that_is_outdated_leaves_the_record_of_the_newer_one_alon
     assert ping(second).incarnation == 1
 
 
+def test_accelerators_and_threads_are_the_learners_unless_told_otherwise(local, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("HIDDEN", "1")
+    monkeypatch.delenv("NPROC", raising=False)
+    one = local()
+    one.operator.request("learner", 1)
+    one.operator.request("collector", 1)
+    learner, collector = (psutil.Process(one.up(role, 1)[0].pid).environ() for role in ("learner", "collector"))
+    assert (learner["JAX_PLATFORMS"], learner["HIDDEN"], "NPROC" in learner) == ("cuda", "1", False)
+    assert (collector["JAX_PLATFORMS"], collector["CUDA_VISIBLE_DEVICES"], collector["NPROC"]) == ("cpu", "", "1")
+    one.operator.disconnect()
+    one = local(env={"collector": {"HIDDEN": None, "NPROC": "3"}})
+    one.operator.request("collector", 1)
+    collector = psutil.Process(one.up("collector", 1)[0].pid).environ()
+    assert (collector["NPROC"], collector["JAX_PLATFORMS"], "HIDDEN" in collector) == ("3", "cuda", False)
+
+
 def test_what_cannot_be_pickled_and_what_is_not_a_role_are_refused(local, state_dir):
     with pytest.raises(ValueError, match="cannot be sent to their processes"):
         save_workers(state_dir, {"learner": lambda *_: threading.Lock(), "x": threading.Lock()})
