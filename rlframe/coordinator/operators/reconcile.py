@@ -76,7 +76,7 @@ class _Slot:
     deaths: int = 0  # of those that died young, in succession
     ended_upto: int = -1  # every incarnation up to this one is to be gone
     kill_at: float = 0.0  # when patience with those is over
-    is_present: bool = False  # something of it was seen lately, in whatever health
+    is_present: bool = False  # something of it, that is not dead, was seen lately
     problem: str = ""
 
     def open(self, now: float) -> None:
@@ -200,7 +200,7 @@ class Reconciler:
             slot.is_present = False
         for one in seen:
             slot = self._slot(one.info.role, one.info.index)
-            slot.is_present = True
+            slot.is_present |= one.health is not Health.DEAD
             incarnation = one.info.incarnation
             if one.health is Health.LIVE and incarnation > slot.ended_upto:
                 live.setdefault(one.info.worker_id, set()).add(incarnation)
