@@ -151,8 +151,9 @@ class CollectorWorker(Worker):
         self._is_evaluating = False
         if actor is None:
             return {}
+        stats = actor.stats()
         actor.close()
-        return actor.stats()
+        return stats
 
 
 class _OneVersion:

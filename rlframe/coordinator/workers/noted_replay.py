@@ -1,4 +1,4 @@
-"""The replay buffer as a coordinator's learner sees it: what the learner says to it is noted for the coordinator too."""
+"""The replay buffer as a coordinator's learner sees it: what the learner says to it is noted for the coordinator."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class NotedReplay(BaseReplayBuffer):
     """Notes each update's keys and priorities, beside the buffer or in its place.
 
     Where the coordinator draws the keys, its process is the buffer's sampler: priorities, versions and what is too old
-    are said to it there, and the replay is not this learner's to save. Elsewhere the learner draws by itself, and all of
-    that goes to the buffer from here.
+    are said to it there, and the replay is not this learner's to save. Elsewhere the learner draws by itself, and says
+    all of that to the buffer from here.
 
     Args:
         replay_buffer: whose items the learner learns from.
