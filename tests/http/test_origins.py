@@ -33,7 +33,9 @@ def test_a_service_answers_to_its_names_and_to_addresses(host):
     assert status_of(host=host, origin=f"http://{host}") == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[::1", "localhost.evil"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[::1", "localhost.evil"]
+)
 def test_another_name_that_leads_here_is_refused(host):
     assert status_of(host=host) == 403
     assert status_of(host=host, origin=f"http://{host}") == 403

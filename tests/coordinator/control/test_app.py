@@ -45,9 +45,8 @@ def server(coordinator: ScriptedCoordinator) -> Iterator[ControlServer]:
 def shared() -> Iterator[tuple[ScriptedCoordinator, httpx.Client]]:
     """One for the tests that change nothing: each refuses what it sends."""
     coordinator = ScriptedCoordinator()
-    with serve_control(coordinator, port=0) as server:
-        with httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
-            yield coordinator, client
+    with serve_control(coordinator, port=0) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
+        yield coordinator, client
     assert coordinator.calls == []
 
 
@@ -278,40 +277,42 @@ def test_a_stream_lives_through_a_restart_of_the_coordinator(coordinator, http, 
 
 
 def test_the_end_of_the_service_ends_its_streams_within_seconds(coordinator):
-    with serve_control(coordinator, port=0) as server:
-        with httpx.stream("GET", server.url + "/events/stream", timeout=DEADLINE) as response:
-            lines = response.iter_lines()
-            read_events(lines, 1)
-            began = time.monotonic()
-            server.close()
-            assert list(lines) is not None and time.monotonic() - began < 5.0
+    with (
+        serve_control(coordinator, port=0) as server,
+        httpx.stream("GET", server.url + "/events/stream", timeout=DEADLINE) as response,
+    ):
+        lines = response.iter_lines()
+        read_events(lines, 1)
+        began = time.monotonic()
+        server.close()
+        assert [line for line in lines if line] == [] and time.monotonic() - began < 5.0
     with pytest.raises(httpx.ConnectError):
         httpx.get(server.url + "/healthz")
 
 
 def test_a_token_is_needed_but_for_the_page_and_health(coordinator, tmp_path):
     (tmp_path / "token").write_text("secret\n")
-    with serve_control(coordinator, port=0, token_file=str(tmp_path / "token")) as server:
-        with httpx.Client(base_url=server.url, timeout=DEADLINE) as http:
-            for method, path in (
-                *(("GET", path) for path in ("/status", "/events", "/events/stream", "/metrics", "/docs", "/")),
-                *(("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/submit", "/evaluate")),
-            ):
-                error = error_of(http.request(method, path), 401)
-                assert error["type"] == "unauthorized" and "--token-file" in error["message"]
-            error_of(http.get("/status", headers={"Authorization": "Bearer wrong"}), 401)
-            assert http.get("/healthz").status_code == 200
-            page = http.get("/", headers={"Accept": "text/html"})
-            assert page.headers["content-type"] == "text/html; charset=utf-8" and "dqn" not in page.text
-            assert "default-src 'none'" in page.headers["content-security-policy"]
-            assert http.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
+    guarded = [("GET", path) for path in ("/status", "/events", "/events/stream", "/metrics", "/docs", "/")]
+    guarded += [("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/submit", "/evaluate")]
+    with (
+        serve_control(coordinator, port=0, token_file=str(tmp_path / "token")) as server,
+        httpx.Client(base_url=server.url, timeout=DEADLINE) as http,
+    ):
+        for method, path in guarded:
+            error = error_of(http.request(method, path), 401)
+            assert error["type"] == "unauthorized" and "--token-file" in error["message"]
+        error_of(http.get("/status", headers={"Authorization": "Bearer wrong"}), 401)
+        assert http.get("/healthz").status_code == 200
+        page = http.get("/", headers={"Accept": "text/html"})
+        assert page.headers["content-type"] == "text/html; charset=utf-8" and "CartPole" not in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert http.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
     assert coordinator.calls == []
 
 
 def test_without_a_token_only_loopback_is_listened_at(coordinator):
-    with pytest.raises(UsageError, match="--token-file"):
-        with serve_control(coordinator, host="0.0.0.0", port=0):
-            pass
+    with pytest.raises(UsageError, match="--token-file"), serve_control(coordinator, host="0.0.0.0", port=0):
+        pass
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}])
