@@ -37,9 +37,10 @@ class Sampler:
         is_sampler: whether this process is the one that samples; else it reads uniformly.
     """
 
-    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int):
+    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int, *, come_and_go: bool = False):
         self._memory, self._spec, self._step_spec = memory, spec, step_spec
         self._control = memory.control
+        self._come_and_go = come_and_go
         self.is_sampler = False
         self.sampled = 0
         self.rng = np.random.Generator(np.random.PCG64(seed))
@@ -220,13 +221,13 @@ class Sampler:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
 
     def _writer(self, rank: int, header: memoryview) -> WriterState:
-        # Who has not come may come: only one that ended is known to be dead. Who waits for unfinished items to leave
-        # does not stand still by himself.
+        # Who has not come may come, unless writers come and go: only one that ended is known to be dead. Who waits for
+        # unfinished items to leave does not stand still by himself.
         is_held_up = header[block.WAITS] and len(self._unfinished)
         return WriterState(
             header[block.NUM_ENVS],
             object() if is_held_up else block.cursors(header).steps,
-            lambda: not header[block.CLAIMS] or self._memory.writer(rank).is_alive,
+            lambda: self._memory.writer(rank).is_alive if header[block.CLAIMS] else not self._come_and_go,
         )
 
     def publish(self, has_drawn: bool) -> None:

@@ -43,6 +43,8 @@ class Plan(NamedTuple):
     seed: int
     timeout: float
     in_threads: bool
+    run_ahead: int
+    come_and_go: bool
 
 
 class Share:
@@ -58,7 +60,7 @@ class Share:
         self._plan, self._spec = plan, plan.spec
         self.memory = Block(plan.name, plan.num_writers, plan.rows, plan.spec, plan.step_spec)
         self.lock = threading.RLock()
-        self.sampler = Sampler(self.memory, plan.spec, plan.step_spec, plan.seed)
+        self.sampler = Sampler(self.memory, plan.spec, plan.step_spec, plan.seed, come_and_go=plan.come_and_go)
         self._pid = this_process().pid
         self._has_pace = plan.spec.kind == "queue" or plan.spec.samples_per_insert is not None
         self._is_makers = plan.name.maker == this_process()
@@ -212,7 +214,7 @@ class Share:
         if ratio is None:
             return
         envs = sum([header[block.NUM_ENVS] for header in memory.headers])
-        ahead = 2 * max(spec.batch_size or envs, ratio * envs)
+        ahead = self._plan.run_ahead * max(spec.batch_size or envs, ratio * envs)
 
         def is_ahead() -> bool:
             return ratio * (memory.added_items() - spec.min_size) > memory.control[block.SAMPLED] + ahead

@@ -34,8 +34,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     The process that makes it must outlive the others' first use of it. The first process to sample is the sampler: it
     owns priorities, and takes a queue's items; others may read uniformly. A writer in another process than the
     sampler waits in `add` rather than overwrite what a queue has not sampled, or run ahead of `samples_per_insert`
-    by more than two batches (or steps of all environments); one in the same process never does, like the in-process
-    buffer. Until somebody samples, writers of the process that made the buffer do not wait.
+    by more than `run_ahead` batches (or steps of all environments); one in the same process never does, like the
+    in-process buffer. Until somebody samples, writers of the process that made the buffer do not wait.
 
     Args:
         agent: an Agent (anything with `replay_spec` and `step_spec`).
@@ -44,6 +44,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         max_envs: the most environments of one writer. Costs addresses, not memory.
         timeout: seconds that `add` waits at most.
         in_threads: writers are threads beside the sampler's, so that they can wait for it in the same process as well.
+        run_ahead: batches (or steps of all environments) that writers may be ahead of `samples_per_insert`.
+        come_and_go: a batch of one item per environment waits for none of the writers that have yet to come.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
@@ -61,9 +63,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         max_envs: int = 1024,
         timeout: float = 600.0,
         in_threads: bool = False,
+        run_ahead: int = 2,
+        come_and_go: bool = False,
         **overrides: Any,
     ):
-        for option, value in (("num_writers", num_writers), ("max_envs", max_envs)):
+        for option, value in (("num_writers", num_writers), ("max_envs", max_envs), ("run_ahead", run_ahead)):
             if value < 1:
                 raise UsageError(f"SharedMemReplayBuffer's {option} must be at least 1, got {value}.")
         spec = override(agent.replay_spec, overrides)
@@ -71,7 +75,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         check_memory(needed, spec.capacity, "observations and what the agent stores of each step")
         rows = segments.segment_rows(spec, num_writers, max_envs)
         name = block.create(num_writers, rows, spec, agent.step_spec)
-        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, timeout, in_threads))
+        waits = (timeout, in_threads, run_ahead, come_and_go)
+        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
         self._finalizer = weakref.finalize(self, destroy, name)
 
     def _attach(self, plan: Plan) -> None:
