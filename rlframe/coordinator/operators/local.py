@@ -24,7 +24,7 @@ from rlframe.programs.launching.launcher import ON_CPU
 from rlframe.programs.launching.supervisor import FOR_GOOD
 
 _EVERY = 0.1  # seconds between two looks at the processes
-_GRACE = CLOSING + 3.0  # seconds from SIGTERM to SIGKILL: a worker that cannot close ends itself before
+_GRACE = CLOSING + 2.0  # seconds from SIGTERM to SIGKILL: a worker that cannot close ends itself before
 
 WorkerEnv = Mapping[str, str | None]  # environment variables; None: not to be there
 

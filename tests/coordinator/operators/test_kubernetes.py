@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from rlframe.coordinator.operators import kubernetes as operators
-from rlframe.coordinator.operators.base import OperatorError
+from rlframe.coordinator.operators.base import OperatorError, WorkerInfo
 from rlframe.coordinator.operators.kubernetes import KubernetesConfig, KubernetesOperator
-from rlframe.coordinator.operators.reconcile import Backoff, Start
+from rlframe.coordinator.operators.reconcile import Backoff, End, Seen, Start
 from rlframe.coordinator.workers import process
 from tests.coordinator.operators.cluster import Cluster
 
@@ -34,6 +34,15 @@ def the(kind: str, name: str) -> dict:
 def templates() -> dict:
     texts = the("ConfigMap", "rlframe-workers")["data"]
     return {name.removesuffix(".yaml"): yaml.safe_load(text) for name, text in texts.items()}
+
+
+CONFIG = KubernetesConfig("train", "rl", "/rlframe/coordinator", templates(), "rlframe-coordinator-0")
+
+
+def client_of(cluster) -> kubernetes.client.ApiClient:
+    configuration = kubernetes.client.Configuration(host=cluster.url)
+    configuration.retries = False
+    return kubernetes.client.ApiClient(configuration)
 
 
 def wait_for(condition, seconds: float = 20.0):
@@ -59,11 +68,8 @@ def make(cluster, tmp_path):
     made = []
 
     def make(**options) -> KubernetesOperator:
-        configuration = kubernetes.client.Configuration(host=cluster.url)
-        configuration.retries = False
-        config = KubernetesConfig("train", "rl", "/rlframe/coordinator", templates(), "rlframe-coordinator-0")
         options = {"backoff": Backoff(first=0.01), "every": 0.02, **options}
-        made.append(KubernetesOperator(tmp_path, config, api=kubernetes.client.ApiClient(configuration), **options))
+        made.append(KubernetesOperator(tmp_path, CONFIG, api=client_of(cluster), **options))
         return made[-1]
 
     yield make
@@ -109,8 +115,7 @@ def test_a_worker_is_a_pod_with_an_address_once_it_serves(cluster, operator):
 
 
 def test_what_a_pod_runs_is_the_worker_that_it_is_called():
-    config = KubernetesConfig("train", "rl", "/rlframe/coordinator", templates())
-    container = operators.manifest(config, Start("learner/0", "learner", 0, 3), None)["spec"]["containers"][0]
+    container = operators.manifest(CONFIG, Start("learner/0", "learner", 0, 3), None)["spec"]["containers"][0]
     assert container["command"] == ["python", "-m", process.__name__]
     options = process._parse(container["args"])
     assert (options.state_dir, options.role, options.index, options.incarnation) == (
@@ -188,6 +193,17 @@ def test_what_was_created_by_a_call_whose_answer_was_lost_is_there_once(cluster,
     assert len(cluster.created) == len(set(cluster.created)) == 3
 
 
+def test_ending_a_pod_that_has_just_gone_is_no_error(cluster):
+    pods = operators._Pods(CONFIG, client_of(cluster))
+    info = WorkerInfo("collector/7", "collector", 7, 1, None, "", None)
+    for kill in (False, True):
+        pods.end(End(Seen(info), kill))
+    assert cluster.deletions == [] and cluster.used == ["delete", "delete"]
+    cluster.is_down = True
+    with pytest.raises(OperatorError, match="503 to delete_namespaced_pod"):
+        pods.end(End(Seen(info), kill=True))
+
+
 def test_a_name_that_is_taken_is_no_error(cluster, operator):
     theirs = {"name": "train-learner-0-0", "labels": {}}
     cluster.add({"metadata": theirs, "spec": {"containers": [{"name": "other"}]}})  # not found by the labels
@@ -252,9 +268,7 @@ def test_the_manifests_fit_each_other_and_the_operator():
         {"kind": "ServiceAccount", "name": the("ServiceAccount", account)["metadata"]["name"]}
     ]
     assert binding["roleRef"]["name"] == the("Role", "rlframe-coordinator")["metadata"]["name"]
-    worker = operators.manifest(
-        KubernetesConfig("train", "rl", "/rlframe", templates()), Start("learner/0", "learner", 0, 0), None
-    )
+    worker = operators.manifest(CONFIG, Start("learner/0", "learner", 0, 0), None)
     labels = worker["metadata"]["labels"]
     service = the("Service", "rlframe-workers")
     assert service["spec"]["selector"] == operators.labels_of("train")

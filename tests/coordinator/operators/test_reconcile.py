@@ -103,7 +103,9 @@ def test_a_lower_request_ends_none_and_the_next_death_is_not_replaced():
     assert len(world.live()) == 3
     del world.there["collector/0", 0]
     world.round(10.0)
+    world.round(10.0)
     assert world.live() == [("collector/1", 0), ("collector/2", 0)]
+    assert world.reconciler.next_due() is None and world.reconciler.problems() == {}
 
 
 def test_a_released_one_is_told_then_killed_and_its_index_waits_until_it_is_gone():
