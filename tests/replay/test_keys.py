@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,3 +165,30 @@ def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: st
         whole, late = whole + same.all(), late + (not same.all())
     assert ask(drawer, "stats")["sampled"] >= 64 * 20
     os.kill(writer.popen.pid, 9)
+
+
+def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_path: Path) -> None:
+    item, path = Transition(1), str(tmp_path / "replay")
+    buffer = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    scene.process(processes.write, buffer, 2, 40)
+    wait_until(lambda: buffer.stats()["steps"] == 80)
+    drawn = [draw(drawer) for _ in range(3)]
+    finish(drawer, drawn[0])
+    with pytest.raises(UsageError, match="takes its items"):
+        buffer.save(path)
+    assert ask(drawer, "save", path) is None
+    assert_whole(buffer.fetch(*drawn[2]), item)
+    before = ask(drawer, "stats")
+    other = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    following = scene.process(processes.draw_when_told, other)
+    assert ask(following, "restore", path) is None
+    after = ask(following, "stats")
+    assert after == {**before, "bytes": after["bytes"]}
+    assert_adds_up(after)
+    keys = [tuple(key) for one in drawn for key in one[0].tolist()]
+    while (one := draw(following)) is not None:  # not what was drawn before: that is lost, never learned twice
+        assert_whole(other.fetch(*one), item)
+        keys += [tuple(key) for key in one[0].tolist()]
+    assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
