@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlframe.replay import block
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids
-from tests.replay.test_shared_memory import Scene, wait_until
+from tests.replay.test_shared_memory import Scene, steps_of, wait_until
 
 
 @pytest.fixture
@@ -192,3 +193,24 @@ def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_pa
         assert_whole(other.fetch(*one), item)
         keys += [tuple(key) for key in one[0].tolist()]
     assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
+
+
+def test_the_share_of_a_writer_that_waits_for_what_is_unfinished_does_not_lapse(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
+    for rank, num_envs in ((0, 3), (1, 2)):
+        buffer.claim_rank(num_envs, rank)
+    streams = [steps_of(0, 3, 10), steps_of(1, 2, 10)]
+    for steps in (*streams, *streams):
+        buffer.add(*next(steps))
+    drawn = buffer.draw()
+    assert sorted(drawn.keys[:, 0].tolist()) == [0, 0, 0, 1, 1]
+    for _ in range(2):
+        buffer.add(*next(streams[0]))
+    header = buffer._here().memory.headers[1]
+    header[block.WAITS] = 1  # as if it could not go on before `finish`
+    assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
+    buffer.finish(drawn.keys)
+    deadline = time.monotonic() + DEADLINE
+    while (following := buffer.draw(timeout=0.02)) is None:  # now it stands still by itself
+        assert time.monotonic() < deadline
+    assert following.keys[:, 0].tolist() == [0, 0, 0]
