@@ -256,6 +256,8 @@ def draw_when_told(buffer: Any) -> None:
             say(None if drawn is None else [drawn.keys.tolist(), drawn.probabilities.tolist()])
         elif what == "finish":
             say(buffer.finish(np.array(*arguments)))
+        elif what in ("save", "restore"):
+            say(getattr(buffer, what)(*arguments))
         else:
             say(buffer.stats())
 

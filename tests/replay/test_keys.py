@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from rlframe.replay import block
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids
-from tests.replay.test_shared_memory import Scene, wait_until
+from tests.replay.test_shared_memory import Scene, steps_of, wait_until
 
 
 @pytest.fixture
@@ -164,3 +166,51 @@ def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: st
         whole, late = whole + same.all(), late + (not same.all())
     assert ask(drawer, "stats")["sampled"] >= 64 * 20
     os.kill(writer.popen.pid, 9)
+
+
+def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_path: Path) -> None:
+    item, path = Transition(1), str(tmp_path / "replay")
+    buffer = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    scene.process(processes.write, buffer, 2, 40)
+    wait_until(lambda: buffer.stats()["steps"] == 80)
+    drawn = [draw(drawer) for _ in range(3)]
+    finish(drawer, drawn[0])
+    with pytest.raises(UsageError, match="takes its items"):
+        buffer.save(path)
+    assert ask(drawer, "save", path) is None
+    assert_whole(buffer.fetch(*drawn[2]), item)
+    before = ask(drawer, "stats")
+    other = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    following = scene.process(processes.draw_when_told, other)
+    assert ask(following, "restore", path) is None
+    after = ask(following, "stats")
+    assert after == {**before, "bytes": after["bytes"]}
+    assert_adds_up(after)
+    keys = [tuple(key) for one in drawn for key in one[0].tolist()]
+    while (one := draw(following)) is not None:  # not what was drawn before: that is lost, never learned twice
+        assert_whole(other.fetch(*one), item)
+        keys += [tuple(key) for key in one[0].tolist()]
+    assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
+
+
+def test_the_share_of_a_writer_that_waits_for_what_is_unfinished_does_not_lapse(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
+    for rank, num_envs in ((0, 3), (1, 2)):
+        buffer.claim_rank(num_envs, rank)
+    streams = [steps_of(0, 3, 10), steps_of(1, 2, 10)]
+    for steps in (*streams, *streams):
+        buffer.add(*next(steps))
+    drawn = buffer.draw()
+    assert sorted(drawn.keys[:, 0].tolist()) == [0, 0, 0, 1, 1]
+    for _ in range(2):
+        buffer.add(*next(streams[0]))
+    header = buffer._here().memory.headers[1]
+    header[block.WAITS] = 1  # as if it could not go on before `finish`
+    assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
+    buffer.finish(drawn.keys)
+    deadline = time.monotonic() + DEADLINE
+    while (following := buffer.draw(timeout=0.02)) is None:  # now it stands still by itself
+        assert time.monotonic() < deadline
+    assert following.keys[:, 0].tolist() == [0, 0, 0]
