@@ -17,10 +17,11 @@ from rlframe.replay import block, segments
 from rlframe.replay.block import Block
 from rlframe.replay.contents import bytes_needed
 from rlframe.replay.memory import check_memory
+from rlframe.replay.mirror import Mirror
 from rlframe.replay.recorder import find_writer
 from rlframe.replay.sampler import Sampler
 from rlframe.replay.segments import SegmentWriter
-from rlframe.types import ReplaySpec, Step, StepSpec
+from rlframe.types import Batch, ReplaySpec, Step, StepSpec
 
 _LOOK = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter
 _DEATH = 10.0  # seconds that a rank's last process has to end, once it is claimed again
@@ -65,6 +66,15 @@ class Share:
         self._segments: dict[int, SegmentWriter] = {}
         self._told_to_stop: set[int] = set()  # ranks
         self._last: SegmentWriter | None = None  # that added
+        self._fetcher: Mirror | None = None  # which follows no log
+        self._fetching = threading.Lock()
+
+    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Copies the items `keys` [B, 3] out: (batch, [B] bool: which are gone)."""
+        with self._fetching:
+            if self._fetcher is None:
+                self._fetcher = Mirror(self.memory, self._spec, self._plan.step_spec, "uniform")
+            return self._fetcher.fetch(keys, probabilities)
 
     # --- ranks
 

@@ -1,0 +1,166 @@
+"""Items by their keys, between processes: one writes, one draws, one fetches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.replay import block
+from rlframe.types import Sequence, Transition
+from tests.replay import processes
+from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids
+from tests.replay.test_shared_memory import Scene, wait_until
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.end()
+    for buffer in made.made:
+        buffer.close()
+
+
+def ask(process: Process, *what: Any) -> Any:
+    process.tell(*what)
+    return process.hear()
+
+
+def draw(drawer: Process, timeout: float = 0.2) -> tuple[np.ndarray, np.ndarray] | None:
+    answer = ask(drawer, "draw", timeout)
+    return None if answer is None else (np.array(answer[0], np.int64), np.array(answer[1], np.float32))
+
+
+def finish(drawer: Process, drawn: tuple[np.ndarray, np.ndarray]) -> None:
+    ask(drawer, "finish", drawn[0].tolist())
+
+
+def assert_adds_up(stats: dict[str, int]) -> None:
+    assert stats["added"] == stats["items"] + stats["evicted"] + stats["sampled"]
+
+
+@pytest.mark.parametrize("item", [Transition(1), Sequence(4, 3)], ids=str)
+def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, item: Any) -> None:
+    buffer = scene.buffer("queue", item, 10, 60, num_writers=2, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    writers = [scene.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
+    seen: list[int] = []
+    held: list[Any] = []  # drawn, fetched late, and finished later still
+    while True:
+        are_done = all(writer.popen.poll() is not None for writer in writers)
+        drawn = draw(drawer)
+        if drawn is not None:
+            held.append(drawn)
+        elif are_done and not held:
+            break
+        if held and (drawn is None or len(held) > 2):
+            batch = buffer.fetch(*held[0])
+            seen += assert_whole(batch, item).tolist()
+            finish(drawer, held.pop(0))
+    expected = expected_ids(item, 0, 0, 2, 150) | expected_ids(item, 1, 0, 2, 150)
+    assert len(seen) == len(set(seen))
+    assert set(seen) <= expected
+    stats = ask(drawer, "stats")
+    assert_adds_up(stats)
+    assert stats["added"] == len(expected)
+    assert stats["sampled"] == len(seen) > len(expected) - 20
+    assert stats["evicted"] == 0
+    assert buffer._here().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
+    with pytest.raises(UsageError, match=f"process {drawer.popen.pid} takes its items"):
+        buffer.draw()
+
+
+def test_what_is_not_finished_holds_its_writer_up(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 10, 40, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    writer = scene.process(processes.write, buffer, 1, 400)
+    held = list(iter(lambda: draw(drawer), None))
+    header = buffer._here().memory.headers[0]
+    wait_until(lambda: header[block.WAITS] == 1)
+    held += list(iter(lambda: draw(drawer), None))  # what came meanwhile; now there is no more
+    stands_at = block.cursors(header).steps
+    assert stands_at < 200
+    for drawn in reversed(held):
+        assert_whole(buffer.fetch(*drawn), Transition(1))
+    for drawn in held[1:]:
+        finish(drawer, drawn)
+    assert header[block.WAITS] == 1  # the oldest is still held
+    assert block.cursors(header).steps == stands_at
+    finish(drawer, held[0])
+    wait_until(lambda: block.cursors(header).steps > stands_at)
+    assert buffer.fetch(*held[0]) is None or header[block.FLOOR] <= held[0][0][:, 2].min()
+    while writer.popen.poll() is None:
+        if (drawn := draw(drawer)) is not None:
+            finish(drawer, drawn)
+    assert_adds_up(ask(drawer, "stats"))
+
+
+def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
+    item = Transition(2)
+    buffer = scene.buffer("queue", item, 20, 300, num_writers=2, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    writers = [scene.process(processes.write, buffer, 3, 200, rank) for rank in (0, 1)]
+    taken: list[Any] = []
+    while len(taken) < 5:
+        if (drawn := draw(drawer)) is not None:
+            taken.append(drawn)
+    finish(drawer, taken[0])
+    header = buffer._here().memory.headers
+    wait_until(lambda: header[0][block.WAITS] == header[1][block.WAITS] == 1)
+    for drawn in taken[1:]:
+        assert_whole(buffer.fetch(*drawn), item)
+    drawer.kill()
+    keys = [tuple(key) for drawn in taken for key in drawn[0].tolist()]
+    following = scene.process(processes.draw_when_told, buffer)
+    seen: list[int] = []
+    while True:  # the writers go on: nobody protects what is lost
+        are_done = all(writer.popen.poll() is not None for writer in writers)
+        if (drawn := draw(following)) is not None:
+            keys += [tuple(key) for key in drawn[0].tolist()]
+            seen += assert_whole(buffer.fetch(*drawn), item).tolist()
+            finish(following, drawn)
+        elif are_done:
+            break
+    assert len(keys) == len(set(keys))
+    expected = expected_ids(item, 0, 0, 3, 200) | expected_ids(item, 1, 0, 3, 200)
+    stats = ask(following, "stats")
+    assert_adds_up(stats)
+    assert stats["evicted"] == 0
+    assert stats["sampled"] == len(keys) == len(seen) + 100
+    assert stats["added"] == len(expected)
+    assert buffer.fetch(*taken[1]) is None  # overwritten since: the batch is dropped, not half of it learned
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: str) -> None:
+    buffer = scene.buffer(kind, Transition(3, 0.9), 64, 400)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    writer = scene.process(processes.write_until_stopped, buffer, 4)
+    writer.hear()
+    header = buffer._here().memory.headers[0]
+    late = gone = whole = 0
+    while not (late and gone and whole) or whole + late < 20:
+        if (drawn := draw(drawer)) is None:
+            continue
+        wanted = block.cursors(header).head + (0, 200, 10_000)[(late + gone + whole) % 3]
+        wait_until(lambda wanted=wanted: block.cursors(header).head >= wanted)
+        batch = buffer.fetch(*drawn)
+        if batch is None:
+            gone += 1
+            continue
+        assert_whole(batch, Transition(3, 0.9))
+        same = (batch.keys == drawn[0]).all(axis=1)
+        assert set(map(tuple, batch.keys.tolist())) == set(map(tuple, drawn[0][same].tolist()))
+        whole, late = whole + same.all(), late + (not same.all())
+    assert ask(drawer, "stats")["sampled"] >= 64 * 20
+    os.kill(writer.popen.pid, 9)
