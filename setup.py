@@ -45,6 +45,7 @@ EXTRAS = {
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "ray": ["ray"],
+    "kubernetes": ["kubernetes", "pyyaml"],  # workers as Pods
     "trajectories": [
         "fastapi>=0.132",  # the first that takes JSON without a Content-Type when told to
         *("httptools", "httpx", "msgspec>=0.18.5", "orjson", "prometheus-client", "pydantic>=2", "redis>=5"),

@@ -144,7 +144,7 @@ class ControlClient:
             refused = read["error"] if response.status_code >= 400 else None
             message = "" if refused is None else str(refused["message"])
         except (ValueError, KeyError, TypeError):
-            said = response.text[:200].replace("\n", " ")
+            said = response.text[:100].replace("\n", " ")
             raise RemoteError(
                 f"{self.url} answered {response.status_code} and nothing that a coordinator's control says: {said!r}."
             ) from None

@@ -41,7 +41,8 @@ class LocalOperator(ReconcilingOperator):
 
     Args:
         state_dir: a directory of the run, in which `save_workers` has written what makes the workers.
-        env: by role, environment variables beside this process's own (None: without it); a role that is missing has those of `ENV`.
+        env: by role, environment variables beside this process's own (None: without it); a role that is missing has
+            those of `ENV`.
         owner: the process whose end is the end of the workers; None: none is.
         silence: seconds without a call after which a worker ends.
         backoff: between the deaths of a worker that does not stay up.

@@ -76,7 +76,7 @@ class _Slot:
     deaths: int = 0  # of those that died young, in succession
     ended_upto: int = -1  # every incarnation up to this one is to be gone
     kill_at: float = 0.0  # when patience with those is over
-    is_present: bool = False  # something of it was seen lately, in whatever health
+    is_present: bool = False  # something of it, that is not dead, was seen lately
     problem: str = ""
 
     def open(self, now: float) -> None:
@@ -96,6 +96,9 @@ class _Slot:
         """Counts a failure; returns when to try again."""
         self.deaths += 1
         return now + min(backoff.first * 2 ** min(self.deaths - 1, 30), backoff.longest)
+
+
+Plan = tuple[list[Start], list[End]]
 
 
 class Reconciler:
@@ -166,7 +169,7 @@ class Reconciler:
         if slot.state is _State.DUE and slot.incarnation == start.incarnation:
             slot.due_at, slot.problem = slot.delay(now, self._backoff), problem
 
-    def plan(self, seen: Iterable[Seen], now: float) -> tuple[list[Start], list[End]]:
+    def plan(self, seen: Iterable[Seen], now: float) -> Plan:
         """What to start and what to end, given all that there is now."""
         seen = list(seen)
         live = self._take_in(seen, now)
@@ -197,7 +200,7 @@ class Reconciler:
             slot.is_present = False
         for one in seen:
             slot = self._slot(one.info.role, one.info.index)
-            slot.is_present = True
+            slot.is_present |= one.health is not Health.DEAD
             incarnation = one.info.incarnation
             if one.health is Health.LIVE and incarnation > slot.ended_upto:
                 live.setdefault(one.info.worker_id, set()).add(incarnation)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from rlframe.coordinator.operators.base import Operator, OperatorError, WorkerInfo, WorkerKey
-from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Reconciler, Seen, Start
+from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Plan, Reconciler, Seen, Start
 from rlframe.errors import UsageError, suggest
 
 _JOIN = 10.0  # seconds for the thread to end: longer than any call of a backend takes
@@ -111,14 +111,14 @@ class ReconcilingOperator(Operator):
         """See `Operator.report_failed`."""
         with self._lock:
             for key in ids:
-                self._reconciler.report_failed(tuple(key), time.monotonic())
+                self._reconciler.report_failed((key[0], key[1]), time.monotonic())
         self._wake.set()
 
     def release(self, ids: Iterable[WorkerKey]) -> None:
         """See `Operator.release`."""
         with self._lock:
             for key in ids:
-                self._reconciler.release(tuple(key), time.monotonic())
+                self._reconciler.release((key[0], key[1]), time.monotonic())
         self._wake.set()
 
     def problems(self) -> dict[str, str]:
@@ -193,7 +193,7 @@ class ReconcilingOperator(Operator):
             due = self._reconciler.next_due()
         return self._every if due is None else min(self._every, max(0.0, due - time.monotonic()))
 
-    def _observe(self, backend: Backend) -> tuple[list[Start], list[End]]:
+    def _observe(self, backend: Backend) -> Plan:
         try:
             seen = [one for one in backend.observe() if one.info.role in self._roles]
         except OperatorError as error:

@@ -87,7 +87,7 @@ class Server:
         return wrapped
 
 
-class End:
+class Ending:
     """When a worker is to end, and why: `why` is set by a signal, or by the thread that watches `life`.
 
     That thread also sees to it that the end comes: a process that has not closed in time is ended as it is.
@@ -142,7 +142,7 @@ def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, por
         port: at which to listen; 0: one is picked.
         host: by which others reach this one.
     """
-    end = End(life)
+    end = Ending(life)
     end.on_sigterm()
     records = Records(state_dir)
     process = this_process()

@@ -1,4 +1,4 @@
-"""`python adopted.py STATE_DIR OWNER_PID:STARTED`: a coordinator that has two collectors started, and waits to be killed."""
+"""`python adopted.py STATE_DIR OWNER`: a coordinator that has two collectors started, and waits to be killed."""
 
 from __future__ import annotations
 

@@ -90,6 +90,10 @@ def ping(info: WorkerInfo):
     return handles.Remote([info.address], info.worker_id).ping()
 
 
+def environ(info: WorkerInfo) -> dict[str, str]:
+    return handles.Remote([info.address], info.worker_id).resources()
+
+
 def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(local, state_dir):
     one = local()
     one.operator.request("collector", 2)
@@ -236,6 +240,23 @@ def test_an_incarnation_that_is_outdated_leaves_the_record_of_the_newer_one_alon
     assert late.returncode == 4 and "collector/0 has a newer incarnation than 0" in late.stderr
     assert Records(state_dir).all() == before
     assert ping(second).incarnation == 1
+
+
+def test_accelerators_and_threads_are_the_learners_unless_told_otherwise(local, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("HIDDEN", "1")
+    monkeypatch.delenv("NPROC", raising=False)
+    one = local()
+    one.operator.request("learner", 1)
+    one.operator.request("collector", 1)
+    learner, collector = environ(one.up("learner", 1)[0]), environ(one.up("collector", 1)[0])
+    assert (learner["JAX_PLATFORMS"], learner["HIDDEN"], "NPROC" in learner) == ("cuda", "1", False)
+    assert (collector["JAX_PLATFORMS"], collector["CUDA_VISIBLE_DEVICES"], collector["NPROC"]) == ("cpu", "", "1")
+    one.operator.disconnect()
+    one = local(env={"collector": {"HIDDEN": None, "NPROC": "3"}})
+    one.operator.request("collector", 1)
+    collector = environ(one.up("collector", 1)[0])
+    assert (collector["NPROC"], collector["JAX_PLATFORMS"], "HIDDEN" in collector) == ("3", "cuda", False)
 
 
 def test_what_cannot_be_pickled_and_what_is_not_a_role_are_refused(local, state_dir):
