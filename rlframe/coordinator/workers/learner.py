@@ -114,10 +114,8 @@ class LearnerWorker(Worker):
         """Learns from one batch; returns True where it was too old."""
         if learner.step(batch) is None:
             return True
-        if self._max_staleness is not None:  # its actors wait for this version
-            learner.settle()
-            self._publish(learner)
-        elif time.monotonic() > self._published_at + _PUBLISH_EVERY:
+        # Where versions may not be old, actors wait for this one.
+        if self._max_staleness is not None or time.monotonic() > self._published_at + _PUBLISH_EVERY:
             self._publish(learner)
         learner.save_where_due()
         return False
@@ -139,7 +137,8 @@ class LearnerWorker(Worker):
         return None
 
     def _publish(self, learner: Learner) -> None:
-        """Puts the newest version into the store."""
+        """Puts the newest version into the store, unless its update's loss is not finite."""
+        learner.settle()
         version, params = learner.get_params(self._published)
         if params is not None:
             self._store.put(self._policy_id, version, params, {**self._hparams, "learner_steps": learner.learner_steps})
@@ -156,7 +155,6 @@ class LearnerWorker(Worker):
             if learner is None:
                 return {}
             if final:
-                learner.settle()
                 learner.save_where_due(final=True)
                 self._publish(learner)
             steps, version, saved = learner.learner_steps, learner.params_version, self._checkpoints()
