@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from rlframe.cli import main
 from rlframe.coordinator.control.app import make_app
 from rlframe.coordinator.control.errors import ConflictError, FieldError
 from rlframe.coordinator.control.job_target import JobTarget
@@ -185,6 +187,8 @@ def test_a_damaged_queue_is_said_to_be(runs):
     (runs / "jobs.json").write_text('{"jobs": [{"number": 1}]}')
     with pytest.raises(UsageError, match="is no queue of jobs"):
         JobQueue(runs)
+    (runs / "jobs.json").unlink()
+    JobQueue(runs).close()  # the one that failed holds nothing
 
 
 def test_what_is_submitted_becomes_the_runs_config(tmp_path):
@@ -252,3 +256,24 @@ def test_no_more_jobs_wait_than_may(runs, monkeypatch):
             queue.submit({"agent": "dqn", "env": "x"}, "{}", 1, 2)
         with pytest.raises(ConflictError, match="2 jobs wait already"):
             queue.submit({"agent": "dqn", "env": "x"}, "{}", 1, 2)
+
+
+def test_the_command_serves_until_it_is_told_to_end(runs):
+    command = [sys.executable, "-m", "rlframe", "serve", "coordinator", "--port", "0", "--runs", str(runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().split()[2]
+            assert httpx.get(url + "/healthz", timeout=DEADLINE).status_code == 200
+            assert httpx.get(url + "/jobs", timeout=DEADLINE).json() == {"jobs": []}
+            process.terminate()
+            assert process.wait(DEADLINE) == 0
+        finally:
+            process.kill()
+    assert (runs / "jobs.lock").exists()
+
+
+def test_the_service_needs_a_token_where_others_reach_it(runs, capsys):
+    assert main(["serve", "coordinator", "--host", "0.0.0.0", "--port", "0", "--runs", str(runs)]) == 2
+    assert "Give it a --token-file, or listen at 127.0.0.1." in capsys.readouterr().err
+    assert not runs.exists()
