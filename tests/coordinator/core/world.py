@@ -41,7 +41,7 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState, is_over
 
 LIMITS = Limits(close_deadline=30.0, evaluation_deadline=120.0, healthy_after=5.0, max_failures=5)
-TICK, JOURNAL_EVERY, LIST_EVERY = 0.05, 0.1, 0.25  # seconds, as the Coordinator has them
+TICK, JOURNAL_EVERY, LIST_EVERY = 0.25, 0.1, 0.25  # seconds
 
 
 class Store:
@@ -256,6 +256,7 @@ class SimWorker:
             self.steps, saved = self.world.checkpoint
             self.version = max(saved, start.options["min_version"] + 1, self.world.store.newest + 1)
             self.world.store.put(self.version)
+            self.world.learner_started = True
             info = {"learner_steps": self.steps, "params_version": self.version}
         elif self.role == "collector":
             assert start.kind == "collect"
@@ -496,8 +497,6 @@ class World:
         machine = self.machine
         if machine is None:
             return
-        if isinstance(event, ev.Replied) and isinstance(event.reply, Started) and event.worker_id == "learner/0":
-            self.learner_started = True
         before_over = is_over(machine.state)
         effects = machine.handle(event, self.now)
         assert not (before_over and effects), "a job that was over did something"
