@@ -45,6 +45,7 @@ EXTRAS = {
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "ray": ["ray"],
+    "kubernetes": ["kubernetes", "pyyaml"],  # workers as Pods
     "trajectories": [
         "fastapi>=0.132",  # the first that takes JSON without a Content-Type when told to
         *("httptools", "httpx", "msgspec>=0.18.5", "orjson", "prometheus-client", "pydantic>=2", "redis>=5"),
@@ -83,7 +84,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["rlframe", "rlframe.*"]),
-    package_data={"rlframe": ["py.typed", "trajectories/page.html"]},
+    package_data={"rlframe": ["py.typed", "coordinator/control/page.html", "trajectories/page.html"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["rlframe = rlframe.cli:main"]},

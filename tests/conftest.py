@@ -9,7 +9,7 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 ALONE = (
     *("programs", "actors/test_light_env.py", "actors/test_on_policy.py", "replay/test_shared_memory.py"),
-    *("test_cli_process.py", "test_examples.py", "trajectories"),
+    *("test_cli_process.py", "test_examples.py", "trajectories", "coordinator/operators"),
 )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import inspect
+import math
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -135,31 +137,53 @@ class Actor:
         """
         with handles.stopped_by_program(self.stop):
             try:
-                if not self._begun:
-                    self._begin()
-                if any(lane not in self._paces for lane in self._lanes) and self._max_staleness is not None:
-                    raise UsageError(
-                        "The environments of an AsyncEnv complete their unrolls at different times, so they cannot "
-                        f"wait together for the next version, as max_staleness={self._max_staleness} asks. Use a "
-                        "SyncEnv (two, by num_pools=2, overlap with an inference service), or an agent that learns "
-                        "off-policy, as IMPALA does."
-                    )
+                self._begin_with_pace()
                 if isinstance(self._inferencer, handles.Remote):
                     self._run_overlapped()
                 else:
-                    while not self._stop.is_set():
-                        for pace in self._paces.values():
-                            if pace.waits:
-                                pace.wait(self._inferencer, self._stop)
-                        self.step()
+                    self._run_until(math.inf, math.inf)
             except StoppedError:
                 pass
             finally:
                 if handles.program_stop() is not None:
                     self.close()
 
+    def warm_up(self) -> None:
+        """Resets the environments and has the inferencer answer once, so that the first step compiles nothing.
+
+        It changes no environment. Asynchronous pools answer only when they were asked: theirs compiles in `step`.
+        """
+        self._begin_with_pace()
+        for lane in self._lanes:
+            if lane.can_ask:
+                self._inferencer.inference(*lane.request())
+
+    def collect(self, steps: int = 0, seconds: float = math.inf) -> bool:
+        """Steps for a while, as `run` does; any number of calls follow each other.
+
+        Args:
+            steps: environment steps to take at least, where the time lasts; 0: until it is up.
+            seconds: after which no further step begins. One that is under way ends first, see `is_adding`.
+
+        Returns:
+            Whether it waited at the end, for newer parameters or for room in the buffer.
+        """
+        self._begin_with_pace()
+        try:
+            return self._run_until(self.env_steps + steps if steps else math.inf, time.monotonic() + seconds)
+        except StoppedError:
+            return True
+
+    @property
+    def is_adding(self) -> bool:
+        """Whether a step is just being added to the buffer. If it is for long: there is no room. Any thread may ask."""
+        return any(lane.is_adding for lane in self._lanes)
+
     def stop(self) -> None:
-        """Ends `run()` after the step under way, or where that waits for room in the buffer. Any thread may call it."""
+        """Ends `run()` and `collect()`, all that come too, after the step under way, or where that waits for room.
+
+        Any thread may call it.
+        """
         self._stop.set()
         if self._made_buffer:
             self._replay_buffer.close()
@@ -199,6 +223,31 @@ class Actor:
             self._max_staleness = spec.max_staleness
             self._paces = {lane: Pace(spec) for lane in self._lanes if lane.env.is_sync}
         self._begun = True
+
+    def _begin_with_pace(self) -> None:
+        if not self._begun:
+            self._begin()
+        if any(lane not in self._paces for lane in self._lanes) and self._max_staleness is not None:
+            raise UsageError(
+                "The environments of an AsyncEnv complete their unrolls at different times, so they cannot "
+                f"wait together for the next version, as max_staleness={self._max_staleness} asks. Use a "
+                "SyncEnv (two, by num_pools=2, overlap with an inference service), or an agent that learns "
+                "off-policy, as IMPALA does."
+            )
+
+    def _run_until(self, env_steps: float, until: float) -> bool:
+        """Steps until `env_steps` were taken, or it is `until`, and returns whether it waited for parameters then."""
+        has_end = env_steps < math.inf or until < math.inf
+        while not self._stop.is_set():
+            if has_end and (self.env_steps >= env_steps or time.monotonic() >= until):
+                break
+            for pace in self._paces.values():
+                if pace.waits:
+                    pace.wait(self._inferencer, self._stop, until)
+                    if pace.waits:
+                        return True
+            self.step()
+        return False
 
     def _run_overlapped(self) -> None:
         """Steps environments while the inferencer, in another process, answers for others."""

@@ -28,6 +28,9 @@ class Evaluator:
         episodes: how many to play.
         seed: of the whole run; the environments' seeds are ones that no actor of it uses.
         max_episode_length: steps after which an episode that does not end is an error.
+
+    Attributes:
+        steps: that all environments together have taken, so far.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Evaluator:
         self._episodes = episodes
         self._max_episode_length = max_episode_length
         self._stop = threading.Event()
+        self.steps = 0
 
     def evaluate(self) -> Logs:
         """Plays the episodes, all by the version of the parameters that is the newest when it starts.
@@ -74,6 +78,7 @@ class Evaluator:
                 raise StoppedError("The evaluation was told to stop.")
             output, state = self._inferencer.inference(env_ids, timestep, state)
             timestep = self._env.step(output.action)
+            self.steps += num_envs
             state = zero_at_first(timestep, state, initial_state)
             returns += timestep.reward
             lengths += 1

@@ -38,6 +38,7 @@ class SyncLane:
         self._timestep: TimeStep | None = None
         self._state: AgentState = None
         self._is_asking = False
+        self.is_adding = False  # to the buffer, which may have no room
 
     @property
     def can_ask(self) -> bool:
@@ -59,6 +60,10 @@ class SyncLane:
     def ask(self) -> Request:
         """The timestep that came last, to be acted on."""
         self._is_asking = True
+        return self.request()
+
+    def request(self) -> Request:
+        """What `ask` gives, without asking."""
         assert self._timestep is not None
         return Request(self._env_ids, self._timestep, self._state)
 
@@ -66,7 +71,9 @@ class SyncLane:
         """Steps the environments, and adds the step to the buffer. Logs are those of `Actor.step`."""
         next_timestep = self.env.step(output.action)
         step = Step(request.timestep, output, request.state, output.params_version, next_timestep)
+        self.is_adding = True
         self._replay_buffer.add(self._env_ids, step)
+        self.is_adding = False
         self._timestep = next_timestep
         if self._is_recurrent:
             self._state = zero_at_first(next_timestep, next_state, self._initial_state)
@@ -96,6 +103,7 @@ class AsyncLane:
         self._pending = _Pending(len(env_ids))
         self._running = len(env_ids)  # environments that have something to do
         self._state: AgentState = None
+        self.is_adding = False  # to the buffer, which may have no room
 
     can_ask = False
 
@@ -114,7 +122,9 @@ class AsyncLane:
         """Waits for environments, and adds the steps that they complete to the buffer."""
         indices, timestep = self.env.recv()
         self._running -= len(indices)
+        self.is_adding = True
         self._pending.add_to(self._replay_buffer, self._env_ids, indices, timestep)
+        self.is_adding = False
         state = self._state
         if self._is_recurrent:
             initial, state = (jax.tree.map(lambda leaf: leaf[indices], tree) for tree in (self._initial_state, state))

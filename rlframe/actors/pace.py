@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from typing import Any
@@ -33,6 +34,7 @@ class Pace:
         self._steps = 0  # of the unroll
         self._version = self._learned_at = -1  # that acted in the unroll's first step, and that will learn from it
         self._free = True  # to take the next step
+        self._waited = 0.0  # seconds, for the next unroll
 
     def acted(self, version: int) -> None:
         """Notes a step, and the version that acted in it."""
@@ -56,16 +58,23 @@ class Pace:
         """Lets the next unroll begin by `version`, where that is not too old for it."""
         self._free = self._free or version > self.too_old
 
-    def wait(self, inferencer: Any, stop: threading.Event) -> int:
-        """Returns when the next unroll may begin, or `stop` is set; and the newest version that is known then."""
-        began, version, self._free = time.monotonic(), -1, True
+    def wait(self, inferencer: Any, stop: threading.Event, until: float = math.inf) -> int:
+        """Returns when the next unroll may begin, or `stop` is set; and the newest version that is known then.
+
+        At `until`, by `time.monotonic()`, it returns too; then it still `waits`, and is to be called again.
+        """
+        began, version, before = time.monotonic(), -1, self._waited
         while not stop.is_set():
-            version = inferencer.wait_for_version(self.too_old, _POLL)
+            version = inferencer.wait_for_version(self.too_old, min(_POLL, max(0.0, until - time.monotonic())))
             if version > self.too_old:
                 break
-            waited = time.monotonic() - began
-            if waited > self._patience or (version < self._version and waited > _ANEW):
-                _log.warning("No version after %d came within %.1f s: acting on by it.", version, waited)
+            now = time.monotonic()
+            self._waited = before + now - began
+            if self._waited > self._patience or (version < self._version and self._waited > _ANEW):
+                _log.warning("No version after %d came within %.1f s: acting on by it.", version, self._waited)
                 self._learned_at = version - 1
                 break
+            if now >= until:
+                return version
+        self._free, self._waited = True, 0.0
         return version

@@ -21,7 +21,12 @@ COMMANDS = {
     "plot": "draw the learning curves of runs",
     "envs": "list the environments that can be named",
     "agents": "list the agents, their options and their presets",
-    "serve": "serve trajectories, or a language model that learns, over HTTP",
+    "serve": "serve trajectories, a language model that learns, or a queue of runs, over HTTP",
+    "status": "show how a run under a coordinator is",
+    "scale": "change how many collectors such a run has",
+    "pause": "have such a run hold",
+    "resume": "have it go on",
+    "stop": "end it in good order",
     "bench": "measure this project and its peers, side by side in one run",
 }
 

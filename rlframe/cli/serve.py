@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import ipaddress
 import sys
 
 from rlframe.errors import UsageError, suggest
+from rlframe.http.token_file import is_loopback
 
 # service -> what it does, for the help. Each is a module `serve_SERVICE` here with `run(arguments) -> exit code`.
 SERVICES = {
     "trajectories": "groups of sequences from environments, in batches for trainers",
     "policy": "a language model behind the OpenAI API, with its learner's newest weights",
+    "coordinator": "a queue of elastic runs, and the control of the one that runs",
 }
 
 
@@ -30,16 +31,9 @@ def run(arguments: list[str]) -> int:
 
 def warn_if_open(host: str, token_file: str | None, can: str) -> None:
     """Says on stderr what others `can` do where a service is reached from other machines without a token."""
-    if token_file is None and not _is_loopback(host):
+    if token_file is None and not is_loopback(host):
         print(
             f"rlframe: {host} can be reached from other machines, and there is no --token-file: whoever reaches it "
             f"can {can}.",
             file=sys.stderr,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

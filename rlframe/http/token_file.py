@@ -1,7 +1,8 @@
-"""The secret of a service."""
+"""The secret of a service, and where it needs none."""
 
 from __future__ import annotations
 
+import ipaddress
 import pathlib
 
 from rlframe.errors import UsageError
@@ -18,3 +19,11 @@ def read_token(file: str | None) -> str | None:
     if not token:
         raise UsageError(f"The token file {file} is empty. Put a secret into it, on one line.")
     return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a service that listens at this address is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

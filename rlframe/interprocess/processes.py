@@ -13,15 +13,25 @@ class ProcessId(NamedTuple):
     pid: int
     started: int
 
+    @staticmethod
+    def of(pid: int) -> ProcessId:
+        """The process that has this number now."""
+        return ProcessId(pid, _started(pid))
+
     @property
     def is_alive(self) -> bool:
         """Whether it runs (or is stopped, or sleeps): not where it ended, be it waited for or not."""
-        return self.pid > 0 and _started(self.pid) == self.started
+        return self.pid > 0 and self.started >= 0 and _started(self.pid) == self.started
 
 
 def this_process() -> ProcessId:
     """This one."""
     return _known(os.getpid())
+
+
+def process_of(pid: int) -> ProcessId:
+    """The process that has this number now; `started` is -1 where none has, or what is left of one."""
+    return ProcessId(pid, _started(pid))
 
 
 @functools.lru_cache(maxsize=1)

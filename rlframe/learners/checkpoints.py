@@ -190,6 +190,11 @@ class VersionCounter:
             self._reserve(self.value + _RESERVE)
         return self.value
 
+    def skip(self, value: int) -> None:
+        """Goes on above `value`, which another counter gave."""
+        self.value = max(self.value, value)
+        self.next()
+
     def release(self) -> None:
         """Gives back what was reserved beyond `value`: after a save that nothing follows."""
         if self._path is not None and self._reserved != self.value:

@@ -157,9 +157,7 @@ class Learner:
         except StoppedError:  # while it waited for the replay's server
             if not self._stop.is_set():
                 raise
-        if self._saver is not None:
-            self._saver.wait()
-            self._saver.save(final=True)
+        self.save_where_due(final=True)
 
     def _learn_from_dataset(self) -> None:
         if self._max_staleness is not None:
@@ -177,8 +175,7 @@ class Learner:
                     continue
                 if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
                     self._logger.write(self._learner_steps, logs)
-                if self._saver is not None:
-                    self._save_where_due(self._saver)
+                self.save_where_due()
                 if self._is_done:
                     break
         finally:
@@ -188,10 +185,48 @@ class Learner:
     def _is_done(self) -> bool:
         return self._cfg.max_learner_steps is not None and self._learner_steps >= self._cfg.max_learner_steps
 
-    def _save_where_due(self, saver: Saver) -> None:
+    def save_where_due(self, *, now: bool = False, final: bool = False) -> None:
+        """Writes what `run()` writes between two updates: a checkpoint with its replay, where one is due.
+
+        For who calls `step` in its place. Without a `checkpoint_dir` it does nothing.
+
+        Args:
+            now: one is due.
+            final: nothing is published after this; see `save`.
+
+        Raises:
+            CheckpointError: it could not be written; the ones before are untouched.
+            NonFiniteLossError: the parameters hold NaN or infinity; nothing was written.
+        """
+        saver = self._saver
+        if saver is None:
+            return
         saver.wait()
-        if self._learner_steps % self._cfg.checkpoint_every == 0 or saver.seconds >= self._cfg.checkpoint_seconds:
-            saver.save()
+        is_due = self._learner_steps % self._cfg.checkpoint_every == 0 or saver.seconds >= self._cfg.checkpoint_seconds
+        if is_due or now or final:
+            saver.save(final=final)
+
+    def settle(self) -> dict[str, float]:
+        """Waits for the newest update, and gives its logs as numbers: none before the first.
+
+        Raises:
+            NonFiniteLossError: its loss was NaN or infinite.
+        """
+        with self._update_lock:
+            self._check_loss()
+        return {name: float(np.asarray(value).reshape(())) for name, value in self._logs.items()}
+
+    def publish_above(self, version: int) -> None:
+        """Publishes the newest parameters anew, above `version`, where what is published is not.
+
+        For a learner that follows another one whose versions somebody knows, but which left no checkpoint.
+        """
+        with self._update_lock:
+            if version >= self.params_version:
+                self._versions.skip(version)
+                self._publication.publish(
+                    self._versions.value, self._copy_for_actors(self._params, self._learner_state)
+                )
 
     def finish(self) -> None:
         """Ends learning and saves, while `get_params` goes on answering until `stop()`. Any thread may call it."""

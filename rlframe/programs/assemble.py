@@ -171,6 +171,11 @@ class Evaluations:
         finally:
             env_builder.close()
 
+    @property
+    def steps(self) -> int:
+        """Environment steps of the evaluation under way, or of the last one."""
+        return self._evaluator.steps if self._evaluator is not None else 0
+
     def stop(self) -> None:
         """Ends the evaluation under way, and all that come, with StoppedError. Any thread may call it."""
         self._stopped = True

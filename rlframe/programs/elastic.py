@@ -51,7 +51,13 @@ def elastic(engine: Engine, run: Run) -> None:
     # another topology, and many keep more.
     capacity = replay_capacity(agent.replay_spec, described) * most // described.num_actors
     replay_buffer = SharedMemReplayBuffer(
-        agent, num_writers=most, seed=described.seed, max_envs=described.envs_per_actor, capacity=capacity
+        agent,
+        num_writers=most,
+        seed=described.seed,
+        max_envs=described.envs_per_actor,
+        run_ahead=Limits.grant,  # a learner's keys for one call
+        come_and_go=True,
+        capacity=capacity,
     )
     param_store = SharedParamStore(params_template(agent), (POLICY,))
     engine.own(replay_buffer)
@@ -95,10 +101,7 @@ def make_coordinator(
                 seed=described.seed,
             ),
             "evaluator": functools.partial(
-                CollectorWorker,
-                agent=agent,
-                param_store=param_store,
-                evaluations=functools.partial(Evaluations, described),
+                CollectorWorker, None, agent, param_store, evaluations=functools.partial(Evaluations, described)
             ),
         },
     )

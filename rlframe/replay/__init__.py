@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError, as_replay_buffer
+from rlframe.replay.base import BaseReplayBuffer, Draw, KeyedReplayBuffer, ReplayClosedError, as_replay_buffer
 from rlframe.replay.local import ReplayBuffer
 from rlframe.replay.shared_memory import SharedMemReplayBuffer
 
-__all__ = ["BaseReplayBuffer", "ReplayBuffer", "ReplayClosedError", "SharedMemReplayBuffer", "as_replay_buffer"]
+__all__ = [
+    "BaseReplayBuffer",
+    "Draw",
+    "KeyedReplayBuffer",
+    "ReplayBuffer",
+    "ReplayClosedError",
+    "SharedMemReplayBuffer",
+    "as_replay_buffer",
+]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from rlframe.errors import StoppedError, UsageError, suggest
@@ -19,6 +20,13 @@ class ReplayClosedError(StoppedError):
     """The replay buffer was closed while a call waited."""
 
 
+class Draw(NamedTuple):
+    """Which items a batch is of: all that travels of it where another process reads it."""
+
+    keys: np.ndarray  # [B, 3] int64, see `Batch`
+    probabilities: np.ndarray  # [B] float32
+
+
 class BaseReplayBuffer(abc.ABC):
     """Experience between actors and a learner. Every method may be called from any thread.
 
@@ -28,6 +36,7 @@ class BaseReplayBuffer(abc.ABC):
 
     spec: ReplaySpec
     is_saved_by_learner = False  # whether `save(path)` and `restore(path)` keep what ends with this program
+    fetches_by_key = False  # whether it is a `KeyedReplayBuffer`
 
     @abc.abstractmethod
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
@@ -84,6 +93,59 @@ class BaseReplayBuffer(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Stops the datasets. Calling it twice does nothing."""
+
+
+class KeyedReplayBuffer(BaseReplayBuffer):
+    """One whose items can be drawn in one process and read in another. See `docs/data.md`."""
+
+    fetches_by_key = True
+
+    @abc.abstractmethod
+    def draw(self, timeout: float = 0.0) -> Draw | None:
+        """Draws a batch as `sample` does, but gives its keys: `fetch` reads it, in this process or in another.
+
+        It counts as sampled now. A queue's items are kept from being overwritten until `finish`.
+
+        Args:
+            timeout: seconds to wait for enough to be there; it may be None earlier.
+        """
+
+    @abc.abstractmethod
+    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
+        """Reads the items `keys` [B, 3] that `draw` gave, with their `probabilities` [B]. Any number of times.
+
+        Of a uniform or prioritised buffer some may have been overwritten since: other items of the batch stand in
+        their rows, with keys and probabilities of their own. None where all were; of a queue, where any was.
+        """
+
+    @abc.abstractmethod
+    def finish(self, keys: np.ndarray) -> None:
+        """Lets go of the items `keys` that `draw` gave: they were learned from, or are lost. May be called again."""
+
+
+def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both, as copies of [B, 3] int64 and [B] float32. Raises `UsageError` where they are none."""
+    keys, probabilities = np.array(keys, np.int64), np.array(probabilities, np.float32)
+    if keys.ndim != 2 or keys.shape[1] != 3 or not len(keys) or probabilities.shape != (len(keys),):
+        raise UsageError(
+            f"fetch expected keys [B, 3] and probabilities [B], as `draw` gives them; got {list(keys.shape)} and "
+            f"{list(probabilities.shape)}."
+        )
+    return keys, probabilities
+
+
+def replace_gone(batch: Any, gone: np.ndarray) -> bool:
+    """Has living rows of the arrays in `batch` stand for those that are `gone` [B]. False where all are.
+
+    The draws are independent, so a living one is as good as another that is drawn of what is left.
+    """
+    if gone.all():
+        return False
+    if gone.any():
+        rows, others = gone.nonzero()[0], np.resize((~gone).nonzero()[0], np.count_nonzero(gone))
+        for array in jax.tree_util.tree_leaves(batch):
+            array[rows] = array[others]
+    return True
 
 
 def as_replay_buffer(target: Any, specs: Callable[[], Any]) -> Any:

@@ -51,8 +51,10 @@ WAITS = 11  # 1 while the writer waits for room
 CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, EPOCH, BEGUN = range(16, 24)
 # By the sampler of a queue.
 SYNCED = 24  # entries of the log that it has read
-NEEDED = 25  # the lowest timestep of an item among those that was not sampled; NOTHING if all were
-UNSAMPLED = 26  # how many were not
+NEEDED = 25  # the lowest timestep of an item that was not sampled, or not finished; NOTHING where there is none
+# Two copies of (SYNCED, how many of those entries' items were not sampled), of which the lower bit of TAKEN says which
+# is whole: where the next process goes on that samples.
+TAKEN, LEFT = 26, 27
 
 _WORDS = 32  # 4 cache lines: nobody writes to the line of another process's counters
 NOBODY = NOTHING = 2**62

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import contents
-from rlframe.replay.base import STATS, BaseReplayBuffer, override
+from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.contents import Contents, bytes_needed
 from rlframe.replay.dataset import Dataset
 from rlframe.replay.memory import check_memory
@@ -22,8 +22,10 @@ from rlframe.replay.tables import QueueTable
 from rlframe.replay.timeline import Writer
 from rlframe.types import Batch, Step, StepSpec
 
+_NOTHING = np.zeros(0, np.int64)
 
-class ReplayBuffer(BaseReplayBuffer):
+
+class ReplayBuffer(KeyedReplayBuffer):
     """Experience in this process's memory, as the agent's `replay_spec` and `step_spec` say.
 
     Args:
@@ -58,6 +60,7 @@ class ReplayBuffer(BaseReplayBuffer):
         self._datasets: list[Dataset] = []
         self._contents: Contents | None = None
         self._sampled = self._steps = 0
+        self._held: dict[bytes, Batch] = {}  # by their keys: of a queue, what was drawn and is not finished
         self._oldest = -1  # version: older items are dropped
         self._shares = Shares(self.spec.lapse_after)
         self._closed = False
@@ -115,27 +118,73 @@ class ReplayBuffer(BaseReplayBuffer):
         Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
         """
         with self._lock:
-            count = self._due()
-            if count and self._forget():
-                count = self._due()
-            if not count:
+            starts, probabilities = self._draw()
+            if not len(starts):
                 return None
-            starts, probabilities = self._table.draw(count, self._rng)
-            self._sampled += count
             slots = self._timeline.relative(starts)
-            keys = self._keys(slots, count)
-            keys[:, 2] = starts
+            keys = self._keys(slots, starts)
             data, versions = self._items.assemble(slots, self._observations, self._outputs)
             return Batch(data, keys, probabilities, versions)
 
-    def _keys(self, slots: np.ndarray, count: int) -> np.ndarray:
-        """[count, 3] int64, the rank and incarnation that wrote `slots` in the first two columns."""
+    def _draw(self) -> tuple[np.ndarray, np.ndarray]:
+        """(the first timesteps of the items that are due, their probabilities); of none while there is too little."""
+        count = self._due()
+        if count and self._forget():
+            count = self._due()
+        if not count:
+            return _NOTHING, _NOTHING
+        self._sampled += count
+        return self._table.draw(count, self._rng)
+
+    def draw(self, timeout: float = 0.0) -> Draw | None:
+        """See `KeyedReplayBuffer`. What a queue gave is copied at once: its writers, which never wait, go on."""
+        with self._added:
+            self._wait_until_due(timeout)
+            if self.spec.kind == "queue":
+                batch = self.sample()
+                if batch is None:
+                    return None
+                self._held[batch.keys.tobytes()] = batch
+                return Draw(batch.keys.copy(), batch.probabilities.copy())
+            starts, probabilities = self._draw()
+            return Draw(self._keys(self._timeline.relative(starts), starts), probabilities) if len(starts) else None
+
+    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
+        keys, probabilities = check_keys(keys, probabilities)
+        with self._lock:
+            if self.spec.kind == "queue":
+                return self._held.get(keys.tobytes())
+            if self._contents is None:
+                return None
+            if not replace_gone((keys, probabilities), ~self._timeline.holds(self._numbers(keys))):
+                return None
+            slots = self._timeline.relative(keys[:, 2])
+            data, versions = self._items.assemble(slots, self._observations, self._outputs)
+            return Batch(data, keys, probabilities, versions)
+
+    def finish(self, keys: np.ndarray) -> None:
+        with self._lock:
+            self._held.pop(np.asarray(keys, np.int64).tobytes(), None)
+
+    def _keys(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """[B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
         if len(self._origins) > 1:
             written_by = np.asarray(self._origins).take(self._origin.take(slots, mode="wrap"), axis=0)
-            return np.concatenate([written_by, np.empty((count, 1), np.int64)], axis=1)
-        if len(self._one_writer) != count:
-            self._one_writer = np.tile(np.array([*self._origins[0], 0]), (count, 1))
-        return self._one_writer.copy()
+            return np.concatenate([written_by, starts[:, None]], axis=1)
+        if len(self._one_writer) != len(starts):
+            self._one_writer = np.tile(np.array([*self._origins[0], 0]), (len(starts), 1))
+        keys = self._one_writer.copy()
+        keys[:, 2] = starts
+        return keys
+
+    def _numbers(self, keys: np.ndarray) -> np.ndarray:
+        """The first timesteps of the items `keys`; -1 where another than they say wrote there since."""
+        starts = keys[:, 2]
+        written_by = np.asarray(self._origins).T
+        if len(self._origins) > 1:
+            written_by = written_by[:, self._origin[starts % self._timeline.slots]]
+        other = (keys[:, 0] != written_by[0]) | (keys[:, 1] != written_by[1])
+        return np.where(other, -1, starts) if 1 in other.tobytes() else starts
 
     def _batch_size(self) -> int:
         if self.spec.batch_size is not None:
@@ -199,13 +248,17 @@ class ReplayBuffer(BaseReplayBuffer):
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
         with self._added:
-            if not self._due():
-                self._waiting += 1
-                try:
-                    self._added.wait(timeout)
-                finally:
-                    self._waiting -= 1
+            self._wait_until_due(timeout)
             return self.sample()
+
+    def _wait_until_due(self, timeout: float) -> None:
+        """Sleeps until something was added, for at most `timeout` seconds; not at all where a batch is due."""
+        if timeout > 0 and not self._due():
+            self._waiting += 1
+            try:
+                self._added.wait(timeout)
+            finally:
+                self._waiting -= 1
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         if self.spec.kind != "prioritised":
@@ -213,14 +266,7 @@ class ReplayBuffer(BaseReplayBuffer):
         keys = np.asarray(keys)
         with self._lock:
             if self._contents is not None:
-                starts = keys[:, 2]
-                written_by = np.asarray(self._origins).T
-                if len(self._origins) > 1:
-                    written_by = written_by[:, self._origin[starts % self._timeline.slots]]
-                other = (keys[:, 0] != written_by[0]) | (keys[:, 1] != written_by[1])
-                if 1 in other.tobytes():
-                    starts = np.where(other, -1, starts)
-                self._table.update(starts, np.asarray(priorities))
+                self._table.update(self._numbers(keys), np.asarray(priorities))
 
     @property
     def size(self) -> int:
@@ -315,6 +361,7 @@ class ReplayBuffer(BaseReplayBuffer):
             made, self._writers, state = contents.restore(path, self.spec, self._step_spec, self._single_frame)
             self._install(made)
             self._last, self._one_writer = None, np.zeros((0, 3), np.int64)
+            self._held.clear()
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]

@@ -208,19 +208,40 @@ class Mirror:
     def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
         """Copies the items `numbers` out."""
         slots = self.timeline.slot(numbers)
+        data, versions = self._items.assemble(slots, self._observations, self._outputs)
+        return Batch(data, self.keys(numbers, slots), probabilities, versions)
+
+    def keys(self, numbers: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """[B, 3] int64: of the items `numbers`, which begin in `slots`."""
         keys = np.zeros((len(numbers), 3), np.int64)
         keys[:, 2] = numbers & NUMBER_MASK
         if len(self.cursors) > 1:
             keys[:, 0] = numbers >> RANK_BITS
         if max(self._memory.incarnations) > 1:
             keys[:, 1] = self.origin.take(slots)
-        data, versions = self._items.assemble(slots, self._observations, self._outputs)
-        return Batch(data, keys, probabilities, versions)
+        return keys
+
+    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Copies the items `keys` out, as somebody else's table has them: (batch, [B] bool: which are gone)."""
+        for rank, header in enumerate(self._memory.headers):
+            self.timeline.sizes[rank] = max(1, header[block.SLOTS])
+        heads = np.array([block.cursors(header).head for header in self._memory.headers])
+        fence()
+        numbers = self.numbers(keys)
+        known = numbers >= 0
+        numbers = np.where(known, numbers, 0)
+        ranks = numbers >> RANK_BITS
+        known &= (numbers & NUMBER_MASK) < heads.take(ranks)
+        batch = self.read(numbers, probabilities)
+        fence()
+        floors = np.array([header[block.FLOOR] for header in self._memory.headers])
+        return batch, ~known | ((numbers & NUMBER_MASK) < floors.take(ranks))
 
     def take_over(self) -> None:
         """Begins a queue where the process that sampled it before stopped: what it took is gone."""
         for rank, header in enumerate(self._memory.headers):
-            end, count = header[block.SYNCED], header[block.UNSAMPLED]
+            at = block.LEFT + 2 * (header[block.TAKEN] & 1)
+            end, count = header[at], header[at + 1]
             if not end:
                 continue
             self.timeline.sizes[rank] = header[block.SLOTS]
@@ -257,18 +278,34 @@ class Mirror:
         counts = np.bincount(self.table.numbers() >> RANK_BITS, minlength=len(self.cursors))
         return dict(enumerate(counts.tolist()))
 
-    def publish_needs(self) -> None:
-        """Tells the writers of a queue what they must not overwrite yet."""
+    def publish_needs(self, unfinished: np.ndarray) -> bool:
+        """Tells the writers of a queue what they must not overwrite yet. Returns whether that is less than before.
+
+        Args:
+            unfinished: items that were drawn, and are still to be read.
+        """
         assert isinstance(self.table, QueueTable)
         waiting = self.table.numbers()
+        left = [len(waiting)]
+        if len(self.cursors) > 1:
+            left = np.bincount(waiting >> RANK_BITS, minlength=len(self.cursors)).tolist()
+        if len(unfinished):  # those that a writer overwrote which does not wait hold up nobody
+            waiting = np.concatenate([waiting, unfinished[~self.timeline.gone(unfinished)]])
         ranks, numbers = waiting >> RANK_BITS, waiting & NUMBER_MASK
-        counts = np.bincount(ranks, minlength=len(self.cursors)).tolist()
+        changed = False
         for rank, header in enumerate(self._memory.headers):
-            needed = numbers if counts[rank] == len(numbers) else numbers[ranks == rank]
-            header[block.NEEDED] = int(needed.min()) if counts[rank] else block.NOTHING
-            header[block.UNSAMPLED] = counts[rank]
+            mine = numbers if len(self.cursors) == 1 else numbers[ranks == rank]
+            needed, end = int(mine.min(initial=block.NOTHING)), self.cursors[rank].end
+            changed = changed or (needed, end) != (header[block.NEEDED], header[block.SYNCED])
+            taken = header[block.TAKEN] + 1
+            at = block.LEFT + 2 * (taken & 1)
+            header[at], header[at + 1] = end, left[rank]
             fence()
-            header[block.SYNCED] = self.cursors[rank].end
+            header[block.TAKEN] = taken
+            header[block.NEEDED] = needed
+            fence()
+            header[block.SYNCED] = end
+        return changed
 
     def torn(self, numbers: np.ndarray) -> np.ndarray | None:
         """[B] bool: which of the items that were just read may have been overwritten meanwhile; None if none."""

@@ -16,15 +16,18 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block
-from rlframe.replay.base import STATS
+from rlframe.replay.base import STATS, Draw
 from rlframe.replay.block import Block
-from rlframe.replay.mirror import Mirror
+from rlframe.replay.mirror import RANK_BITS, Mirror
 from rlframe.replay.prioritised import PrioritisedTable
 from rlframe.replay.shares import Shares, WriterState
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
 _FRESH = 0.001  # seconds that items may be there before they are drawn: to look at the logs each time takes a quarter
+
+
+_NOTHING = np.zeros(0, np.int64)
 
 
 class Sampler:
@@ -34,15 +37,17 @@ class Sampler:
         is_sampler: whether this process is the one that samples; else it reads uniformly.
     """
 
-    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int):
+    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int, *, come_and_go: bool = False):
         self._memory, self._spec, self._step_spec = memory, spec, step_spec
         self._control = memory.control
+        self._come_and_go = come_and_go
         self.is_sampler = False
         self.sampled = 0
         self.rng = np.random.Generator(np.random.PCG64(seed))
         self.mirror = Mirror(memory, spec, step_spec, spec.kind)
         self._is_bound = False
         self._oldest = -1  # version: older items of a queue are dropped
+        self._unfinished = _NOTHING  # numbers of a queue's items that were drawn, and are still to be read
         self._shares = Shares(spec.lapse_after)
         self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
 
@@ -80,6 +85,7 @@ class Sampler:
     def _take_over(self) -> None:
         """Goes on where a process that sampled before stopped: with its counters, and a queue's place."""
         mirror = self.mirror = Mirror(self._memory, self._spec, self._step_spec, self._spec.kind)
+        self._unfinished = _NOTHING
         if isinstance(mirror.table, QueueTable):
             mirror.take_over()
         else:
@@ -91,6 +97,7 @@ class Sampler:
     def resume(self, numbers: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
         """Goes on where a buffer was saved, whose segments have been filled."""
         self.mirror = Mirror(self._memory, self._spec, self._step_spec, self._spec.kind)
+        self._unfinished = _NOTHING
         self.mirror.resume(numbers)
         self._count(sampled, evicted_unsampled)
         self.rng.bit_generator.state = rng
@@ -110,6 +117,36 @@ class Sampler:
 
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None while there is too little."""
+        count, forgot = self._due()
+        batch = self._draw(count) if count else None
+        if self.is_sampler:
+            self.publish(batch is not None or forgot)
+        return batch
+
+    def draw(self) -> Draw | None:
+        """Draws a batch that another process reads, or returns None while there is too little."""
+        count, forgot = self._due()
+        draw = None
+        if count:
+            mirror = self.mirror
+            numbers, probabilities = mirror.table.draw(count, self.rng)
+            draw = Draw(mirror.keys(numbers, mirror.timeline.slot(numbers)), probabilities)
+            self.sampled += count
+            if isinstance(mirror.table, QueueTable):
+                self._unfinished = np.concatenate([self._unfinished, numbers])
+        self.publish(draw is not None or forgot)
+        return draw
+
+    def finish(self, keys: np.ndarray) -> None:
+        """Lets a queue's writers overwrite the items `keys` [B, 3], which were drawn."""
+        done = np.asarray(keys, np.int64)
+        left = self._unfinished[~np.isin(self._unfinished, done[:, 0] << RANK_BITS | done[:, 2])]
+        if len(left) < len(self._unfinished):
+            self._unfinished = left
+            self.publish(True)
+
+    def _due(self) -> tuple[int, bool]:
+        """(how many items to draw now, whether some were forgotten)."""
         now = time.monotonic()
         if now > self._fresh_until or self.mirror.is_behind:
             self.mirror.sync()
@@ -121,10 +158,7 @@ class Sampler:
         forgot = self._forget() if count else 0
         if forgot:
             count = self._ready()
-        batch = self._draw(count) if count else None
-        if self.is_sampler:
-            self.publish(batch is not None or forgot > 0)
-        return batch
+        return count, forgot > 0
 
     def forget_before(self, version: int) -> None:
         """Drops the items of a queue that a version below `version` acted in, those that are to come too."""
@@ -187,27 +221,33 @@ class Sampler:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
 
     def _writer(self, rank: int, header: memoryview) -> WriterState:
-        # Who has not come may come: only one that ended is known to be dead.
+        # Who has not come may come, unless writers come and go: only one that ended is known to be dead. Who waits for
+        # unfinished items to leave does not stand still by himself.
+        is_held_up = header[block.WAITS] and len(self._unfinished)
         return WriterState(
             header[block.NUM_ENVS],
-            block.cursors(header).steps,
-            lambda: not header[block.CLAIMS] or self._memory.writer(rank).is_alive,
+            object() if is_held_up else block.cursors(header).steps,
+            lambda: self._memory.writer(rank).is_alive if header[block.CLAIMS] else not self._come_and_go,
         )
 
     def publish(self, has_drawn: bool) -> None:
         """Tells writers and other processes what was sampled, and wakes the writers that wait for it."""
-        control, table, memory = self._control, self.mirror.table, self._memory
-        waits = any(header[block.WAITS] for header in memory.headers)
-        if not has_drawn and not waits:
+        control, table = self._control, self.mirror.table
+        if not has_drawn and not self._writers_wait():
             return
+        changed = has_drawn
+        if isinstance(table, QueueTable):
+            changed = self.mirror.publish_needs(self._unfinished) or has_drawn
+        # Last: who dies in between has evicted what it took of a queue.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
         control[block.DROPPED] = getattr(table, "dropped", 0)
-        if isinstance(table, QueueTable):
-            self.mirror.publish_needs()
         fence()
-        if waits:
-            memory.room.wake()
+        if changed and self._writers_wait():  # or they and who waits for a batch would wake each other all the time
+            self._memory.room.wake()
+
+    def _writers_wait(self) -> bool:
+        return any(header[block.WAITS] for header in self._memory.headers)
 
     def wanted(self) -> int:
         """How many items must have been added in all before a batch is due."""

@@ -17,10 +17,11 @@ from rlframe.replay import block, segments
 from rlframe.replay.block import Block
 from rlframe.replay.contents import bytes_needed
 from rlframe.replay.memory import check_memory
+from rlframe.replay.mirror import Mirror
 from rlframe.replay.recorder import find_writer
 from rlframe.replay.sampler import Sampler
 from rlframe.replay.segments import SegmentWriter
-from rlframe.types import ReplaySpec, Step, StepSpec
+from rlframe.types import Batch, ReplaySpec, Step, StepSpec
 
 _LOOK = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter
 _DEATH = 10.0  # seconds that a rank's last process has to end, once it is claimed again
@@ -42,6 +43,8 @@ class Plan(NamedTuple):
     seed: int
     timeout: float
     in_threads: bool
+    run_ahead: int
+    come_and_go: bool
 
 
 class Share:
@@ -57,7 +60,7 @@ class Share:
         self._plan, self._spec = plan, plan.spec
         self.memory = Block(plan.name, plan.num_writers, plan.rows, plan.spec, plan.step_spec)
         self.lock = threading.RLock()
-        self.sampler = Sampler(self.memory, plan.spec, plan.step_spec, plan.seed)
+        self.sampler = Sampler(self.memory, plan.spec, plan.step_spec, plan.seed, come_and_go=plan.come_and_go)
         self._pid = this_process().pid
         self._has_pace = plan.spec.kind == "queue" or plan.spec.samples_per_insert is not None
         self._is_makers = plan.name.maker == this_process()
@@ -65,6 +68,15 @@ class Share:
         self._segments: dict[int, SegmentWriter] = {}
         self._told_to_stop: set[int] = set()  # ranks
         self._last: SegmentWriter | None = None  # that added
+        self._fetcher: Mirror | None = None  # which follows no log
+        self._fetching = threading.Lock()
+
+    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Copies the items `keys` [B, 3] out: (batch, [B] bool: which are gone)."""
+        with self._fetching:
+            if self._fetcher is None:
+                self._fetcher = Mirror(self.memory, self._spec, self._plan.step_spec, "uniform")
+            return self._fetcher.fetch(keys, probabilities)
 
     # --- ranks
 
@@ -202,7 +214,7 @@ class Share:
         if ratio is None:
             return
         envs = sum([header[block.NUM_ENVS] for header in memory.headers])
-        ahead = 2 * max(spec.batch_size or envs, ratio * envs)
+        ahead = self._plan.run_ahead * max(spec.batch_size or envs, ratio * envs)
 
         def is_ahead() -> bool:
             return ratio * (memory.added_items() - spec.min_size) > memory.control[block.SAMPLED] + ahead

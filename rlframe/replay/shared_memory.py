@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,24 +17,25 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.memory import destroy
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments, shared_checkpoint
-from rlframe.replay.base import BaseReplayBuffer, override
+from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.contents import bytes_needed
 from rlframe.replay.dataset import Dataset
 from rlframe.replay.memory import check_memory
 from rlframe.replay.share import Plan, Share, share_of
 from rlframe.types import Batch, Step
 
+_T = TypeVar("_T")
 _LENT: set[SharedMemReplayBuffer] = set()  # made here and pickled: others look for them as long as this process lives
 
 
-class SharedMemReplayBuffer(BaseReplayBuffer):
+class SharedMemReplayBuffer(KeyedReplayBuffer):
     """Experience in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
 
     The process that makes it must outlive the others' first use of it. The first process to sample is the sampler: it
     owns priorities, and takes a queue's items; others may read uniformly. A writer in another process than the
     sampler waits in `add` rather than overwrite what a queue has not sampled, or run ahead of `samples_per_insert`
-    by more than two batches (or steps of all environments); one in the same process never does, like the in-process
-    buffer. Until somebody samples, writers of the process that made the buffer do not wait.
+    by more than `run_ahead` batches (or steps of all environments); one in the same process never does, like the
+    in-process buffer. Until somebody samples, writers of the process that made the buffer do not wait.
 
     Args:
         agent: an Agent (anything with `replay_spec` and `step_spec`).
@@ -42,6 +44,8 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         max_envs: the most environments of one writer. Costs addresses, not memory.
         timeout: seconds that `add` waits at most.
         in_threads: writers are threads beside the sampler's, so that they can wait for it in the same process as well.
+        run_ahead: batches (or steps of all environments) that writers may be ahead of `samples_per_insert`.
+        come_and_go: a batch of one item per environment waits for none of the writers that have yet to come.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
@@ -59,9 +63,11 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         max_envs: int = 1024,
         timeout: float = 600.0,
         in_threads: bool = False,
+        run_ahead: int = 2,
+        come_and_go: bool = False,
         **overrides: Any,
     ):
-        for option, value in (("num_writers", num_writers), ("max_envs", max_envs)):
+        for option, value in (("num_writers", num_writers), ("max_envs", max_envs), ("run_ahead", run_ahead)):
             if value < 1:
                 raise UsageError(f"SharedMemReplayBuffer's {option} must be at least 1, got {value}.")
         spec = override(agent.replay_spec, overrides)
@@ -69,7 +75,8 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
         check_memory(needed, spec.capacity, "observations and what the agent stores of each step")
         rows = segments.segment_rows(spec, num_writers, max_envs)
         name = block.create(num_writers, rows, spec, agent.step_spec)
-        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, timeout, in_threads))
+        waits = (timeout, in_threads, run_ahead, come_and_go)
+        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
         self._finalizer = weakref.finalize(self, destroy, name)
 
     def _attach(self, plan: Plan) -> None:
@@ -145,6 +152,41 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
             share.sampler.bind()
             return None if self._closed else share.sampler.sample()
 
+    def draw(self, timeout: float = 0.0) -> Draw | None:
+        """See `KeyedReplayBuffer`. In the sampler's process.
+
+        Raises:
+            UsageError: another process samples.
+        """
+        draw = self._draw()
+        return self._wait_for(self._draw, timeout) if draw is None and timeout > 0 and not self.closed else draw
+
+    def _draw(self) -> Draw | None:
+        share = self._here()
+        with share.lock:
+            share.sampler.bind_alone()
+            return None if self._closed else share.sampler.draw()
+
+    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
+        """See `KeyedReplayBuffer`. In any process, which need not be the sampler's, nor become it.
+
+        What a queue gave can be gone only where the sampler was replaced, or where a writer in its own process, which
+        does not wait, came round.
+        """
+        keys, probabilities = check_keys(keys, probabilities)
+        batch, gone = self._here().fetch(keys, probabilities)
+        if self.spec.kind == "queue":
+            return None if gone.any() else batch
+        return batch if replace_gone(batch, gone) else None
+
+    def finish(self, keys: np.ndarray) -> None:
+        """See `KeyedReplayBuffer`. In the sampler's process."""
+        if self.spec.kind == "queue":
+            share = self._here()
+            with share.lock:
+                share.sampler.bind_alone()
+                share.sampler.finish(keys)
+
     def make_dataset(self, prefetch: int = 2, timeout: float = 600.0) -> Dataset:
         """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
 
@@ -157,21 +199,23 @@ class SharedMemReplayBuffer(BaseReplayBuffer):
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
         batch = self.sample()
-        if batch is not None or self.closed:
-            return batch
+        return self._wait_for(self.sample, timeout) if batch is None and not self.closed else batch
+
+    def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
+        """What `take` gives, as soon as there may be enough; None after `timeout` seconds, or a little earlier."""
         share = self._here()
         memory = share.memory
         value = memory.added.value
         with share.lock:
             memory.control[block.WANTED] = share.sampler.wanted()
         try:
-            batch = self.sample()  # what came before the writers knew
-            if batch is not None:
-                return batch
+            taken = take()  # what came before the writers knew
+            if taken is not None:
+                return taken
             memory.added.wait(value, timeout)
         finally:
             memory.control[block.WANTED] = block.NOBODY
-        return self.sample()
+        return take()
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         if self.spec.kind != "prioritised":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pathlib
 from collections.abc import AsyncIterator
 
 from fastapi import Depends, FastAPI, Request
@@ -15,6 +16,7 @@ import rlframe
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
 from rlframe.http.measuring import Measure
 from rlframe.http.middleware import Compress, ReadBody, RequireToken, answer, retry_later
+from rlframe.http.page import Page
 from rlframe.trajectories import models
 from rlframe.trajectories.checks import InvalidGroupError
 from rlframe.trajectories.decoding import load_decode
@@ -22,12 +24,12 @@ from rlframe.trajectories.endpoints import routers
 from rlframe.trajectories.endpoints.common import REFUSED, InvalidHeaderError, invalid, named_run, service_of
 from rlframe.trajectories.endpoints.groups import RAW
 from rlframe.trajectories.endpoints.live import live_router, metrics_router
-from rlframe.trajectories.page import Page
 from rlframe.trajectories.prometheus import Metrics
 from rlframe.trajectories.service import Service
 from rlframe.trajectories.settings import Settings
 from rlframe.trajectories.stores import open_store
 
+PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /report and /previews
 _DESCRIPTION = """Stands between environments, which send groups of sequences, and trainers, which pull batches of them.
 
 Every path is there for the run `default`, and as `/runs/{run}/…` for any number of others."""
@@ -71,7 +73,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Page)
+    app.add_middleware(Page, file=PAGE)
     app.add_middleware(Measure, metrics=metrics, stripped="/runs/{run}")
     return app
 

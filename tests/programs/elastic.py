@@ -56,7 +56,7 @@ class ElasticProgram(RunningProgram):
             try:
                 with ControlClient.of_run(self.run_dir) as client:
                     return what(client)
-            except (PeerError, UnavailableError):
+            except (PeerError, UnavailableError, UsageError):  # its control has not begun, or the coordinator is away
                 assert time.monotonic() < deadline, self.errors()
                 time.sleep(0.1)
 

@@ -128,7 +128,7 @@ class Process:
         )
         assert self.popen.stdin is not None
         self.popen.stdin.write(pickle.dumps((function.__name__, buffer, args)))
-        self.popen.stdin.close()
+        self.popen.stdin.flush()
         self._said: queue.Queue[Any] = queue.Queue()
         self._errors: list[bytes] = []
         self._threads = [threading.Thread(target=read, daemon=True) for read in (self._listen, self._keep_errors)]
@@ -139,6 +139,12 @@ class Process:
         """The next thing that it says; None once it has ended."""
         return self._said.get(timeout=DEADLINE)
 
+    def tell(self, *thing: Any) -> None:
+        """Says something to it, a JSON in a line."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps(thing).encode() + b"\n")
+        self.popen.stdin.flush()
+
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait(DEADLINE)
@@ -146,6 +152,8 @@ class Process:
     def end(self) -> tuple[int, str]:
         """Waits for it to end: (exit code, what it wrote to stderr)."""
         code = self.popen.wait(DEADLINE)
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
         for thread in self._threads:
             thread.join(DEADLINE)
         return code, b"".join(self._errors).decode()
@@ -237,6 +245,21 @@ def sample(buffer: Any, batches: int) -> None:
         say(ids.tolist() if ids.ndim == 1 else ids[:, 0].tolist())
     say(batch.probabilities.tolist())
     time.sleep(DEADLINE)
+
+
+def draw_when_told(buffer: Any) -> None:
+    """Draws, finishes and counts as it is told, and says what came of it."""
+    for line in sys.stdin.buffer:
+        what, *arguments = json.loads(line)
+        if what == "draw":
+            drawn = buffer.draw(*arguments)
+            say(None if drawn is None else [drawn.keys.tolist(), drawn.probabilities.tolist()])
+        elif what == "finish":
+            say(buffer.finish(np.array(*arguments)))
+        elif what in ("save", "restore"):
+            say(getattr(buffer, what)(*arguments))
+        else:
+            say(buffer.stats())
 
 
 def read_dataset(buffer: Any) -> None:

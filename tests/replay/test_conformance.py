@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
+from rlframe.replay import ReplayBuffer
 from rlframe.types import Sequence, Transition, global_env_ids
 from tests.replay.factories import FACTORIES, reverb
 from tests.replay.streams import Stream, Twin, assert_batch_matches, fake_agent, first_ids
@@ -288,6 +292,155 @@ def test_an_item_is_as_old_as_the_oldest_version_that_acted_in_it(make: Any) -> 
         ids, step = stream.step()
         buffer.add(ids, step._replace(params_version=version))
     np.testing.assert_array_equal(buffer.sample().params_version, [4, 4])
+
+
+def add_for(buffers: list[Any], stream: Stream, steps: int) -> None:
+    """The same steps to all of them."""
+    for _ in range(steps):
+        arguments = stream.step()
+        for buffer in buffers:
+            buffer.add(*arguments)
+
+
+def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
+    """A buffer that gives items by their keys, to which a writer of 6 environments adds."""
+    buffer = make(*args, **kwargs)
+    if not buffer.fetches_by_key:
+        assert not hasattr(buffer, "draw")
+        pytest.skip("it gives no items by their keys")
+    buffer.claim_rank(6)
+    return buffer
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised", "queue"])
+@pytest.mark.parametrize("item", [Transition(1), Transition(3, 0.9), Sequence(4, 3)], ids=str)
+def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item: Any) -> None:
+    samples, draws = (keyed(make, kind, item, 8, 300, seed=4, min_size=10) for _ in range(2))
+    stream, batches = Stream(6), 0
+    for _ in range(120):  # round and round
+        add_for([samples, draws], stream, 1)
+        batch, drawn = samples.sample(), draws.draw()
+        assert (batch is None) == (drawn is None)
+        if drawn is not None:
+            fetched = draws.fetch(*drawn)
+            for expected, given in zip(jax.tree.leaves(batch), jax.tree.leaves(fetched), strict=True):
+                np.testing.assert_array_equal(given, expected)
+                assert given.dtype == expected.dtype
+            draws.finish(drawn.keys)
+            draws.finish(drawn.keys)  # calls may be repeated
+            batches += 1
+    assert batches > 10
+    stats = draws.stats()
+    assert stats == samples.stats()
+    taken = stats["sampled"] if kind == "queue" else 0
+    assert stats["added"] == stats["items"] + stats["evicted"] + taken
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str) -> None:
+    buffer, twin, stream = keyed(make, kind, Transition(2), 64, 300), Twin(Transition(2)), Stream(6, end=0.0)
+    twin.claim_rank(6, 0)
+    for _ in range(50):
+        arguments = stream.step()
+        buffer.add(*arguments)
+        twin.add(*arguments)
+    drawn = buffer.draw()
+    add_for([buffer], stream, 25)
+    batch = buffer.fetch(*drawn)
+    assert_batch_matches(batch, twin)
+    kept = (batch.keys == drawn.keys).all(axis=1)
+    assert 10 < kept.sum() < 54
+    assert set(map(tuple, batch.keys.tolist())) == set(map(tuple, drawn.keys[kept].tolist()))
+    by_key = dict(zip(map(tuple, drawn.keys.tolist()), drawn.probabilities.tolist()))
+    assert batch.probabilities.tolist() == [by_key[tuple(key)] for key in batch.keys.tolist()]
+    if kind == "prioritised":
+        # A shared buffer gives items up a little before they are overwritten: they can be read, but not drawn.
+        given_up = batch.keys[:, 2].min() + (0 if isinstance(buffer, ReplayBuffer) else 40)
+        buffer.update_priorities(
+            batch.keys[batch.keys[:, 2] >= given_up], np.full(sum(batch.keys[:, 2] >= given_up), 5)
+        )
+        assert buffer.stats()["dropped_priorities"] == 0
+        buffer.update_priorities(drawn.keys[~kept], np.full(64 - kept.sum(), 5.0))
+        assert buffer.stats()["dropped_priorities"] == 64 - kept.sum()
+    add_for([buffer], stream, 100)
+    assert buffer.fetch(*drawn) is None
+    again = buffer.draw()
+    buffer.claim_rank(6, 0)
+    other_incarnation = again.keys + [0, 1, 0]
+    assert buffer.fetch(other_incarnation, again.probabilities) is None
+
+
+def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -> None:
+    buffer = keyed(make, "prioritised", Transition(1), 32, 300, priority_exponent=1.0)
+    add_for([buffer], Stream(6, end=0.0), 10)
+    batch = buffer.fetch(*buffer.draw())
+    buffer.update_priorities(batch.keys, np.where(batch.keys[:, 2] == batch.keys[0, 2], 1e6, 1e-6))
+    following = buffer.draw()
+    assert np.mean(following.keys[:, 2] == batch.keys[0, 2]) > 0.9
+    assert following.probabilities[following.keys[:, 2] == batch.keys[0, 2]][0] > 0.99
+
+
+def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
+    buffer, twin, stream = keyed(make, "queue", Sequence(3), 4, 60), Twin(Sequence(3)), Stream(6)
+    twin.claim_rank(6, 0)
+    for _ in range(6):
+        arguments = stream.step()
+        buffer.add(*arguments)
+        twin.add(*arguments)
+    first, second = buffer.draw(), buffer.draw()
+    assert set(map(tuple, first.keys.tolist())).isdisjoint(map(tuple, second.keys.tolist()))
+    for drawn in (second, first, first):
+        batch = buffer.fetch(*drawn)
+        assert_batch_matches(batch, twin)
+        np.testing.assert_array_equal(batch.keys, drawn.keys)
+    assert buffer.stats()["sampled"] == 8
+    buffer.finish(second.keys)
+    buffer.finish(first.keys)
+    assert buffer.draw() is not None
+    assert buffer.draw() is None  # 12 items there were
+    stats = buffer.stats()
+    assert (stats["added"], stats["sampled"], stats["evicted"], stats["items"]) == (12, 12, 0, 0)
+
+
+def test_drawing_is_paced_as_sampling_is(make: Any) -> None:
+    buffer = keyed(make, "uniform", Transition(1), 8, 1000, min_size=12, samples_per_insert=2.0)
+    stream, drawn = Stream(6, end=0.0), []
+    for _ in range(10):
+        add_for([buffer], stream, 1)
+        drawn.append(0)
+        while buffer.draw() is not None:
+            drawn[-1] += 1
+    assert drawn[:2] == [0, 1]
+    assert sum(drawn) * 8 == pytest.approx(2 * (60 - 12), abs=8)
+
+
+def test_who_waits_for_a_draw_gets_it_when_enough_was_added(make: Any) -> None:
+    buffer = keyed(make, "uniform", Transition(1), 8, 1000, min_size=12)
+    stream = Stream(6, end=0.0)
+    assert buffer.draw(timeout=0.01) is None
+    began = threading.Event()
+
+    def add() -> None:
+        began.wait(30.0)
+        for _ in range(3):
+            add_for([buffer], stream, 1)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    deadline = time.monotonic() + 30.0
+    began.set()
+    while (drawn := buffer.draw(timeout=10.0)) is None:  # a call may end early
+        assert time.monotonic() < deadline
+    thread.join()
+    assert time.monotonic() < deadline - 21.0  # it was woken
+    assert drawn.keys.shape == (8, 3)
+
+
+@pytest.mark.parametrize(("keys", "count"), [((8, 2), 8), ((8, 3), 7), ((0, 3), 0), ((3,), 3)])
+def test_keys_that_are_none_are_refused(make: Any, keys: tuple[int, ...], count: int) -> None:
+    buffer = keyed(make, "uniform", Transition(1), 8, 1000)
+    with pytest.raises(UsageError, match="keys .B, 3. and probabilities .B."):
+        buffer.fetch(np.zeros(keys, np.int64), np.zeros(count))
 
 
 def test_min_size_and_samples_per_insert_hold_sampling_back(make: Any) -> None:

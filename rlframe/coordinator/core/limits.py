@@ -23,7 +23,7 @@ class Limits:
     max_failures: int = 3  # of a task, and of a worker's starts, in a row
     retry_after: float = 0.2  # before a call that was not answered is repeated
     grant: int = 32  # batches that a learner is told to learn from at once
-    slice: float = 0.25  # of collecting, between two answers of a collector
+    slice: float = 0.1  # of collecting, between two answers of a collector
     row_every: int = 1000  # environment steps between two rows of the metrics
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The live page: one static file, for browsers. What it shows, it asks for at /report and /previews."""
+"""The live page of a service: one static file, for browsers. What it shows, it asks the service for."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-FILE = pathlib.Path(__file__).with_name("page.html")
-
 
 class Page:
     """ASGI: the page at / for who asks for text/html; all others get what they always got.
 
     It holds no data, so it needs no token: it asks whoever looks at it for one.
+
+    Args:
+        file: the page, with one `<script>` and one `<style>`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, file: pathlib.Path) -> None:
         self._app = app
-        html = FILE.read_text(encoding="utf-8")
+        html = file.read_text(encoding="utf-8")
         headers = {
             "Cache-Control": "no-cache",
             "Content-Security-Policy": _policy(html),

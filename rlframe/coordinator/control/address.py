@@ -1,0 +1,76 @@
+"""Where the control of a run is: `RUN_DIR/coordinator/control.json`, for programs on the same machine.
+
+    {"version": 1, "url": "http://127.0.0.1:40123", "token_file": "/.../coordinator/token" or null, "pid": 1234}
+
+It is written by who serves the control, once it answers, and stays behind when that is killed: `pid` tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+
+from rlframe.errors import UsageError
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlAddress:
+    """What the file holds."""
+
+    url: str
+    token_file: str | None  # its path
+    pid: int  # of who serves it
+
+
+def control_file(run_dir: str | os.PathLike) -> pathlib.Path:
+    """The path of the file."""
+    return pathlib.Path(run_dir) / "coordinator" / "control.json"
+
+
+def make_token(run_dir: str | os.PathLike) -> str:
+    """The path of the run's token file, with a new secret in it where there was none. Only its owner may read it."""
+    path = pathlib.Path(run_dir) / "coordinator" / "token"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        _write(path, secrets.token_urlsafe(24) + "\n")
+    return str(path.absolute())
+
+
+def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) -> None:
+    """Writes the file, in one piece."""
+    path = control_file(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = ControlAddress(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
+    _write(path, json.dumps({"version": _VERSION, **dataclasses.asdict(known)}) + "\n")
+
+
+def read_control(run_dir: str | os.PathLike) -> ControlAddress:
+    """Raises `UsageError` where the run has no such file, or it is no such file."""
+    path = control_file(run_dir)
+    try:
+        read = json.loads(path.read_text())
+        if read["version"] != _VERSION:
+            raise ValueError(f"it is of version {read['version']}, and {_VERSION} is known")
+        return ControlAddress(str(read["url"]), read["token_file"], int(read["pid"]))
+    except FileNotFoundError:
+        raise UsageError(
+            f"There is no {path}: the run in {os.fspath(run_dir)} has no control, or has not begun. Start it by "
+            "`rlframe train --topology elastic --control-port 0`."
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not what a run writes there: {error}. Name the service by --url.") from error
+
+
+def _write(path: pathlib.Path, content: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)
+    os.replace(temporary, path)

@@ -1,0 +1,205 @@
+"""The endpoints of the control API: each is one call of the coordinator's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response, StreamingResponse
+
+from rlframe.coordinator.control.calls import Calls
+from rlframe.coordinator.control.errors import ConflictError, FieldError
+from rlframe.coordinator.control.events import EventLog
+from rlframe.coordinator.control.prometheus import Metrics
+from rlframe.coordinator.messages import Role
+from rlframe.coordinator.states import JobState, is_over
+from rlframe.errors import RlframeError, UsageError
+from rlframe.http.middleware import answer
+
+MOST_EVENTS = 1000  # in one answer
+Number = Annotated[int, Field(ge=0, le=2**53)]  # what a browser can count to
+Text = Annotated[str, Field(max_length=1000)]
+
+
+class Problem(BaseModel):
+    type: str
+    message: str = Field(description="What is wrong, and what to do.")
+    field: str | None = Field(description="Of the request.")
+
+
+class Refused(BaseModel):
+    error: Problem
+
+
+class Done(BaseModel):
+    """What was asked for is done, or on its way: /status shows it."""
+
+    status: Literal["ok"]
+    result: Any = Field(None, description="What the coordinator returned.")
+
+
+class Events(BaseModel):
+    events: list[dict[str, Any]]
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Scale(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Role
+    n: int = Field(ge=0, le=100_000, description="Live workers of this role that are wanted.")
+
+
+class Stop(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    reason: Text = Field("", description="What the job's state says from then on.")
+
+
+def _described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": Refused, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+_DESCRIPTIONS = {
+    400: "The body cannot be read, or not be decompressed.",
+    401: "The service has a token, and this is not it.",
+    403: "Asked by a page that is not this service's own, or under another name than its own.",
+    404: "There is no such thing.",
+    408: "The body did not arrive in time.",
+    409: "The state that the job is in does not allow it.",
+    413: "The body is too large.",
+    415: "The body's encoding is not known.",
+    422: "A field is wrong; `error.field` names it.",
+    503: "The coordinator does not answer now: again after Retry-After seconds.",
+}
+REFUSED = _described(400, 401, 403, 408, 413, 415)  # before an endpoint sees the request
+READS = _described(503)
+WRITES = _described(409, 422, 503)
+BY_ID = _described(404, 409, 422, 503)
+
+
+def reading_router(calls: Calls, log: EventLog, metrics: Metrics) -> APIRouter:
+    """What changes nothing."""
+    router = APIRouter()
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "As they happen."}
+
+    @router.get("/healthz", response_model=Health, tags=["service"])
+    async def healthz() -> Response:
+        """That this service is there, be the coordinator or not. Needs no token."""
+        return answer({"status": "ok"})
+
+    @router.get("/metrics", response_class=Response, responses={200: text}, tags=["service"])
+    async def read_metrics() -> Response:
+        """The status and durations of requests, as Prometheus reads them."""
+        try:
+            status: dict[str, Any] | None = await calls.status()
+        except RlframeError:
+            status = None
+        return Response(metrics.text(status), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/status", response_model=dict[str, Any], responses=READS, tags=["job"])
+    async def status() -> Response:
+        """The job, its workers and tasks, the replay buffer, and the learning curve, as of now."""
+        return answer(await calls.status())
+
+    @router.get("/events", response_model=Events, responses=READS | _described(422), tags=["job"])
+    async def events(since: Annotated[Number, Query(description="Those after this number.")] = 0) -> Response:
+        """What happened, oldest first, at most 1,000: the number of the last one is where the next request begins."""
+        return answer({"events": (await calls("events", since, 0.0))[:MOST_EVENTS]})
+
+    @router.get(
+        "/events/stream",
+        response_class=StreamingResponse,
+        responses={200: stream, **READS, **_described(422)},
+        tags=["job"],
+    )
+    async def event_stream(
+        since: Annotated[Number | None, Query(description="Those after this number; else the last 300.")] = None,
+        last_event_id: Annotated[Number | None, Header(description="As `since`, of a client that comes back.")] = None,
+    ) -> Response:
+        """What happens, as server-sent events whose ids are the numbers. Between them comes a comment every 5 s."""
+        known = last_event_id if last_event_id is not None else since
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(await log.stream(known), headers=headers, media_type="text/event-stream")
+
+    return router
+
+
+def command_router(calls: Calls) -> APIRouter:
+    """What changes the job."""
+    router = APIRouter(tags=["commands"])
+
+    async def call(method: str, *args: Any) -> Response:
+        """The coordinator's answer; a refusal names the job's state where that is the reason."""
+        try:
+            result = await calls(method, *args)
+        except UsageError as error:
+            raise await _why_refused(calls, error) from error
+        finally:
+            calls.forget_status()
+        return answer({"status": "ok", "result": result})
+
+    def plain(path: str, method: str, doc: str) -> None:
+        async def endpoint() -> Response:
+            return await call(method)
+
+        endpoint.__doc__ = doc
+        router.add_api_route(
+            path, endpoint, methods=["POST"], response_model=Done, responses=WRITES, name=path[1:], operation_id=method
+        )
+
+    plain("/pause", "pause", "Has learner and collectors hold; what they have stays.")
+    plain("/resume", "resume", "Ends a pause.")
+    plain("/evaluate", "evaluate_now", "Has the newest version evaluated, beside the training.")
+    plain("/checkpoint", "checkpoint", "Has the learner save.")
+
+    @router.post("/submit", response_model=Done, responses=WRITES)
+    async def submit(spec: dict[str, Any]) -> Response:
+        """Hands in a job: the fields of an experiment."""
+        return await call("submit", spec)
+
+    @router.post("/scale", response_model=Done, responses=WRITES)
+    async def scale(body: Scale) -> Response:
+        """So many workers of this role from now on, within the limits of the job."""
+        _check_limits(await calls.status(), body)
+        return await call("scale", body.role, body.n)
+
+    @router.post("/stop", response_model=Done, responses=WRITES)
+    async def stop(body: Stop) -> Response:
+        """Ends the job: it drains, saves, evaluates the last version and lets its workers go. It cannot be undone."""
+        return await call("cancel", body.reason)
+
+    return router
+
+
+def _check_limits(status: dict[str, Any], body: Scale) -> None:
+    _check_not_over(status)
+    limits = (status.get("limits") or {}).get(body.role)
+    if limits is not None and not limits[0] <= body.n <= limits[1]:
+        raise FieldError(
+            "n", f"This job has between {limits[0]} and {limits[1]} of the role {body.role}, not {body.n}."
+        )
+
+
+def _check_not_over(status: dict[str, Any], because: Callable[[str], str] = lambda sentence: sentence) -> None:
+    job = status.get("job") or {}
+    if job and is_over(JobState(job["state"])):
+        reason = f" ({job['reason']})" if job.get("reason") else ""
+        raise ConflictError(because(f"The job is over: {job['state']}{reason}. It takes no more commands."))
+
+
+async def _why_refused(calls: Calls, error: UsageError) -> UsageError:
+    """`error`, or that the job is over."""
+    if isinstance(error, FieldError):
+        return error
+    try:
+        _check_not_over(await calls.status())
+    except ConflictError as over:
+        return over
+    except RlframeError:
+        pass
+    return error

@@ -1,0 +1,61 @@
+"""A queue of jobs with the control API in front of it, as a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from rlframe.coordinator.control.app import make_app
+from rlframe.coordinator.control.job_target import JobTarget
+from rlframe.coordinator.control.jobs import Command, JobQueue, train_command
+from rlframe.coordinator.control.jobs_endpoints import jobs_router
+from rlframe.coordinator.control.serving import HOST, MAX_CONNECTIONS, PORT, check_guarded
+from rlframe.http.serving import Server, address_of, listen
+from rlframe.http.token_file import read_token
+
+
+def serve_jobs(
+    runs: str | os.PathLike,
+    host: str = HOST,
+    port: int = PORT,
+    token_file: str | None = None,
+    *,
+    hosts: Iterable[str] = (),
+    max_connections: int = MAX_CONNECTIONS,
+    command: Command = train_command,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C. The job that runs goes on; the next service on the same folder adopts it.
+
+    Args:
+        runs: directory of the queue and its runs.
+        host, port, token_file, hosts: as `serve_control`.
+        max_connections: at the same time; more are refused.
+        command: that runs a job.
+
+    Raises:
+        UsageError: it cannot listen there, needs a token, or another service has the folder.
+    """
+    check_guarded(host, token_file)
+    token = read_token(token_file)
+    listener = listen(host, port)
+    try:
+        queue = JobQueue(runs, command)
+    except BaseException:
+        listener.close()
+        raise
+    app = make_app(JobTarget(queue), token, hosts=(host, *hosts), routers=[jobs_router(queue)])
+
+    def greeting() -> None:
+        print(f"Coordinator at http://{address_of(listener)}  (endpoints: /docs)", flush=True)
+
+    try:
+        queue.start()
+        Server(app, max_connections, greeting, let_go=app.state.let_go).run(sockets=[listener])
+    finally:
+        queue.close()
+        running = queue.running()
+        if running is not None:
+            print(
+                f"{running.id} goes on (process {running.pid}): the next service with --runs {runs} adopts it.",
+                flush=True,
+            )

@@ -1,0 +1,105 @@
+"""The control API as a thread of whoever holds the coordinator, or a handle to it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from rlframe import handles
+from rlframe.coordinator.control.app import make_app
+from rlframe.errors import PeerError, UsageError
+from rlframe.http.serving import Server, address_of, listen
+from rlframe.http.token_file import is_loopback, read_token
+
+HOST, PORT = "127.0.0.1", 8765
+MAX_CONNECTIONS = 256
+_ATTEMPTS = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
+_READY = 30.0  # seconds for it to begin
+_END = 15.0  # seconds for it to end: what is under way has ten
+
+
+class ControlServer:
+    """Serves an application in a thread, from when it is made until `close`. A context manager.
+
+    Attributes:
+        url: where it answers.
+    """
+
+    def __init__(self, app: ASGIApp, host: str = HOST, port: int = PORT, max_connections: int = MAX_CONNECTIONS):
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._listener = listen(host, port)
+        self.url = f"http://{address_of(self._listener)}"
+        self._server = Server(app, max_connections, self._ready.set, let_go=app.state.let_go)  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._run, name="rlframe control", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(_READY):
+            self.close()
+            raise PeerError(f"The control API did not begin within {_READY:g} s.")
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> ControlServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Answers what is under way, and ends within seconds. May be called again."""
+        self._server.should_exit = True
+        self._thread.join(_END)
+        self._listener.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+
+
+@contextlib.contextmanager
+def serve_control(
+    target: Any,
+    host: str = HOST,
+    port: int = PORT,
+    token_file: str | None = None,
+    *,
+    hosts: Iterable[str] = (),
+) -> Any:
+    """Serves the control of a coordinator for the time of a `with`, which gets a `ControlServer` with its `url`.
+
+    Args:
+        target: a Coordinator, or a handle to one (it may be restarted meanwhile).
+        host: address to listen at.
+        port: 0: one that is free.
+        token_file: with the token that requests have to carry; None: none is needed, and only loopback may be
+            listened at.
+        hosts: names that the service is reached under, beside `localhost` and IP addresses.
+
+    Raises:
+        UsageError: it cannot listen there; the token file cannot be read, or is needed.
+    """
+    check_guarded(host, token_file)
+    stop = threading.Event()
+    target = handles.resolve(target, "coordinator", deadline=_ATTEMPTS, stop=stop)
+    with ControlServer(make_app(target, read_token(token_file), hosts=(host, *hosts)), host, port) as server:
+        try:
+            yield server
+        finally:
+            stop.set()
+
+
+def check_guarded(host: str, token_file: str | None) -> None:
+    """Raises `UsageError` where others than this machine's could steer runs, and submit programs, without a token."""
+    if token_file is None and not is_loopback(host):
+        raise UsageError(
+            f"{host} can be reached from other machines, and who reaches a coordinator can run programs by it. Give it "
+            "a --token-file, or listen at 127.0.0.1."
+        )

@@ -1,0 +1,1 @@
+"""Where a coordinator's workers come from: given addresses, processes of this machine, Kubernetes, Ray."""

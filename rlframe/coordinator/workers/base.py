@@ -1,0 +1,309 @@
+"""What all workers have in common: how they answer a coordinator while their own thread works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import psutil
+
+from rlframe.coordinator.messages import (
+    Alive,
+    Closed,
+    Collected,
+    Demand,
+    Evaluated,
+    Failed,
+    GetData,
+    Header,
+    Kind,
+    Learn,
+    Learned,
+    NotReady,
+    Refused,
+    Reply,
+    Resources,
+    Started,
+    StartTask,
+)
+from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
+
+_ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
+_FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
+_ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is closed
+
+
+class Worker:
+    """Answers a coordinator: in-process, or as a Courier node.
+
+    One thread does the work of all calls, one after the other. A call waits for its own work for 0.3 s and answers
+    `NotReady` where that takes longer: said again with the same number it waits on, or gets the reply; the last reply
+    is kept. A higher number waits for the work under way (`NotReady("busy")`). `start_task` of another task or attempt,
+    and `close_task`, end what the work under way waits for. A call that is older than what this worker knows is
+    `Refused` and changes nothing.
+
+    Subclasses do the work: `_start`, `_learn`, ... run in the worker's thread, may take as long as they need, and
+    raise what goes wrong. Where they wait, they look at `_stop`, or are told by `_interrupt`.
+
+    Args:
+        worker_id: its name, "collector/1".
+        index: the number in it.
+        incarnation: how many workers had that name before it.
+    """
+
+    kinds: tuple[Kind, ...]  # of tasks that it works at
+
+    def __init__(self, worker_id: str, index: int, incarnation: int) -> None:
+        self.worker_id, self.index, self.incarnation = worker_id, index, incarnation
+        self._lock = threading.Condition()
+        self._work: _Work | None = None  # the newest that was accepted; the thread's until it is done
+        self._task: _Task | None = None  # the newest
+        self._stop = threading.Event()  # of the task: its work is to end
+        self._phase = "idle"
+        self._waits_for = ""  # see `_waiting_for`
+        self._done = 0  # pieces of work
+        self._closed = False
+        self._accelerators: tuple[str, ...] = ()
+        self._thread = threading.Thread(target=self._run, name=f"rlframe {self.worker_id}", daemon=True)
+        self._thread.start()
+
+    # --- what the coordinator calls
+
+    def ping(self) -> Alive:
+        """That it is there, and how far. Waits for nothing."""
+        task, phase, progress = self._task, self._phase, self._done + self._steps_within()
+        if task is None or task.result is not None:
+            return Alive(self.worker_id, self.incarnation, "idle", progress=progress)
+        return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, progress)
+
+    def resources(self) -> Resources:
+        """What it has to work with. Waits for nothing: accelerators are named as soon as JAX has found them."""
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        memory = psutil.virtual_memory().total
+        return Resources(socket.gethostname(), os.getpid(), cpus, memory, self._accelerators)
+
+    def start_task(self, header: Header, request: StartTask) -> Started | NotReady | Refused | Failed:
+        """Begins a task. What goes on of another task or attempt is closed first, without its final save."""
+        return self._call(header, "start_task", lambda: self._begin(header, request))
+
+    def data_demand(self, header: Header) -> Demand | NotReady | Refused | Failed:
+        """How many batches it can take now."""
+        return self._call(header, "data_demand", self._data_demand)
+
+    def learn(self, header: Header, request: Learn) -> Learned | NotReady | Refused | Failed:
+        """Learns, and publishes what was learned."""
+        return self._call(header, "learn", lambda: self._learn(request))
+
+    def get_data(self, header: Header, request: GetData) -> Collected | Evaluated | NotReady | Refused | Failed:
+        """Steps the environments for a while, or evaluates."""
+        return self._call(header, "get_data", lambda: self._get_data(request))
+
+    def close_task(self, header: Header, final: bool) -> Closed | NotReady | Refused | Failed:
+        """Ends the task; `final`: the run ends with it, so what it learned is saved."""
+        return self._call(header, "close_task", lambda: self._end(final))
+
+    def close(self) -> None:
+        """Ends the work, and the task without its final save. May be called again.
+
+        Work that does not end within 4 s (a compilation, an environment that hangs) is left to its thread, which
+        does not keep the process alive.
+        """
+        with self._lock:
+            self._closed = True
+            self._end_waits()
+            self._lock.notify_all()
+        self._thread.join(_ENDS_WITHIN)
+
+    # --- what subclasses do, in the worker's thread
+
+    def _start(self, task: StartTask) -> Started:
+        raise NotImplementedError
+
+    def _data_demand(self) -> Reply:
+        raise self._cannot("data_demand")
+
+    def _learn(self, request: Learn) -> Reply:
+        raise self._cannot("learn")
+
+    def _get_data(self, request: GetData) -> Reply:
+        raise self._cannot("get_data")
+
+    def _close(self, final: bool) -> dict[str, Any]:
+        """Ends the task, one that did not start in full too, and gives its result."""
+        raise NotImplementedError
+
+    # --- what subclasses do, in any thread
+
+    def _interrupt(self) -> None:
+        """Ends what the work under way waits for: `_stop` is set. May come at any time, and again."""
+
+    def _waiting_for(self) -> str:
+        """What the work under way waits for as long as it takes: "data" (or room for it), "params", or nothing."""
+        return self._waits_for
+
+    def _steps_within(self) -> int:
+        """A count that rises while work which takes long goes on."""
+        return 0
+
+    def _cannot(self, call: str) -> UsageError:
+        return UsageError(f"{self.worker_id} cannot {call}: it works at {' and '.join(self.kinds)} alone.")
+
+    # --- calls
+
+    def _call(self, header: Header, name: str, do: Callable[[], Reply]) -> Any:
+        """Accepts the call, or finds that it was; then waits for a while."""
+        deadline = time.monotonic() + _ANSWER_WITHIN
+        while True:
+            with self._lock:
+                refusal = self._refusal(header, name)
+                if refusal:
+                    return Refused(refusal)
+                work = self._accept(header, name, do)
+            if not work.is_done.wait(max(0.0, deadline - time.monotonic())):
+                if work.seq != header.seq:
+                    return NotReady("busy")
+                return NotReady(self._waiting_for() or ("starting" if name == "start_task" else "busy"))
+            if work.seq == header.seq:
+                assert work.reply is not None
+                return work.reply
+
+    def _refusal(self, header: Header, name: str) -> str:
+        """Why a call is not for this worker as it is now; empty where it is."""
+        task, work = self._task, self._work
+        if self._closed:
+            return f"{self.worker_id} is closed."
+        if (header.worker_id, header.incarnation) != (self.worker_id, self.incarnation):
+            there, here = f"{header.worker_id}, incarnation {header.incarnation}", self.incarnation
+            return f"The call is for {there}; this is {self.worker_id}, incarnation {here}."
+        if work is not None and header.seq < work.seq:
+            return f"Call {header.seq} is late: {self.worker_id} is at {work.seq}."
+        if work is not None and header.seq == work.seq:
+            same = (header.task_id, header.attempt, name) == (work.task_id, work.attempt, work.name)
+            return "" if same else f"Call {header.seq} was {work.name} of {work.task_id}, attempt {work.attempt}."
+        called = f"{header.task_id}, attempt {header.attempt}"
+        if task is None:
+            return "" if name == "start_task" else f"{self.worker_id} was not told to start {called}."
+        is_its = (header.task_id, header.attempt) == (task.task_id, task.attempt)
+        is_old = header.task_id == task.task_id and header.attempt < task.attempt
+        if is_old or (name != "start_task" and not is_its):
+            return f"The call is of {called}: {self.worker_id} is at {task.task_id}, attempt {task.attempt}."
+        if is_its and task.result is not None and name != "close_task":
+            may_begin_again = name == "start_task" and task.started is None
+            return "" if may_begin_again else f"{called} has ended at {self.worker_id}."
+        if self._stop.is_set() and name not in ("start_task", "close_task"):
+            return f"{called} is about to be closed at {self.worker_id}."
+        return ""
+
+    def _accept(self, header: Header, name: str, do: Callable[[], Reply]) -> _Work:
+        """The work that the call waits for: its own, given to the thread if it is new, or what comes before."""
+        work = self._work
+        if work is not None and not work.is_done.is_set():
+            if header.seq != work.seq and (name == "close_task" or (name == "start_task" and self._is_other(header))):
+                self._end_waits()
+            return work
+        if work is not None and header.seq == work.seq and not isinstance(work.reply, NotReady):
+            return work
+        self._work = _Work(header.seq, header.task_id, header.attempt, name, do)
+        self._lock.notify_all()
+        return self._work
+
+    def _is_other(self, header: Header) -> bool:
+        task = self._task
+        return task is None or (header.task_id, header.attempt) != (task.task_id, task.attempt)
+
+    def _end_waits(self) -> None:
+        self._stop.set()
+        self._interrupt()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # the first work that needs them raises it again
+            devices = jax.local_devices()
+            self._accelerators = tuple(device.device_kind for device in devices if device.platform != "cpu")
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed or self._has_work)
+                work = self._work
+            if self._closed:
+                break
+            assert work is not None
+            reply = self._do(work)
+            with self._lock:
+                work.reply = reply
+                self._waits_for, self._done = "", self._done + 1
+                work.is_done.set()
+        self._leave_task()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._work is not None and not self._work.is_done.is_set()
+
+    def _do(self, work: _Work) -> Reply:
+        try:
+            return work.do()
+        except BaseException as error:  # whatever it is, the coordinator must hear of it, and the thread go on
+            return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
+
+    def _begin(self, header: Header, request: StartTask) -> Reply:
+        task = self._task
+        if task is not None and task.started is not None and not self._is_other(header):
+            return task.started  # a coordinator that was restarted asks again
+        self._leave_task()
+        with self._lock:
+            self._stop = threading.Event()
+            if self._closed:
+                self._stop.set()
+            self._task, self._phase = _Task(header.task_id, header.attempt), "starting"
+        try:
+            if request.kind not in self.kinds:
+                raise self._cannot(request.kind)
+            started = self._start(request)
+        except BaseException:
+            self._leave_task()
+            raise
+        self._task.started, self._phase = started, "running"
+        return started
+
+    def _end(self, final: bool) -> Closed:
+        task = self._task
+        assert task is not None
+        if task.result is None:
+            result: dict[str, Any] = {}
+            self._phase = "closing"
+            try:
+                result = self._close(final)
+            finally:
+                task.result = result
+        return Closed(task.result)
+
+    def _leave_task(self) -> None:
+        """Ends what goes on, where something does. It is given up: what goes wrong with it concerns nobody."""
+        with contextlib.suppress(Exception):
+            if self._task is not None:
+                self._end(final=False)
+
+
+class _Work:
+    """What a call asked for."""
+
+    def __init__(self, seq: int, task_id: str, attempt: int, name: str, do: Callable[[], Reply]) -> None:
+        self.seq, self.task_id, self.attempt, self.name, self.do = seq, task_id, attempt, name, do
+        self.is_done = threading.Event()
+        self.reply: Reply | None = None
+
+
+class _Task:
+    """What the worker was told to start."""
+
+    def __init__(self, task_id: str, attempt: int) -> None:
+        self.task_id, self.attempt = task_id, attempt
+        self.started: Started | None = None
+        self.result: dict[str, Any] | None = None  # once it has ended

@@ -1,0 +1,167 @@
+"""The worker that steps environments: it collects experience, or evaluates a version of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rlframe.actors import Actor
+from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask
+from rlframe.coordinator.workers.base import Worker
+from rlframe.errors import StoppedError, UsageError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.types import Logs, Tree
+
+_POLL = 0.2  # seconds that the param store is waited for at once
+
+_EVALUATION = ("return_mean", "return_std", "length_mean", "episodes")
+
+
+class VersionGoneError(UsageError):
+    """An evaluation was asked of a version that the param store does not have, or no longer."""
+
+
+class Evaluations(Protocol):
+    """Evaluates by the newest parameters of the learner that it was made with, the same way each time."""
+
+    @property
+    def steps(self) -> int:
+        """Environment steps that were taken: it rises while an evaluation goes on."""
+
+    def evaluate(self) -> Logs:
+        """As `Evaluator.evaluate`."""
+
+    def stop(self) -> None:
+        """Ends the evaluation under way, and all that come, with StoppedError. Any thread may call it."""
+
+
+class CollectorWorker(Worker):
+    """An `Actor` with an inferencer of its own, that acts by what is in the param store; or evaluations.
+
+    What is built for an evaluation, compiled code above all, serves the next one too. Evaluations add to no buffer.
+
+    Args:
+        make_actor: `f(inferencer, rank)` gives the Actor of a `collect` task; the rank is the worker's index, so that a
+            replacement takes its exploration and its place in the buffer. None: this worker collects nothing.
+        agent: the `Agent` that acts.
+        param_store: see `rlframe.coordinator.param_store`.
+        worker_id, index, incarnation: see `Worker`.
+        seed: of the actions.
+        evaluations: `f(agent, learner)` gives what evaluates. None: this worker evaluates nothing.
+    """
+
+    def __init__(
+        self,
+        make_actor: Callable[[Inferencer, int], Actor] | None,
+        agent: Any,
+        param_store: Any,
+        worker_id: str,
+        index: int,
+        incarnation: int,
+        *,
+        seed: int = 0,
+        evaluations: Callable[[Any, Any], Evaluations] | None = None,
+    ) -> None:
+        self._make_actor, self._make_evaluations = make_actor, evaluations
+        self._agent, self._store, self._seed = agent, param_store, seed
+        self._actor: Actor | None = None
+        self._inferencer: Inferencer | None = None
+        self._one_version = _OneVersion()
+        self._evaluations: Evaluations | None = None
+        self._evaluated: Evaluated | None = None
+        self._is_evaluating = False
+        if make_actor is not None and evaluations is not None:
+            self.kinds = ("collect", "evaluate")
+        else:
+            self.kinds = ("collect",) if make_actor is not None else ("evaluate",)
+        super().__init__(worker_id, index, incarnation)
+
+    def _start(self, task: StartTask) -> Started:
+        if task.kind == "evaluate":
+            return self._start_evaluating(task)
+        assert self._make_actor is not None
+        source = self._store.source(task.policy_id)
+        self._wait_for_params(source)
+        self._inferencer = Inferencer(InferencerConfig(seed=self._seed), self._agent, source)
+        self._actor = actor = self._make_actor(self._inferencer, self.index)
+        if self._stop.is_set():
+            actor.stop()
+        actor.warm_up()
+        return Started({"params_version": self._inferencer.params_version, "rank": actor.rank})
+
+    def _wait_for_params(self, source: Any) -> None:
+        self._waits_for = "params"
+        while source.wait_for_version(-1, _POLL) < 0:
+            if self._stop.is_set():
+                raise StoppedError(f"{self.worker_id} was told to stop while it waited for the first parameters.")
+        self._waits_for = ""
+
+    def _start_evaluating(self, task: StartTask) -> Started:
+        version = task.options["params_version"]
+        found = self._store.get(task.policy_id, version=version)
+        if found is None:
+            there = ", ".join(str(one) for one in self._store.versions(task.policy_id)) or "none"
+            raise VersionGoneError(
+                f"Version {version} of policy {task.policy_id!r} cannot be evaluated: the param store has {there}. "
+                "Pin a version until it is evaluated."
+            )
+        self._one_version.version, self._one_version.params = found.version, found.params
+        self._evaluated, self._is_evaluating = None, True
+        if self._evaluations is None:
+            assert self._make_evaluations is not None
+            self._evaluations = self._make_evaluations(self._agent, self._one_version)
+        return Started({"params_version": version})
+
+    def _get_data(self, request: GetData) -> Collected | Evaluated | NotReady:
+        if self._is_evaluating:
+            return self._evaluate()
+        actor, inferencer = self._actor, self._inferencer
+        assert actor is not None and inferencer is not None
+        waits = actor.collect(request.steps, request.seconds)
+        return Collected(actor.stats(), inferencer.params_version, waits)
+
+    def _evaluate(self) -> Evaluated:
+        if self._evaluated is None:
+            assert self._evaluations is not None
+            if self._stop.is_set():
+                self._evaluations.stop()
+            logs = self._evaluations.evaluate()
+            self._evaluated = Evaluated(logs["params_version"], {name: float(logs[name]) for name in _EVALUATION})
+        return self._evaluated
+
+    def _waiting_for(self) -> str:
+        actor = self._actor
+        return "data" if actor is not None and actor.is_adding else self._waits_for
+
+    def _steps_within(self) -> int:
+        evaluations = self._evaluations
+        return evaluations.steps if evaluations is not None else 0
+
+    def _interrupt(self) -> None:
+        actor, evaluations = self._actor, self._evaluations
+        if actor is not None:
+            actor.stop()
+        if evaluations is not None and self._is_evaluating:
+            evaluations.stop()
+
+    def _close(self, final: bool) -> dict[str, Any]:
+        actor, self._actor, self._inferencer = self._actor, None, None
+        if self._is_evaluating and self._stop.is_set():
+            self._evaluations = None  # it was told to stop, and evaluates no more
+        self._is_evaluating = False
+        if actor is None:
+            return {}
+        stats = actor.stats()
+        actor.close()
+        return stats
+
+
+class _OneVersion:
+    """A learner that has one version of its parameters: the one that is to be evaluated."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.params: Tree = None
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        return self.version, (None if self.version == known_version else self.params)

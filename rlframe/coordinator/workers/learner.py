@@ -1,0 +1,172 @@
+"""The worker that learns."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask
+from rlframe.coordinator.workers.base import Worker
+from rlframe.coordinator.workers.noted_replay import NotedReplay
+from rlframe.learners import Checkpointer, Learner, LearnerConfig
+from rlframe.replay import as_replay_buffer
+from rlframe.types import Batch
+
+_PUBLISH_EVERY = 0.005  # seconds between two versions that collectors get, where more are made
+_LOOK = 0.005  # seconds between two looks at a buffer that has too little, and cannot be waited for
+
+
+class LearnerWorker(Worker):
+    """A `Learner` that learns when a coordinator tells it to, and publishes to the param store.
+
+    It learns from the batches whose keys it is told, or draws as many as it is granted. Its checkpoints are those of
+    `Learner.run()`; a task begins with the latest one where `cfg.resume` is set.
+
+    Args:
+        cfg: of the Learner.
+        agent: the `Agent` that learns.
+        replay_buffer: an object that this process can sample, or fetch from by keys; or a `reverb.Client`.
+        param_store: see `rlframe.coordinator.param_store`.
+        worker_id, index, incarnation: see `Worker`.
+        batches: that it asks for at once. On-policy it asks for what it may learn from before the next version.
+        hparams: what goes into the param store with the parameters: plain numbers and words.
+    """
+
+    kinds = ("learn",)
+
+    def __init__(
+        self,
+        cfg: LearnerConfig,
+        agent: Any,
+        replay_buffer: Any,
+        param_store: Any,
+        worker_id: str,
+        index: int,
+        incarnation: int,
+        *,
+        batches: int = 32,
+        hparams: dict[str, Any] | None = None,
+    ) -> None:
+        self._cfg, self._agent, self._store = cfg, agent, param_store
+        self._given = replay_buffer
+        self._batches, self._hparams = batches, dict(hparams or {})
+        self._learner: Learner | None = None
+        self._buffer: Any = None
+        super().__init__(worker_id, index, incarnation)
+
+    def _start(self, task: StartTask) -> Started:
+        self._policy_id = task.policy_id
+        self._buffer = as_replay_buffer(self._given, lambda: self._agent)
+        self._max_staleness = self._buffer.spec.max_staleness
+        self._noted = NotedReplay(self._buffer)
+        resumed = self._cfg.resume and bool(self._checkpoints())
+        self._learner = learner = Learner(self._cfg, self._agent, self._noted)
+        learner.publish_above(max(self._store.newest(task.policy_id), task.options.get("min_version", -1)))
+        if self._max_staleness is not None:
+            self._noted.forget_before(learner.params_version - self._max_staleness)
+        self._published, self._published_at = -1, 0.0
+        self._publish(learner)
+        steps, version = learner.learner_steps, learner.params_version
+        return Started({"learner_steps": steps, "params_version": version, "resumed": resumed})
+
+    def _data_demand(self) -> Demand:
+        learner = self._learner
+        assert learner is not None
+        batches = self._batches if self._max_staleness is None else min(self._batches, 1 + self._max_staleness)
+        if self._cfg.max_learner_steps is not None:
+            batches = min(batches, max(0, self._cfg.max_learner_steps - learner.learner_steps))
+        return Demand(batches, learner.params_version, learner.learner_steps)
+
+    def _learn(self, request: Learn) -> Learned | NotReady:
+        learner = self._learner
+        assert learner is not None
+        if request.batches is None:
+            dropped, logs = self._learn_from_grant(learner, request.count, request.seconds)
+        else:
+            dropped, logs = self._learn_from_keys(learner, request.batches)
+        if request.save:
+            learner.save_where_due(now=True)
+        self._publish(learner)
+        updates = self._noted.take_updates()
+        if not updates and not dropped:
+            return NotReady("data")
+        return Learned(learner.params_version, learner.learner_steps, updates, dropped, logs)
+
+    def _learn_from_grant(self, learner: Learner, count: int, seconds: float) -> tuple[int, dict[str, float]]:
+        """Draws up to `count` batches and learns from them; (batches that were too old, the last logs)."""
+        until, dropped = time.monotonic() + seconds, 0
+        for _ in range(count):
+            batch = self._draw(until)
+            if batch is None:
+                break
+            dropped += self._update(learner, batch)
+        return dropped, learner.settle()
+
+    def _learn_from_keys(self, learner: Learner, batches: Any) -> tuple[int, dict[str, float]]:
+        """Learns from each of `batches`, however long that takes: what was drawn is not drawn again."""
+        dropped = 0
+        for meta in batches:
+            batch = None if self._stop.is_set() else self._buffer.fetch(meta.keys, meta.probabilities)
+            dropped += 1 if batch is None else self._update(learner, batch)
+        return dropped, learner.settle()
+
+    def _update(self, learner: Learner, batch: Batch) -> bool:
+        """Learns from one batch; returns True where it was too old."""
+        if learner.step(batch) is None:
+            return True
+        # Where versions may not be old, actors wait for this one.
+        if self._max_staleness is not None or time.monotonic() > self._published_at + _PUBLISH_EVERY:
+            self._publish(learner)
+        learner.save_where_due()
+        return False
+
+    def _draw(self, until: float) -> Batch | None:
+        """The next batch; None where there is none until then, or the task ends."""
+        buffer = self._buffer
+        while not self._stop.is_set():
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            batch = buffer.sample()
+            if batch is None and hasattr(buffer, "wait_for_batch"):
+                batch = buffer.wait_for_batch(min(left, 0.1))
+            elif batch is None:
+                self._stop.wait(min(left, _LOOK))
+            if batch is not None:
+                return batch
+        return None
+
+    def _publish(self, learner: Learner) -> None:
+        """Puts the newest version into the store, unless its update's loss is not finite."""
+        learner.settle()
+        version, params = learner.get_params(self._published)
+        if params is not None:
+            self._store.put(self._policy_id, version, params, {**self._hparams, "learner_steps": learner.learner_steps})
+            self._published, self._published_at = version, time.monotonic()
+
+    def _steps_within(self) -> int:
+        learner = self._learner
+        return learner.learner_steps if learner is not None else 0
+
+    def _close(self, final: bool) -> dict[str, Any]:
+        learner, buffer = self._learner, self._buffer
+        self._learner = self._buffer = None
+        try:
+            if learner is None:
+                return {}
+            if final:
+                learner.save_where_due(final=True)
+                self._publish(learner)
+            steps, version, saved = learner.learner_steps, learner.params_version, self._checkpoints()
+            return {"learner_steps": steps, "params_version": version, "checkpoint": saved[-1] if saved else None}
+        finally:
+            if learner is not None:
+                learner.close()
+            if buffer is not None and buffer is not self._given:
+                buffer.close()
+
+    def _checkpoints(self) -> list[str]:
+        if self._cfg.checkpoint_dir is None:
+            return []
+        checkpointer = Checkpointer(self._cfg.checkpoint_dir)
+        return [str(checkpointer.directory / str(step)) for step in checkpointer.steps()]

@@ -1,0 +1,239 @@
+"""The process of one worker: `python -m rlframe.coordinator.workers.process STATE_DIR ROLE INDEX INCARNATION`.
+
+It serves the worker's calls until SIGTERM, until the process that owns the run is gone, or until nobody has called
+for a while; never because the coordinator died, whose successor finds it by its record in STATE_DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from rlframe.coordinator.workers.records import Record, Records, load_maker, this_host
+from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
+from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.programs.launching.supervisor import FOR_GOOD
+
+CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served
+CLOSING = 5.0  # seconds that a worker may take to close
+SILENCE = 60.0  # seconds without a call after which a worker ends
+_LOOKS = 0.5  # seconds between two looks at the owner and the clock
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """What ends a worker's process, beside SIGTERM."""
+
+    owner: ProcessId | None = None  # it ends when this one has; None: it has no owner on this machine
+    silence: float = SILENCE  # seconds without a call; counted from when it serves
+
+
+class Server:
+    """A worker's calls, by Courier.
+
+    Args:
+        worker: has those of `CALLS` that its role needs.
+        port: at which to listen, on all interfaces; 0: one is picked.
+        while_picking: held while one is, until it is listened at.
+    """
+
+    def __init__(self, worker: Any, port: int = 0, while_picking: Any = None) -> None:
+        import courier
+
+        self._in_flight, self._last_call = 0, time.monotonic()
+        self._lock = threading.Lock()
+        with while_picking or contextlib.nullcontext():  # gRPC would not notice that another has the same port
+            self._server = courier.Server(port=port or None)
+            for name in CALLS:
+                if hasattr(worker, name):
+                    self._server.Bind(name, self._noticed(getattr(worker, name)))
+            self._server.Start()
+        self.port: int = self._server.port
+
+    def silent_for(self) -> float:
+        """Seconds since somebody called, or began to be served."""
+        with self._lock:
+            return 0.0 if self._in_flight else time.monotonic() - self._last_call
+
+    def stop(self) -> None:
+        """Serves no more."""
+        self._server.Stop()
+
+    def _noticed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self._in_flight += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self._in_flight -= 1
+                    self._last_call = time.monotonic()
+
+        return wrapped
+
+
+class Ending:
+    """When a worker is to end, and why: `why` is set by a signal, or by the thread that watches `life`.
+
+    That thread also sees to it that the end comes: a process that has not closed in time is ended as it is.
+    """
+
+    def __init__(self, life: Life) -> None:
+        self.server: Server | None = None
+        self.why = ""
+        self._life = life
+        self._came = threading.Event()
+        threading.Thread(target=self._watch, name="rlframe worker's end", daemon=True).start()
+
+    def come(self, why: str) -> None:
+        """The worker is to end."""
+        self.why = self.why or why
+        self._came.set()
+
+    def has_come(self, wait: float | None = 0.0) -> bool:
+        """Whether the worker is to end."""
+        return self._came.wait(wait)
+
+    def on_sigterm(self) -> None:
+        """Has SIGTERM end this process in this way."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            del number, frame
+            # Not from here: the thread that the handler interrupts may hold the event's lock.
+            threading.Thread(target=self.come, args=("SIGTERM",), daemon=True).start()
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the launcher's
+
+    def _watch(self) -> None:
+        while not self._came.wait(_LOOKS):
+            owner, server = self._life.owner, self.server
+            if owner is not None and not owner.is_alive:
+                self.come(f"its owner, process {owner.pid}, is gone")
+            elif server is not None and server.silent_for() > self._life.silence:
+                self.come(f"nobody called for {self._life.silence:g} s")
+        threading.Event().wait(CLOSING + 1.0)
+        _say(f"did not close within {CLOSING:g} s: ended as it is")
+        os._exit(1)
+
+
+def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, port: int, host: str) -> None:
+    """Makes the worker, serves it, and returns when it has ended well.
+
+    Args:
+        state_dir: holds `workers.pkl`, and the workers' records.
+        role, index, incarnation: which worker.
+        life: what ends it.
+        port: at which to listen; 0: one is picked.
+        host: by which others reach this one.
+    """
+    end = Ending(life)
+    end.on_sigterm()
+    records = Records(state_dir)
+    process = this_process()
+    record = Record(role, index, incarnation, process.pid, process.started, this_host())
+    if not records.write(record) and _is_outdated(records, record):
+        raise UsageError(f"{record.worker_id} has a newer incarnation than {incarnation}: this one is not wanted.")
+    try:
+        worker = load_maker(state_dir, role)(record.worker_id, index, incarnation)
+        try:
+            if not end.has_come():
+                # The lock keeps workers that start together from picking the same port.
+                server = Server(worker, port, None if port else records.locked())
+                end.server = server
+                if records.write(dataclasses.replace(record, address=f"{host}:{server.port}")):
+                    end.has_come(None)
+                else:
+                    end.come("a newer incarnation has taken its place")
+                server.stop()
+            _say(f"ends: {end.why}")
+        finally:
+            end.come("it failed")  # from here on the time is limited, however it came to an end
+            if hasattr(worker, "close"):
+                worker.close()
+    finally:
+        records.remove(record)
+
+
+def _is_outdated(records: Records, record: Record) -> bool:
+    return any(
+        other.worker_id == record.worker_id and other.incarnation > record.incarnation for other in records.all()
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one worker; the process's exit code says how it ended."""
+    options = _parse(arguments)
+    faulthandler.enable()
+    import setproctitle
+
+    setproctitle.setproctitle(f"rlframe: {options.role} {options.index}")
+    owner = None
+    if options.owner:
+        pid, _, started = options.owner.partition(":")
+        owner = ProcessId(int(pid), int(started))
+    life = Life(owner, options.silence)
+    code = 0
+    try:
+        run(options.state_dir, options.role, options.index, options.incarnation, life, options.port, options.host)
+    except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
+        traceback.print_exc()
+        code = FOR_GOOD
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # As in launching/node_main.py: threads of Courier and JAX do not survive the end of the interpreter.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def command(
+    state_dir: str | os.PathLike[str], role: str, index: int, incarnation: int, life: Life | None = None
+) -> list[str]:
+    """The command line of a worker's process on this machine, which imports from where this one does."""
+    life = life or Life()
+    code = "import sys; sys.path[:] = {path!r}; from rlframe.coordinator.workers.process import main; main()"
+    path = [entry or os.getcwd() for entry in sys.path]
+    options = ["--silence", f"{life.silence:g}"]
+    if life.owner is not None:
+        options += ["--owner", f"{life.owner.pid}:{life.owner.started}"]
+    numbers = [str(index), str(incarnation)]
+    return [sys.executable, "-c", code.format(path=path), os.fspath(state_dir), role, *numbers, *options]
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rlframe.coordinator.workers.process", description=__doc__)
+    parser.add_argument("state_dir", help="the run's coordinator directory, with workers.pkl")
+    parser.add_argument("role")
+    parser.add_argument("index", type=int)
+    parser.add_argument("incarnation", type=int)
+    parser.add_argument("--port", type=int, default=0, help="to listen at; 0 picks one")
+    parser.add_argument("--host", default="localhost", help="by which the coordinator reaches this machine")
+    parser.add_argument("--owner", default="", help="PID:STARTED of the process without which the worker ends")
+    parser.add_argument("--silence", type=float, default=SILENCE, help="seconds without a call after which it ends")
+    return parser.parse_args(arguments)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What is on disk about the workers: who runs where, and how each is made."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rlframe.errors import UsageError
+from rlframe.interprocess.processes import ProcessId
+
+MakeWorker = Callable[[str, int, int], Any]  # (worker_id, index, incarnation) -> an object with the worker's calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One incarnation of a worker, and the process that it lives in."""
+
+    role: str
+    index: int
+    incarnation: int
+    pid: int
+    started: int  # when that process was, in clock ticks since boot
+    host: str
+    address: str | None = None  # "host:port"; None until it serves
+
+    @property
+    def worker_id(self) -> str:
+        """`collector/1`."""
+        return f"{self.role}/{self.index}"
+
+    @property
+    def process(self) -> ProcessId:
+        """Its process, which means something on `host` only."""
+        return ProcessId(self.pid, self.started)
+
+
+class Records:
+    """The records of `state_dir/workers`: of each worker, the newest incarnation's."""
+
+    def __init__(self, state_dir: str | os.PathLike[str]) -> None:
+        self._dir = pathlib.Path(state_dir) / "workers"
+        self._dir.mkdir(parents=True, exist_ok=True)
+
+    def all(self) -> list[Record]:
+        """The records that there are."""
+        records = (self._read(path) for path in sorted(self._dir.glob("*.json")))
+        return [record for record in records if record is not None]
+
+    def write(self, record: Record) -> bool:
+        """Puts the record in the place of an older one; False where there is a newer one, which stays."""
+        with self.locked():
+            return self.write_locked(record)
+
+    def write_locked(self, record: Record) -> bool:
+        """As `write`, for who holds the lock."""
+        path = self._path(record)
+        before = self._read(path)
+        if before is not None:
+            is_newer = before.incarnation > record.incarnation
+            knows_more = before.incarnation == record.incarnation and before.address and not record.address
+            if is_newer or knows_more:
+                return False
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(dataclasses.asdict(record)))
+        os.replace(fresh, path)
+        return True
+
+    def remove(self, record: Record) -> None:
+        """Removes the record of this process; that of another stays."""
+        with self.locked():
+            before = self._read(self._path(record))
+            if before is not None and (before.process, before.host) == (record.process, record.host):
+                self._path(record).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock that the workers of this directory share; the kernel lets go of it for who dies."""
+        descriptor = os.open(self._dir, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _path(self, record: Record) -> pathlib.Path:
+        return self._dir / f"{record.role}-{record.index}.json"
+
+    @staticmethod
+    def _read(path: pathlib.Path) -> Record | None:
+        try:
+            return Record(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def this_host() -> str:
+    """The name of this machine, or of the container."""
+    return socket.gethostname()
+
+
+def save_workers(state_dir: str | os.PathLike[str], workers: Mapping[str, MakeWorker]) -> None:
+    """Writes what makes the workers of each role, for their processes to read: `state_dir/workers.pkl`.
+
+    Raises:
+        UsageError: one of them cannot be pickled.
+    """
+    import cloudpickle
+
+    directory = pathlib.Path(state_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        pickled = cloudpickle.dumps(dict(workers))
+    except Exception as error:
+        raise UsageError(
+            f"The workers {', '.join(workers)} cannot be sent to their processes: {type(error).__name__}: {error}. "
+            "What makes them, and what that holds, must be picklable."
+        ) from error
+    fresh = directory / "workers.pkl.new"
+    fresh.write_bytes(pickled)
+    os.replace(fresh, directory / "workers.pkl")
+
+
+def load_maker(state_dir: str | os.PathLike[str], role: str) -> MakeWorker:
+    """What makes the workers of this role.
+
+    Raises:
+        UsageError: nobody wrote it.
+    """
+    import cloudpickle
+
+    path = pathlib.Path(state_dir) / "workers.pkl"
+    try:
+        workers = cloudpickle.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not there: whoever makes the operator writes it, by save_workers().") from None
+    if role not in workers:
+        raise UsageError(f"{path} makes no workers of the role {role!r}, only {', '.join(workers)}.")
+    return workers[role]

@@ -1,0 +1,185 @@
+"""`Actor.collect`: slices of what `run` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlframe import AsyncEnv, SyncEnv
+from rlframe.actors import Actor
+from rlframe.actors.pace import Pace
+from rlframe.errors import StoppedError, UsageError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.types import ReplaySpec, Sequence
+from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
+
+UNROLLS = ReplaySpec("queue", Sequence(5), None, 1_000, max_staleness=0, lapse_after=0.2)
+
+
+class Versions(FixedParams):
+    """Parameters whose version a test raises."""
+
+    def __init__(self) -> None:
+        super().__init__({"w": np.float32(0.0)})
+        self.changed = threading.Condition()
+
+    def wait_for_version(self, known, timeout):
+        with self.changed:
+            self.changed.wait_for(lambda: self.version > known, timeout)
+            return self.version
+
+    def raise_to(self, version):
+        with self.changed:
+            self.version = version
+            self.changed.notify_all()
+
+
+def make(buffer=None, learner=None, builder=lambda: SyncEnv(CountingEnv, 2, "loop")) -> Actor:
+    inferencer = Inferencer(InferencerConfig(), counting_agent(), learner or Versions())
+    return Actor(builder, inferencer, buffer or RecordingBuffer())
+
+
+def on_policy(learner, lapse_after=0.2) -> tuple[Actor, RecordingBuffer]:
+    buffer = RecordingBuffer()
+    buffer.spec = dataclasses.replace(UNROLLS, lapse_after=lapse_after)
+    return make(buffer, learner), buffer
+
+
+def test_collect_takes_the_steps_that_it_is_asked_for_and_goes_on_where_it_was():
+    buffer = RecordingBuffer()
+    actor = make(buffer)
+    assert actor.collect(steps=5) is False
+    assert actor.env_steps == 6 and len(buffer.steps) == 3  # of two environments each
+    actor.collect(steps=2)
+    assert actor.env_steps == 8 and len(buffer.steps) == 5  # one was the step after LAST, which counts for none
+    counts = [step.timestep.observation[0, 0] for _, step in buffer.steps]
+    assert counts == [0, 1, 2, 3, 0]
+    actor.close()
+
+
+def test_collect_ends_when_its_time_is_up():
+    actor = make()
+    began = time.monotonic()
+    assert actor.collect(seconds=0.2) is False
+    assert 0.2 <= time.monotonic() - began < 5.0
+    assert actor.env_steps > 0
+    before = actor.env_steps
+    actor.collect(steps=10**9, seconds=0.0)
+    assert actor.env_steps == before
+    actor.close()
+
+
+def collect_until_it_waits(actor):
+    while not actor.collect(seconds=0.1):  # the first step compiles
+        assert actor.env_steps < 1_000
+
+
+def test_collect_waits_for_the_next_version_no_longer_than_its_time_and_says_so():
+    learner = Versions()
+    actor, buffer = on_policy(learner, lapse_after=60.0)
+    collect_until_it_waits(actor)
+    assert len(buffer.steps) == 5
+    assert actor.collect(seconds=0.05) is True
+    assert len(buffer.steps) == 5
+    learner.raise_to(2)
+    collect_until_it_waits(actor)
+    assert [step.params_version for _, step in buffer.steps] == [1] * 5 + [2] * 5
+    actor.close()
+
+
+def test_slices_that_wait_add_up_to_the_patience_of_the_pace():
+    actor, buffer = on_policy(Versions(), lapse_after=0.1)
+    slices = 0
+    while len(buffer.steps) < 10:
+        actor.collect(steps=1, seconds=0.05)
+        slices += 1
+        assert slices < 100
+    assert slices >= 1 + 5  # 0.3 s of waiting
+    actor.close()
+
+
+def test_waiting_is_counted_only_while_somebody_waits():
+    pace, learner, stop = Pace(dataclasses.replace(UNROLLS, lapse_after=0.1)), Versions(), threading.Event()
+    for _ in range(5):
+        pace.acted(1)
+    pace.wait(learner, stop, time.monotonic() + 0.05)
+    assert not stop.wait(0.4)  # a paused job: nobody collects, for longer than the patience
+    pace.wait(learner, stop, time.monotonic() + 0.05)
+    assert pace.waits
+
+
+def test_steps_that_end_with_an_unroll_wait_for_nothing():
+    actor, _ = on_policy(Versions(), lapse_after=60.0)
+    assert actor.collect(steps=8) is False
+    actor.close()
+
+
+def test_stop_ends_a_collect_that_waits_for_room():
+    class Full(RecordingBuffer):
+        def __init__(self):
+            super().__init__()
+            self.told = threading.Event()
+
+        def add(self, env_ids, step):
+            if len(self.steps) == 3:
+                assert self.told.wait(60.0)
+                raise StoppedError("told to")
+            super().add(env_ids, step)
+
+    buffer = Full()
+    actor = make(buffer)
+    # What `stop` does to the buffers that wait.
+    stop, actor.stop = actor.stop, lambda: (stop(), buffer.told.set())
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(actor.collect(seconds=60.0)))
+    thread.start()
+    deadline = time.monotonic() + 60.0
+    while not (len(buffer.steps) == 3 and actor.is_adding):
+        assert time.monotonic() < deadline
+        thread.join(0.001)
+    actor.stop()
+    thread.join(60.0)
+    assert answers == [True]
+    actor.close()
+
+
+def test_after_stop_nothing_is_collected():
+    buffer = RecordingBuffer()
+    actor = make(buffer)
+    actor.stop()
+    assert actor.collect(steps=10) is False
+    assert buffer.steps == []
+    actor.close()
+
+
+def test_warm_up_has_the_inferencer_answer_and_changes_nothing():
+    buffer = RecordingBuffer()
+    actor = make(buffer)
+    actor.warm_up()
+    assert actor._inferencer.stats()["compilations"] == 1
+    assert actor.env_steps == 0 and buffer.steps == []
+    actor.collect(steps=2)
+    assert actor._inferencer.stats()["compilations"] == 1
+    assert [int(step.timestep.observation[0, 0]) for _, step in buffer.steps] == [0]
+    actor.close()
+
+
+def test_an_asynchronous_pool_cannot_keep_an_on_policy_pace():
+    buffer = RecordingBuffer()
+    buffer.spec = UNROLLS
+    actor = make(buffer, builder=lambda: AsyncEnv(CountingEnv, 4, 2, "thread"))
+    with pytest.raises(UsageError, match="wait together"):
+        actor.collect(steps=1)
+    actor.close()
+
+
+def test_an_asynchronous_pool_collects():
+    actor = make(builder=lambda: AsyncEnv(CountingEnv, 4, 2, "thread"))
+    actor.warm_up()
+    assert actor.collect(steps=20) is False
+    assert actor.env_steps >= 20
+    actor.close()

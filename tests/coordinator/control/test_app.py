@@ -1,0 +1,370 @@
+"""The control API over a real socket, before a coordinator whose state the test moves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import hypothesis
+import pytest
+
+pytest.importorskip("fastapi")
+import schemathesis
+from hypothesis import HealthCheck
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from rlframe.coordinator.control.app import make_app
+from rlframe.coordinator.control.client import ControlClient
+from rlframe.coordinator.control.serving import ControlServer, serve_control
+from rlframe.coordinator.states import JobState
+from rlframe.errors import PeerError, UnavailableError, UsageError
+from tests.coordinator.control.coordinators import MAX_ACTORS, ScriptedCoordinator
+
+DEADLINE = 30.0  # seconds for any answer, on a machine that is busy
+
+
+@pytest.fixture
+def coordinator() -> ScriptedCoordinator:
+    return ScriptedCoordinator()
+
+
+@pytest.fixture
+def server(coordinator: ScriptedCoordinator) -> Iterator[ControlServer]:
+    with serve_control(coordinator, port=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[ScriptedCoordinator, httpx.Client]]:
+    """One for the tests that change nothing: each refuses what it sends."""
+    coordinator = ScriptedCoordinator()
+    with serve_control(coordinator, port=0) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
+        yield coordinator, client
+    assert coordinator.calls == []
+
+
+@pytest.fixture
+def http(server: ControlServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
+        yield client
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"type", "message", "field"}
+    return error
+
+
+def read_events(lines: Iterator[str], count: int) -> list[tuple[int, dict]]:
+    """(id, data) of so many server-sent events."""
+    found, number = [], -1
+    for line in lines:
+        if line.startswith("id: "):
+            number = int(line.removeprefix("id: "))
+        elif line.startswith("data: "):
+            found.append((number, json.loads(line.removeprefix("data: "))))
+            if len(found) == count:
+                break
+    return found
+
+
+def test_the_status_is_the_coordinators(coordinator, http):
+    assert http.get("/status").json() == coordinator.status()
+
+
+def test_however_many_pages_are_open_the_coordinator_is_asked_once(coordinator, http):
+    coordinator.gate.clear()
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(http.get("/status").status_code)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    coordinator.gate.set()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert answers == [200] * 20
+    assert coordinator.asked <= 5  # 20 without the cache; it may have taken a second for them to come
+
+
+@pytest.mark.parametrize(
+    "path, body, call",
+    [
+        ("/pause", None, ("pause",)),
+        ("/evaluate", None, ("evaluate_now",)),
+        ("/checkpoint", None, ("checkpoint",)),
+        ("/scale", {"role": "collector", "n": 4}, ("scale", "collector", 4)),
+        ("/stop", {"reason": "enough"}, ("cancel", "enough")),
+    ],
+)
+def test_each_command_is_one_call_of_the_coordinator(coordinator, http, path, body, call):
+    assert http.post(path, json=body).json()["status"] == "ok"
+    assert coordinator.calls == [call]
+
+
+def test_a_command_shows_in_the_next_status(http):
+    assert http.get("/status").json()["job"]["state"] == "RUNNING"
+    http.post("/pause")
+    assert http.get("/status").json()["job"]["state"] == "PAUSED"
+    http.post("/resume")
+    assert http.get("/status").json()["job"]["state"] == "RUNNING"
+
+
+def test_what_a_command_returned_is_its_result(http):
+    assert http.post("/checkpoint").json() == {"status": "ok", "result": "step 1500"}
+
+
+@pytest.mark.parametrize(
+    "body, field",
+    [
+        ({"role": "collector", "n": MAX_ACTORS + 1}, "n"),
+        ({"role": "collector", "n": 0}, "n"),
+        ({"role": "collector", "n": -1}, "n"),
+        ({"role": "collector", "n": True}, "n"),
+        ({"role": "collector", "n": "4"}, "n"),
+        ({"role": "collector", "n": 2.5}, "n"),
+        ({"role": "collector", "n": 10**30}, "n"),
+        ({"role": "colector", "n": 2}, "role"),
+        ({"role": ["collector"], "n": 2}, "role"),
+        ({"n": 2}, "role"),
+        ({"role": "collector"}, "n"),
+        ({"role": "collector", "n": 2, "N": 3}, "N"),
+    ],
+)
+def test_a_body_that_cannot_be_is_refused_and_its_field_named(shared, body, field):
+    error = error_of(shared[1].post("/scale", json=body), 422)
+    assert (error["type"], error["field"]) == ("invalid", field)
+    assert len(error["message"]) < 300 and shared[0].calls == []
+
+
+def test_limits_are_told_with_what_came(shared):
+    message = error_of(shared[1].post("/scale", json={"role": "collector", "n": 9}), 422)["message"]
+    assert message == "This job has between 1 and 8 of the role collector, not 9."
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b'{"role": "collector", "n": NaN}', b"[" * 100_000])
+def test_what_is_no_object_is_refused(shared, body):
+    response = shared[1].post("/scale", content=body, headers={"Content-Type": "application/json"})
+    error = error_of(response, 400 if len(body) > 1000 else 422)  # too deep to be read at all
+    assert len(error["message"]) < 300 and shared[0].calls == []
+
+
+def test_a_body_without_end_is_refused(shared):
+    error_of(shared[1].post("/submit", content=b"[" + b" " * (2 << 20) + b"]"), 413)
+
+
+def test_a_job_that_is_over_takes_no_commands(coordinator, http):
+    coordinator.become(JobState.DRAINING)
+    coordinator.become(JobState.CLOSED, "100,000 environment steps")
+    for path, body in (("/pause", None), ("/evaluate", None), ("/stop", {}), ("/scale", {"role": "collector", "n": 3})):
+        error = error_of(http.post(path, json=body), 409)
+        assert error["type"] == "conflict"
+        assert error["message"].startswith("The job is over: CLOSED (100,000 environment steps).")
+    assert coordinator.calls == []
+
+
+def test_what_the_coordinator_refuses_is_a_conflict_with_its_sentence(http):
+    assert error_of(http.post("/resume"), 409)["message"] == "The job is not paused."
+    assert error_of(http.post("/submit", json={"agent": "dqn"}), 409)["message"] == "This coordinator has its job."
+
+
+def test_a_coordinator_that_is_away_is_503_and_found_again(coordinator, http):
+    assert http.get("/status").status_code == 200
+    coordinator.away = PeerError("The coordinator at localhost:1 did not answer status() within 2 s.")
+    deadline = time.monotonic() + DEADLINE
+    while (response := http.get("/status")).status_code == 200:  # the last status is kept for 0.2 s
+        assert time.monotonic() < deadline
+    assert error_of(response, 503) == {"type": "unavailable", "message": str(coordinator.away), "field": None}
+    assert response.headers["retry-after"] == "1"
+    error_of(http.post("/pause"), 503)
+    assert http.get("/healthz").json() == {"status": "ok"}
+    assert "rlframe_coordinator_up 0.0" in http.get("/metrics").text
+    coordinator.away = None
+    while (response := http.get("/status")).status_code != 200:
+        assert time.monotonic() < deadline
+    assert response.json()["job"]["state"] == "RUNNING"
+
+
+def test_a_coordinator_that_raises_something_else_is_503_too(coordinator, http):
+    coordinator.away = KeyError("workers")
+    assert "KeyError" in error_of(http.get("/status"), 503)["message"]
+
+
+def test_a_coordinator_that_hangs_is_503_within_seconds(coordinator, http, monkeypatch):
+    monkeypatch.setattr("rlframe.coordinator.control.calls.STATUS_DEADLINE", 0.3)
+    coordinator.gate.clear()
+    assert "did not answer status() within 0.3 s" in error_of(http.get("/status"), 503)["message"]
+    coordinator.gate.set()
+    assert http.get("/healthz").status_code == 200
+
+
+def test_calls_that_hang_do_not_pile_up(coordinator, http, monkeypatch):
+    monkeypatch.setattr("rlframe.coordinator.control.calls.AT_ONCE", 2)
+    coordinator.gate.clear()
+    thread = threading.Thread(target=http.post, args=("/evaluate",))  # beside the one that follows the events
+    thread.start()
+    deadline = time.monotonic() + DEADLINE
+    message = ""
+    while "wait for the coordinator already" not in message:
+        assert time.monotonic() < deadline
+        message = error_of(http.get("/events"), 503)["message"] if thread.is_alive() else ""
+    coordinator.gate.set()
+    thread.join(DEADLINE)
+    assert http.get("/status").status_code == 200
+
+
+def test_events_are_read_from_a_number_on(coordinator, http):
+    for i in range(3):
+        coordinator.happen("worker", f"number {i}", worker_id="collector/0")
+    told = http.get("/events", params={"since": 2}).json()["events"]
+    assert [(event["number"], event["text"]) for event in told] == [(3, "number 1"), (4, "number 2")]
+    assert told[0]["worker_id"] == "collector/0"
+    for since in ("-1", "x", "1e3", str(2**60)):
+        assert error_of(http.get("/events", params={"since": since}), 422)["field"] == "since"
+
+
+def test_the_stream_begins_with_what_happened_and_goes_on(coordinator, http):
+    coordinator.happen("worker", "before")
+    with http.stream("GET", "/events/stream") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.iter_lines()
+        assert [number for number, _ in read_events(lines, 2)] == [1, 2]
+        coordinator.happen("worker", "line one\nline two")
+        assert [(number, event["text"]) for number, event in read_events(lines, 1)] == [(3, "line one\nline two")]
+
+
+def test_a_stream_resumes_after_the_last_event_that_was_seen(coordinator, http):
+    for i in range(5):
+        coordinator.happen("worker", str(i))
+    for asked in ({"headers": {"Last-Event-ID": "4"}}, {"params": {"since": 4}}):
+        with http.stream("GET", "/events/stream", **asked) as response:
+            assert [number for number, _ in read_events(response.iter_lines(), 2)] == [5, 6]
+    assert http.get("/events/stream", headers={"Last-Event-ID": "x"}).status_code == 422
+
+
+def test_a_stream_that_was_away_for_long_gets_what_is_no_longer_kept(coordinator, monkeypatch):
+    monkeypatch.setattr("rlframe.coordinator.control.events.KEPT", 5)
+    for i in range(20):
+        coordinator.happen("worker", str(i))
+    with serve_control(coordinator, port=0) as server, ControlClient(server.url) as client:
+        stream = client.follow(since=3)
+        assert [next(stream)["number"] for _ in range(18)] == list(range(4, 22))
+        stream.close()
+
+
+def test_a_quiet_stream_shows_that_it_is_there(coordinator, http, monkeypatch):
+    monkeypatch.setattr("rlframe.coordinator.control.events.HEARTBEAT", 0.05)
+    with http.stream("GET", "/events/stream", params={"since": 1}) as response:
+        lines = response.iter_lines()
+        assert next(line for line in lines if line.startswith(":")) == ": here"
+
+
+def test_a_stream_lives_through_a_restart_of_the_coordinator(coordinator, http, monkeypatch):
+    monkeypatch.setattr("rlframe.coordinator.control.events._PAUSE", 0.01)
+    with http.stream("GET", "/events/stream") as response:
+        lines = response.iter_lines()
+        read_events(lines, 1)
+        coordinator.away = UnavailableError("It restarts.")
+        coordinator.happen("coordinator", "It is back.")
+        coordinator.away = None
+        assert read_events(lines, 1)[0][1]["text"] == "It is back."
+
+
+def test_the_end_of_the_service_ends_its_streams_within_seconds(coordinator):
+    with (
+        serve_control(coordinator, port=0) as server,
+        httpx.stream("GET", server.url + "/events/stream", timeout=DEADLINE) as response,
+    ):
+        lines = response.iter_lines()
+        read_events(lines, 1)
+        began = time.monotonic()
+        server.close()
+        assert [line for line in lines if line] == [] and time.monotonic() - began < 5.0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url + "/healthz")
+
+
+def test_a_token_is_needed_but_for_the_page_and_health(coordinator, tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    guarded = [("GET", path) for path in ("/status", "/events", "/events/stream", "/metrics", "/docs", "/")]
+    guarded += [("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/submit", "/evaluate")]
+    with (
+        serve_control(coordinator, port=0, token_file=str(tmp_path / "token")) as server,
+        httpx.Client(base_url=server.url, timeout=DEADLINE) as http,
+    ):
+        for method, path in guarded:
+            error = error_of(http.request(method, path), 401)
+            assert error["type"] == "unauthorized" and "--token-file" in error["message"]
+        error_of(http.get("/status", headers={"Authorization": "Bearer wrong"}), 401)
+        assert http.get("/healthz").status_code == 200
+        page = http.get("/", headers={"Accept": "text/html"})
+        assert page.headers["content-type"] == "text/html; charset=utf-8" and "CartPole" not in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert http.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert coordinator.calls == []
+
+
+def test_without_a_token_only_loopback_is_listened_at(coordinator):
+    with pytest.raises(UsageError, match="--token-file"), serve_control(coordinator, host="0.0.0.0", port=0):
+        pass
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Origin": "null"}])
+def test_pages_from_elsewhere_are_refused(shared, headers):
+    coordinator, http = shared
+    for method, path in (("POST", "/pause"), ("GET", "/status"), ("GET", "/events/stream"), ("GET", "/")):
+        assert error_of(http.request(method, path, headers=headers), 403)["type"] == "forbidden"
+    assert coordinator.calls == []
+
+
+def test_its_own_page_may_call_it(server, coordinator, http):
+    assert http.post("/pause", headers={"Origin": server.url}).status_code == 200
+    assert coordinator.calls == [("pause",)]
+
+
+def test_prometheus_reads_the_job(coordinator, http):
+    coordinator.workers[2]["state"] = "SUSPECT"
+    lines = http.get("/metrics").text.splitlines()
+    for line in (
+        "rlframe_coordinator_up 1.0",
+        "rlframe_coordinator_env_steps_total 24000.0",
+        "rlframe_coordinator_staleness_versions 1.5",
+        'rlframe_coordinator_job_state{state="RUNNING"} 1.0',
+        'rlframe_coordinator_job_state{state="PAUSED"} 0.0',
+        'rlframe_coordinator_workers{role="collector",state="BUSY"} 1.0',
+        'rlframe_coordinator_workers{role="collector",state="SUSPECT"} 1.0',
+        'rlframe_coordinator_batches{count="dropped"} 3.0',
+    ):
+        assert line in lines
+
+
+def test_an_unknown_path_and_method_are_typed_errors(shared):
+    http = shared[1]
+    assert error_of(http.get("/nothing"), 404)["type"] == "not_found"
+    assert error_of(http.get("/pause"), 405)["type"] == "method_not_allowed"
+
+
+schema = schemathesis.openapi.from_dict(make_app(ScriptedCoordinator()).openapi()).exclude(path="/events/stream")
+FUZZ = hypothesis.settings(deadline=None, derandomize=True, max_examples=5, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[str]:
+    with serve_control(ScriptedCoordinator(), port=0) as server:
+        yield server.url
+
+
+@schema.parametrize()
+@FUZZ
+def test_every_answer_is_as_described(case, fuzzed):
+    response = case.call(base_url=fuzzed, timeout=DEADLINE)
+    assert response.status_code < 500 or response.status_code == 503, response.text[:500]
+    case.validate_response(
+        response, checks=[status_code_conformance, content_type_conformance, response_schema_conformance]
+    )

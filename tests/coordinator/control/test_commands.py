@@ -1,0 +1,175 @@
+"""`rlframe status|scale|pause|resume|stop` in this process, against the control API over a real socket."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from rlframe.cli import main
+from rlframe.coordinator.control.address import control_file, make_token, read_control, write_control
+from rlframe.coordinator.control.serving import ControlServer, serve_control
+from rlframe.coordinator.states import JobState
+from rlframe.errors import UnavailableError
+from tests.coordinator.control.coordinators import ScriptedCoordinator
+
+
+@pytest.fixture
+def coordinator() -> ScriptedCoordinator:
+    return ScriptedCoordinator()
+
+
+@pytest.fixture
+def server(coordinator: ScriptedCoordinator, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlServer]:
+    with serve_control(coordinator, port=0) as server:
+        monkeypatch.setenv("RLFRAME_COORDINATOR", server.url)
+        yield server
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: str, code: int = 2) -> str:
+    """The one line that the command prints when it refuses."""
+    assert main(list(arguments)) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0].removeprefix("rlframe: ")
+
+
+def test_the_status_is_a_table_that_a_person_reads(coordinator, server, capsys):
+    coordinator.job["reason"] = "[bold]no markup[/bold]"
+    assert main(["status"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "dqn on CartPole-v1   RUNNING: [bold]no markup[/bold]",
+        "24,000 of 100,000 (24.0 %, about 40 s left)",
+        "231.5 in training, 310.2 in evaluation of version 140",
+        "1 learner, 2 collector, 1 evaluator (collectors: 1 to 8, auto)",
+    ):
+        assert part in shown
+    rows = [line.split() for line in shown.splitlines() if line.startswith(("learner/", "collector/", "evaluator/"))]
+    assert [row[:2] for row in rows] == [
+        ["learner/0", "BUSY"],
+        ["evaluator/0", "IDLE"],
+        ["collector/0", "BUSY"],
+        ["collector/1", "BUSY"],
+    ]
+
+
+def test_the_status_as_json_is_the_coordinators(coordinator, server, capsys):
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == coordinator.status()
+
+
+def test_watch_goes_on_until_the_job_is_over(coordinator, server, capsys):
+    seen = []
+    answer = coordinator.status
+
+    def status():  # what happens between two looks
+        seen.append(coordinator.job["state"])
+        if len(seen) == 2:
+            coordinator.become(JobState.DRAINING)
+        elif len(seen) == 3:
+            raise UnavailableError("It restarts.")
+        elif len(seen) == 4:
+            coordinator.become(JobState.CLOSED, "done")
+        return answer()
+
+    coordinator.status = status
+    assert main(["status", "--watch", "--interval", "0.25", "--json"]) == 0
+    printed = capsys.readouterr()
+    states = [json.loads(line)["job"]["state"] for line in printed.out.splitlines()]
+    assert states == ["RUNNING", "DRAINING", "CLOSED"]
+    assert printed.err.strip() == "rlframe: It restarts."
+
+
+@pytest.mark.parametrize(
+    "command, call",
+    [
+        ("scale collector 4", ("scale", "collector", 4)),
+        ("pause", ("pause",)),
+        ("stop --reason enough", ("cancel", "enough")),
+    ],
+)
+def test_a_command_calls_the_coordinator(coordinator, server, capsys, command, call):
+    assert main(command.split()) == 0
+    assert coordinator.calls == [call]
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_pause_and_resume(coordinator, server):
+    assert main(["pause"]) == 0 and coordinator.job["state"] == "PAUSED"
+    assert main(["resume", "--json"]) == 0 and coordinator.job["state"] == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("scale collector 9", "This job has between 1 and 8 of the role collector, not 9."),
+        (
+            "scale colector 2",
+            "'colector' is no role; there are learner, collector, evaluator. Did you mean 'collector'?",
+        ),
+        ("scale collector", "Say how many workers: rlframe scale collector N."),
+        ("scale", "Name a role and a number; there are learner, collector, evaluator."),
+        ("resume", "The job is not paused."),
+        ("status --interval 0", "--interval must be between 0.1 and 3600 seconds, got 0."),
+        ("status --run-dir x --url http://127.0.0.1:1", "Name a run by --url or by --run-dir, not by both."),
+        ("status --url nonsense", "'nonsense' is no URL of a coordinator's control, as http://127.0.0.1:8765 is"),
+        ("pause --run-dir nowhere", "There is no nowhere/coordinator/control.json: the run in nowhere has no control"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(server, capsys, tmp_path, monkeypatch, command, message):
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, *command.split()).startswith(message)
+
+
+def test_a_job_that_is_over_is_said_to_be(coordinator, server, capsys):
+    coordinator.become(JobState.DRAINING)
+    coordinator.become(JobState.CLOSED, "100,000 environment steps")
+    assert refused(capsys, "pause").startswith("The job is over: CLOSED (100,000 environment steps).")
+
+
+def test_nobody_listens(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and not listened at
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert refused(capsys, "status", "--url", url, code=1).startswith(f"Nobody listens at {url}")
+
+
+def test_something_else_listens(capsys):
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Silent) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        told = refused(capsys, "status", "--url", url, code=1)
+    assert told.startswith(f"{url} answered 501 and nothing that a coordinator's control says")
+
+
+def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, tmp_path, capsys):
+    token = make_token(tmp_path)
+    assert make_token(tmp_path) == token  # a run that is resumed keeps its secret
+    assert (tmp_path / "coordinator" / "token").stat().st_mode & 0o777 == 0o600
+    with serve_control(coordinator, port=0, token_file=token) as server:
+        write_control(tmp_path, server.url, token)
+        assert read_control(tmp_path).url == server.url
+        assert main(["scale", "collector", "3", "--run-dir", str(tmp_path)]) == 0
+        capsys.readouterr()
+        told = refused(capsys, "pause", "--url", server.url)
+        assert told == f"{server.url} wants a token, and this is not it: name its file by --token-file."
+        assert main(["pause", "--url", server.url, "--token-file", token]) == 0
+    assert coordinator.calls == [("scale", "collector", 3), ("pause",)]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])
+def test_a_control_file_that_is_none_is_said_to_be(tmp_path, capsys, content):
+    control_file(tmp_path).parent.mkdir()
+    control_file(tmp_path).write_text(content)
+    assert "is not what a run writes there" in refused(capsys, "status", "--run-dir", str(tmp_path))

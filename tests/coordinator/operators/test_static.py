@@ -1,0 +1,82 @@
+"""Workers that are there already, in this process, by real Courier servers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from rlframe.coordinator.messages import Alive
+from rlframe.coordinator.operators.static import StaticOperator
+from rlframe.coordinator.workers.process import Server
+
+
+class Answers:
+    def __init__(self, worker_id: str, incarnation: int = 0) -> None:
+        self._alive = Alive(worker_id, incarnation, "idle")
+
+    def ping(self) -> Alive:
+        return self._alive
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline, "It did not come about."
+        threading.Event().wait(0.02)
+
+
+def nobody() -> str:
+    with socket.create_server(("", 0)) as listener:
+        return f"localhost:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(worker_id: str, incarnation: int = 0, port: int = 0) -> tuple[str, Server]:
+        servers.append(Server(Answers(worker_id, incarnation), port))
+        return f"localhost:{servers[-1].port}", servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def test_it_lists_those_that_answer_and_says_what_is_wrong_with_the_others(serve):
+    learner, _ = serve("learner/0", incarnation=3)
+    swapped, _ = serve("collector/0")
+    operator = StaticOperator({"learner": [learner], "collector": [nobody(), swapped]})
+    (info,) = operator.connect()
+    assert (info.key, info.address, info.host, info.pid) == (("learner/0", 3), learner, "localhost", None)
+    problems = operator.problems()
+    assert "has not answered yet" in problems["collector/0"]
+    assert problems["collector/1"] == f"At {swapped} is collector/0, not collector/1."
+    operator.request("collector", 5)  # there are as many as there are
+    assert operator.list() == [info]
+    operator.disconnect()
+    operator.disconnect()
+
+
+def test_one_that_was_reported_comes_back_as_its_next_incarnation_only(serve):
+    address, first = serve("collector/0")
+    operator = StaticOperator({"collector": [address]})
+    (info,) = operator.connect()
+    operator.report_failed([info.key])
+    operator.report_failed([info.key])
+    assert operator.list() == []
+    first.stop()
+    serve("collector/0", 1, port=first.port)
+    wait_for(operator.list)
+    assert [each.key for each in operator.list()] == [("collector/0", 1)]
+    operator.release([("collector/0", 1)])
+    assert operator.list() == []
+    operator.disconnect()
+
+
+def test_it_must_be_given_a_worker():
+    with pytest.raises(ValueError, match="needs the address of a worker"):
+        StaticOperator({"collector": []})

@@ -1,0 +1,53 @@
+"""Calls of a worker as a coordinator makes them: numbered, and said again until they are done."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlframe.coordinator.messages import Header, NotReady
+from rlframe.coordinator.workers.base import Worker
+
+PATIENCE = 60.0  # seconds
+
+
+class Caller:
+    """Calls `worker` about one task."""
+
+    def __init__(self, worker: Worker, task_id: str, seq: int = 0, attempt: int = 0) -> None:
+        self.worker, self.task_id, self.attempt, self.seq = worker, task_id, attempt, seq
+
+    def header(self) -> Header:
+        """Of the next call."""
+        self.seq += 1
+        return Header(self.task_id, self.attempt, self.worker.worker_id, self.worker.incarnation, self.seq)
+
+    def say(self, call: str, *args: Any) -> Any:
+        """The next call, said once."""
+        return getattr(self.worker, call)(self.header(), *args)
+
+    def until_done(self, call: str, *args: Any, later: Any = None) -> Any:
+        """The next call, said until it is done; `later()` comes after the first time."""
+        header = self.header()
+        if later is not None:
+            getattr(self.worker, call)(header, *args)
+            later()
+        return self._until_done(call, args, header)
+
+    def again(self, call: str, argument: Any, header: Header) -> Any:
+        """A call that has a number already, said until it is done."""
+        return self._until_done(call, (argument,), header)
+
+    def _until_done(self, call: str, args: Any, header: Header) -> Any:
+        deadline = time.monotonic() + PATIENCE
+        while isinstance(reply := getattr(self.worker, call)(header, *args), NotReady):
+            assert time.monotonic() < deadline, f"{call} was not done within {PATIENCE:g} s: {reply}"
+        return reply
+
+
+def wait_until(condition: Any) -> None:
+    """Returns when `condition()` is true."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.001)

@@ -1,0 +1,371 @@
+"""What all workers have in common, with a worker whose work the tests hold up and let go."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from rlframe.coordinator.messages import (
+    Closed,
+    Collected,
+    Demand,
+    Failed,
+    GetData,
+    Header,
+    Learn,
+    NotReady,
+    Refused,
+    Started,
+    StartTask,
+)
+from rlframe.coordinator.workers.base import Worker
+from rlframe.errors import EnvError, UsageError
+from tests.coordinator.workers.calling import Caller, wait_until
+
+COLLECT = StartTask("collect", "policy")
+
+
+class Held(Worker):
+    """Collects once it is let go; keeps what it was asked to do."""
+
+    kinds = ("collect",)
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__("collector/1", 1, 2)
+        self.go, self.did, self.options = threading.Event(), [], {}
+        self.go.set()
+        self.raises: Exception | None = None
+        self.is_stuck = False  # its work ends when it is let go, whatever it is told
+
+    def _start(self, task):
+        self.did.append(f"start {task.options.get('name', '')}".strip())
+        self._hold()
+        return Started({"number": len(self.did)})
+
+    def _get_data(self, request):
+        self.did.append("collect")
+        self._waits_for = "data"
+        self._hold()
+        return Collected({"env_steps": float(self.did.count("collect"))}, 1)
+
+    def _data_demand(self):
+        return NotReady("data") if not self.go.is_set() else Demand(1, 1, 1)
+
+    def _steps_within(self):
+        return self.steps
+
+    def _close(self, final):
+        self.did.append(f"close {final}")
+        self.phase_in_close = self.ping().phase
+        self._hold()
+        return {"env_steps": self.did.count("collect")}
+
+    def _hold(self):
+        while not self.go.wait(0.001) and (self.is_stuck or not self._stop.is_set()):
+            pass
+        if self.raises:
+            raise self.raises
+
+
+@pytest.fixture
+def worker():
+    worker = Held()
+    yield worker
+    worker.is_stuck = False
+    worker.go.set()
+    worker.close()
+
+
+@pytest.fixture
+def call(worker):
+    return Caller(worker, "task")
+
+
+def held_up(worker: Held, call: Caller) -> Header:
+    """A worker that collects and does not get on; the header of that call."""
+    call.until_done("start_task", COLLECT)
+    worker.go.clear()
+    header = call.header()
+    assert worker.get_data(header, GetData()) == NotReady("data")
+    return header
+
+
+# --- the calls in their order
+
+
+def test_a_task_is_started_worked_at_and_closed(worker, call):
+    assert call.until_done("start_task", COLLECT) == Started({"number": 1})
+    assert call.until_done("get_data", GetData()) == Collected({"env_steps": 1.0}, 1)
+    assert call.until_done("get_data", GetData()) == Collected({"env_steps": 2.0}, 1)
+    assert call.until_done("close_task", True) == Closed({"env_steps": 2})
+    assert worker.did == ["start", "collect", "collect", "close True"]
+
+
+def test_a_worker_says_what_it_is_and_what_it_has(worker):
+    resources = worker.resources()
+    assert (resources.pid, resources.accelerators) == (os.getpid(), ())
+    assert 1 <= resources.cpus <= os.cpu_count() and resources.memory_bytes > 1e8
+    alive = worker.ping()
+    assert (alive.worker_id, alive.incarnation, alive.phase, alive.task_id) == ("collector/1", 2, "idle", None)
+
+
+def test_ping_follows_the_task(worker, call):
+    worker.go.clear()
+    assert worker.start_task(call.header(), COLLECT) == NotReady("starting")
+    alive = worker.ping()
+    assert (alive.phase, alive.task_id, alive.attempt) == ("starting", "task", 0)
+    worker.go.set()
+    wait_until(lambda: worker.ping().phase == "running")
+    worker.go.clear()
+    worker.get_data(call.header(), GetData())
+    assert worker.ping().phase == "running"
+    worker.go.set()
+    assert call.until_done("close_task", False) == Closed({"env_steps": 1})
+    assert worker.phase_in_close == "closing"
+    assert worker.ping().phase == "idle"
+
+
+def test_progress_rises_with_what_is_done_and_only_then(worker, call):
+    held_up(worker, call)
+    before = worker.ping().progress
+    assert worker.ping().progress == before
+    worker.steps = 5  # work that takes long goes on
+    assert worker.ping().progress == before + 5
+    worker.go.set()
+    wait_until(lambda: worker.ping().progress == before + 6)
+    call.until_done("get_data", GetData())
+    assert worker.ping().progress == before + 7
+
+
+# --- repetitions
+
+
+def test_the_same_number_gives_the_last_reply_again_and_works_no_second_time(worker, call):
+    call.until_done("start_task", COLLECT)
+    header = call.header()
+    reply = call.again("get_data", GetData(), header)
+    assert worker.get_data(header, GetData()) is reply
+    assert worker.did == ["start", "collect"]
+
+
+def test_a_call_that_takes_long_is_answered_soon_and_gives_its_reply_when_it_is_said_again(worker, call):
+    began = time.monotonic()
+    header = held_up(worker, call)
+    assert time.monotonic() - began < 5.0
+    assert worker.get_data(header, GetData()) == NotReady("data")
+    worker.go.set()
+    assert call.again("get_data", GetData(), header) == Collected({"env_steps": 1.0}, 1)
+    assert worker.did.count("collect") == 1
+
+
+def test_work_that_was_not_ready_is_tried_again_under_the_same_number(worker, call):
+    call.until_done("start_task", COLLECT)
+    worker.go.clear()
+    header = call.header()
+    assert worker.data_demand(header) == NotReady("data")
+    worker.go.set()
+    assert worker.data_demand(header) == Demand(1, 1, 1)
+
+
+def test_two_threads_that_call_with_the_same_number_get_the_reply_of_one_piece_of_work(worker, call):
+    call.until_done("start_task", COLLECT)
+    header, replies, ready = call.header(), [], threading.Barrier(8)
+
+    def ask():
+        ready.wait()
+        replies.append(worker.get_data(header, GetData()))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert len(replies) == 8 and all(reply is replies[0] for reply in replies)
+    assert worker.did.count("collect") == 1
+
+
+def test_a_number_that_was_another_call_is_refused(worker, call):
+    call.until_done("start_task", COLLECT)
+    header = call.header()
+    call.again("get_data", GetData(), header)
+    assert worker.close_task(header, True) == Refused("Call 2 was get_data of task, attempt 0.")
+
+
+# --- calls that are for others, or late
+
+
+def test_a_late_number_is_refused(worker, call):
+    late = call.header()
+    call.until_done("start_task", COLLECT)
+    assert worker.get_data(late, GetData()) == Refused("Call 1 is late: collector/1 is at 2.")
+    assert worker.did == ["start"]
+
+
+@pytest.mark.parametrize(("worker_id", "incarnation"), [("collector/0", 2), ("collector/1", 1), ("collector/1", 3)])
+def test_a_call_for_another_worker_or_incarnation_is_refused(worker, worker_id, incarnation):
+    reply = worker.start_task(Header("task", 0, worker_id, incarnation, 1), COLLECT)
+    assert reply == Refused(
+        f"The call is for {worker_id}, incarnation {incarnation}; this is collector/1, incarnation 2."
+    )
+    assert worker.did == []
+
+
+def test_a_call_of_an_older_attempt_is_refused(worker, call):
+    call.attempt = 1
+    call.until_done("start_task", COLLECT)
+    call.attempt = 0
+    refused = Refused("The call is of task, attempt 0: collector/1 is at task, attempt 1.")
+    assert worker.get_data(call.header(), GetData()) == refused
+    assert worker.start_task(call.header(), COLLECT) == refused
+    assert worker.close_task(call.header(), False) == refused
+    assert worker.did == ["start"]
+
+
+def test_a_call_of_a_task_that_was_not_started_here_is_refused(worker, call):
+    assert "was not told to start" in worker.get_data(call.header(), GetData()).why
+    call.until_done("start_task", COLLECT)
+    assert "is at task, attempt 0" in Caller(worker, "other", call.seq).say("get_data", GetData()).why
+    call.until_done("close_task", False)
+    assert worker.get_data(call.header(), GetData()) == Refused("task, attempt 0 has ended at collector/1.")
+    assert worker.start_task(call.header(), COLLECT) == Refused("task, attempt 0 has ended at collector/1.")
+
+
+# --- a coordinator that was restarted: higher numbers
+
+
+def test_a_higher_number_waits_for_the_work_under_way(worker, call):
+    held_up(worker, call)
+    header = call.header()
+    assert worker.get_data(header, GetData()) == NotReady("busy")
+    assert worker.did.count("collect") == 1
+    worker.go.set()
+    assert call.again("get_data", GetData(), header) == Collected({"env_steps": 2.0}, 1)
+
+
+def test_a_task_that_goes_on_is_not_started_a_second_time(worker, call):
+    first = call.until_done("start_task", COLLECT)
+    assert call.until_done("start_task", COLLECT) == first
+    assert worker.did == ["start"]
+
+
+def test_a_task_that_was_closed_gives_its_result_again(worker, call):
+    call.until_done("start_task", COLLECT)
+    call.until_done("get_data", GetData())
+    assert call.until_done("close_task", True) == call.until_done("close_task", True) == Closed({"env_steps": 1})
+    assert worker.did.count("close True") == 1
+
+
+# --- fencing
+
+
+@pytest.mark.parametrize(("task_id", "attempt"), [("task", 1), ("other", 0)])
+def test_a_new_task_or_attempt_ends_the_one_that_goes_on(worker, call, task_id, attempt):
+    held_up(worker, call)  # until it is told to stop
+    other = Caller(worker, task_id, call.seq, attempt)
+    header = other.header()
+    wait_until(
+        lambda: worker.start_task(header, StartTask("collect", "policy", {"name": "new"})) == NotReady("starting")
+    )
+    assert worker.did == ["start", "collect", "close False", "start new"]
+    worker.go.set()
+    other.again("start_task", COLLECT, header)
+    assert (worker.ping().task_id, worker.ping().attempt) == (task_id, attempt)
+    assert isinstance(call.say("get_data", GetData()), Refused)
+
+
+def test_while_it_is_about_to_be_closed_a_late_call_begins_nothing(worker, call):
+    held_up(worker, call)
+    worker.is_stuck = True
+    late = call.header()
+    assert worker.close_task(call.header(), False) == NotReady("busy")
+    worker.is_stuck = False
+    wait_until(lambda: worker.ping().progress == 2)
+    assert worker.get_data(late, GetData()) == Refused("task, attempt 0 is about to be closed at collector/1.")
+    assert call.until_done("close_task", False, later=worker.go.set) == Closed({"env_steps": 1})
+
+
+def test_closing_a_task_ends_what_its_work_waits_for(worker, call):
+    held_up(worker, call)
+    closing = call.header()
+    worker.close_task(closing, True)
+    worker.go.set()
+    assert call.again("close_task", True, closing) == Closed({"env_steps": 1})
+    assert worker.did == ["start", "collect", "close True"]
+
+
+# --- failures
+
+
+@pytest.mark.parametrize(("error", "for_good"), [(EnvError("it fell over"), False), (UsageError("no such env"), True)])
+def test_an_exception_in_the_work_is_an_answer(worker, call, error, for_good):
+    call.until_done("start_task", COLLECT)
+    worker.raises = error
+    reply = call.until_done("get_data", GetData())
+    assert (reply.error, reply.message, reply.for_good) == (type(error).__name__, str(error), for_good)
+    assert "in _hold\n" in reply.traceback
+    worker.raises = None
+    assert call.until_done("get_data", GetData()) == Collected({"env_steps": 2.0}, 1)
+
+
+def test_a_start_that_fails_is_cleaned_up_and_may_be_tried_again(worker, call):
+    worker.raises = EnvError("no display")
+    assert call.until_done("start_task", COLLECT).message == "no display"
+    assert worker.did == ["start", "close False"] and worker.ping().phase == "idle"
+    worker.raises = None
+    assert isinstance(call.say("get_data", GetData()), Refused)
+    assert isinstance(call.until_done("start_task", COLLECT), Started)
+
+
+def test_a_close_that_fails_says_so_and_the_task_is_over(worker, call):
+    call.until_done("start_task", COLLECT)
+    worker.raises = EnvError("will not end")
+    assert call.until_done("close_task", True).message == "will not end"
+    worker.raises = None
+    call.attempt = 1
+    assert isinstance(call.until_done("start_task", COLLECT), Started)
+
+
+def test_a_worker_that_does_not_do_such_work_says_so(worker, call):
+    call.until_done("start_task", COLLECT)
+    reply = call.until_done("learn", Learn(1))
+    assert isinstance(reply, Failed) and reply.for_good
+    assert reply.message == "collector/1 cannot learn: it works at collect alone."
+    call.attempt = 1
+    assert call.until_done("start_task", StartTask("evaluate", "policy")).message.startswith(
+        "collector/1 cannot evaluate"
+    )
+
+
+# --- the end
+
+
+def test_close_ends_work_that_waits_and_leaves_no_thread(worker, call):
+    held_up(worker, call)
+    worker.close()
+    assert not worker._thread.is_alive()
+    assert worker.did == ["start", "collect", "close False"]
+    worker.close()
+    assert worker.get_data(call.header(), GetData()) == Refused("collector/1 is closed.")
+    assert worker.ping().phase == "idle"
+
+
+def test_close_is_bounded_where_the_work_hangs(worker, call):
+    held_up(worker, call)
+    worker.is_stuck = True
+    began = time.monotonic()
+    worker.close()
+    assert time.monotonic() - began < 8.0
+    assert worker._thread.is_alive() and worker._thread.daemon
+
+
+def test_nobody_waits_for_ping_and_resources_while_it_works(worker, call):
+    worker.is_stuck = True
+    held_up(worker, call)
+    with worker._lock:
+        done = threading.Event()
+        threading.Thread(target=lambda: (worker.ping(), worker.resources(), done.set())).start()
+        assert done.wait(60.0)

@@ -1,0 +1,317 @@
+"""The worker that steps environments: what it collects, what it waits for, and evaluations."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.actors import Actor
+from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
+from rlframe.coordinator.messages import Closed, Collected, Evaluated, Failed, GetData, NotReady, Started, StartTask
+from rlframe.coordinator.param_store_files import FileParamStore
+from rlframe.coordinator.workers.collector import CollectorWorker
+from rlframe.envs import SyncEnv
+from rlframe.errors import EnvError, StoppedError
+from rlframe.programs.assemble import Evaluations
+from rlframe.programs.experiment import Experiment
+from rlframe.replay import ReplayBuffer
+from tests.coordinator.workers.calling import Caller, wait_until
+from tests.fakes import CountingEnv, RecordingBuffer, counting_agent
+
+POLICY = "main"
+COLLECT = StartTask("collect", POLICY)
+
+
+class Full(RecordingBuffer):
+    """A buffer that has room for three steps, as one in shared memory behaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = False
+
+    def add(self, env_ids, step):
+        if len(self.steps) == 3:
+            wait_until(lambda: self.told)
+            raise StoppedError("told to")
+        super().add(env_ids, step)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = FileParamStore(tmp_path / "policies")
+    store.put(POLICY, 3, {"w": np.float32(0.5)})
+    return store
+
+
+@pytest.fixture
+def make(store):
+    """Makes workers, each with the caller of its task."""
+    workers = []
+
+    def make(make_actor, agent=None, *, index=0, task_id="task", params=store, **options):
+        worker = CollectorWorker(
+            make_actor, agent or counting_agent(), params, f"collector/{index}", index, 0, **options
+        )
+        workers.append(worker)
+        return Caller(worker, task_id)
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def counting_actor(buffer, inferencer, rank) -> Actor:
+    return Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, buffer, rank)
+
+
+def collector(make, buffer=None, **options) -> Caller:
+    return make(functools.partial(counting_actor, buffer or RecordingBuffer()), **options)
+
+
+# --- collecting
+
+
+def test_a_collector_collects_by_the_version_in_the_store_under_its_index(make):
+    buffer = RecordingBuffer()
+    call = collector(make, buffer, index=2)
+    assert call.until_done("start_task", COLLECT) == Started({"params_version": 3, "rank": 2})
+    assert buffer.steps == []
+    collected = call.until_done("get_data", GetData(steps=5, seconds=60.0))
+    assert collected == Collected(
+        {"rank": 2, "incarnation": 0, "env_steps": 6, "episodes": 2, "return_sum": 6.0, "length_sum": 6.0}, 3, False
+    )
+    env_ids, step = buffer.steps[-1]
+    assert len(buffer.steps) == 3 and env_ids[0] // 1_000_000 == 2
+    assert step.agent_output.extras["w"][0] == 0.5
+
+
+def test_its_counters_are_since_it_was_made_and_the_last_are_its_result(make):
+    call = collector(make)
+    call.until_done("start_task", COLLECT)
+    call.until_done("get_data", GetData(steps=6, seconds=60.0))
+    collected = call.until_done("get_data", GetData(steps=6, seconds=60.0))
+    assert (collected.stats["env_steps"], collected.stats["episodes"]) == (12, 4)
+    assert call.until_done("close_task", True) == Closed(collected.stats)
+
+
+def test_a_newer_version_acts_as_soon_as_it_is_there(make, store):
+    call = collector(make)
+    call.until_done("start_task", COLLECT)
+    assert call.until_done("get_data", GetData(steps=2, seconds=60.0)).params_version == 3
+    store.put(POLICY, 4, {"w": np.float32(0.0)})
+    assert call.until_done("get_data", GetData(steps=2, seconds=60.0)).params_version == 4
+
+
+def test_without_steps_it_collects_until_the_time_is_up(make):
+    call = collector(make)
+    call.until_done("start_task", COLLECT)
+    assert call.until_done("get_data", GetData(seconds=0.05)).stats["env_steps"] > 0
+
+
+def test_a_start_waits_for_the_first_version_and_compiles(make, tmp_path):
+    empty = FileParamStore(tmp_path / "empty")
+    call = collector(make, params=empty)
+    header = call.header()
+    wait_until(lambda: call.worker.start_task(header, COLLECT) == NotReady("params"))
+    assert call.worker.ping().phase == "starting"
+    empty.put(POLICY, 1, {"w": np.float32(0.0)})
+    assert call.again("start_task", COLLECT, header).info["params_version"] == 1
+    assert call.worker._inferencer.stats()["compilations"] == 1
+
+
+def test_a_start_that_waits_for_the_first_version_can_be_closed(make, tmp_path):
+    call = collector(make, params=FileParamStore(tmp_path / "empty"))
+    call.say("start_task", COLLECT)
+    assert call.until_done("close_task", False) == Closed({})
+    assert call.worker.ping().phase == "idle"
+
+
+def test_a_collector_that_waits_for_room_says_so_and_can_be_closed(make):
+    buffer = Full()
+
+    def make_actor(inferencer, rank):
+        actor = counting_actor(buffer, inferencer, rank)
+        stop = actor.stop
+        actor.stop = lambda: (stop(), setattr(buffer, "told", True))  # as `end_waits` of a shared buffer does
+        return actor
+
+    call = make(make_actor)
+    call.until_done("start_task", COLLECT)
+    header = call.header()
+    wait_until(lambda: call.worker.get_data(header, GetData(seconds=60.0)) == NotReady("data"))
+    before = call.worker.ping()
+    assert call.worker.ping() == before and before.phase == "running"
+    assert call.until_done("close_task", True).result["env_steps"] == 6
+
+
+def test_a_collector_of_an_on_policy_agent_waits_for_the_next_version(make, tmp_path):
+    params, agent = cartpole_params(PPO, PPOConfig(unroll_length=8))
+    store = FileParamStore(tmp_path / "ppo")
+    store.put(POLICY, 1, params)
+    buffer = ReplayBuffer(agent)
+    call = make(functools.partial(cartpole_actor, buffer), agent, params=store)
+    call.until_done("start_task", COLLECT)
+    collected = call.until_done("get_data", GetData(seconds=0.1))
+    while not collected.waits:  # it may have taken the time for other things
+        collected = call.until_done("get_data", GetData(seconds=0.1))
+    assert (buffer.stats()["steps"], collected.params_version) == (8 * 2, 1)
+    store.put(POLICY, 2, params)
+    collected = call.until_done("get_data", GetData(steps=1, seconds=60.0))
+    assert (buffer.stats()["steps"], collected.params_version) == (9 * 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("agent_cls", "config"), [(DQN, DQNConfig()), (IMPALA, IMPALAConfig(unroll_length=8))], ids=["dqn", "impala"]
+)
+def test_a_collector_fills_a_real_buffer(make, tmp_path, agent_cls, config):
+    params, agent = cartpole_params(agent_cls, config)
+    store = FileParamStore(tmp_path / "real")
+    store.put(POLICY, 1, params)
+    buffer = ReplayBuffer(agent)
+    call = make(functools.partial(cartpole_actor, buffer), agent, params=store)
+    call.until_done("start_task", COLLECT)
+    stats = call.until_done("get_data", GetData(steps=100, seconds=60.0)).stats
+    assert stats["env_steps"] >= 100 and stats["return_sum"] == stats["length_sum"] > 0
+    assert buffer.stats()["steps"] >= 100 and buffer.stats()["added"] > 0
+
+
+def test_an_environment_that_fails_is_an_answer_and_the_next_attempt_a_new_actor(make):
+    made = []
+
+    def make_actor(inferencer, rank):
+        made.append(counting_actor(buffer, inferencer, rank))
+        return made[-1]
+
+    buffer = RecordingBuffer()
+    call = make(make_actor)
+    call.until_done("start_task", COLLECT)
+
+    def fail(*args):
+        raise EnvError("environment 1 fell over")
+
+    made[0]._lanes[0].env.step = fail
+    failed = call.until_done("get_data", GetData(steps=2, seconds=60.0))
+    assert (failed.error, failed.message, failed.for_good) == ("EnvError", "environment 1 fell over", False)
+    call.attempt = 1
+    call.until_done("start_task", COLLECT)
+    stats = call.until_done("get_data", GetData(steps=2, seconds=60.0)).stats
+    assert (stats["incarnation"], stats["env_steps"]) == (1, 2)
+
+
+# --- evaluating
+
+
+@functools.cache
+def cartpole_agent(agent_cls, config):
+    env = SyncEnv("gymnasium:CartPole-v1", 1, "loop")
+    agent = agent_cls(config, env.observation_spec, env.action_spec)
+    env.close()
+    return agent
+
+
+def cartpole_params(agent_cls, config):
+    """(what its learner publishes first, the agent)."""
+    agent = cartpole_agent(agent_cls, config)
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    published = agent.actor_params(params, agent.initial_learner_state(params))
+    return jax.tree.map(np.asarray, published), agent
+
+
+def always(action: int, params):
+    """Parameters that have DQN value one action above the other, whatever it sees."""
+    last_bias = np.eye(2, dtype=np.float32)[action]
+    return jax.tree.map(lambda leaf: last_bias if leaf.shape == (2,) else np.zeros_like(leaf), params)
+
+
+def cartpole_actor(buffer, inferencer, rank) -> Actor:
+    return Actor(lambda seed: SyncEnv("gymnasium:CartPole-v1", 2, "loop", seed=seed), inferencer, buffer, rank)
+
+
+def evaluate(version: int) -> StartTask:
+    return StartTask("evaluate", POLICY, {"params_version": version})
+
+
+@pytest.fixture
+def evaluator(make, tmp_path):
+    """A worker that evaluates, in a store with two versions of a policy that differ."""
+    store = FileParamStore(tmp_path / "evaluated")
+    params, agent = cartpole_params(DQN, DQNConfig())
+    for version in (1, 2):
+        store.put(POLICY, version, always(version - 1, params))
+    described = Experiment(agent="dqn", env="CartPole-v1", eval_episodes=4, env_type="loop")
+    call = make(None, agent, params=store, evaluations=functools.partial(Evaluations, described))
+    call.store = store
+    return call
+
+
+def evaluated(call: Caller, version: int) -> Evaluated:
+    assert call.until_done("start_task", evaluate(version)) == Started({"params_version": version})
+    reply = call.until_done("get_data", GetData())
+    assert call.until_done("close_task", False) == Closed({})
+    call.attempt += 1
+    return reply
+
+
+def test_an_evaluation_is_of_exactly_the_version_that_was_asked_for_and_repeats(evaluator):
+    first, second, again = (evaluated(evaluator, version) for version in (1, 2, 1))
+    assert (first.params_version, second.params_version) == (1, 2)
+    assert set(first.values) == {"return_mean", "return_std", "length_mean", "episodes"}
+    assert first.values["episodes"] == 4 and first.values["return_mean"] == first.values["length_mean"] > 0
+    assert again == first
+    assert second.values != first.values
+
+
+def test_what_was_compiled_for_one_evaluation_serves_the_next(evaluator):
+    evaluated(evaluator, 1)
+    inferencer = evaluator.worker._evaluations._inferencer
+    evaluated(evaluator, 2)
+    assert evaluator.worker._evaluations._inferencer is inferencer
+    assert inferencer.stats()["compilations"] == 1
+
+
+def test_an_evaluation_is_made_once_however_often_it_is_asked_for(evaluator):
+    evaluator.until_done("start_task", evaluate(1))
+    first = evaluator.until_done("get_data", GetData())
+    evaluator.worker._evaluations.evaluate = None  # a call would fail
+    assert evaluator.until_done("get_data", GetData()) == first
+
+
+def test_a_version_that_is_gone_cannot_be_evaluated(evaluator):
+    failed = evaluator.until_done("start_task", evaluate(7))
+    assert (failed.error, failed.for_good) == ("VersionGoneError", True)
+    assert failed.message.startswith("Version 7 of policy 'main' cannot be evaluated: the param store has 1, 2.")
+
+
+class Endless:
+    """An evaluation that ends when it is told to."""
+
+    def __init__(self, agent, learner) -> None:
+        self.steps, self.told = 0, False
+
+    def evaluate(self):
+        while not self.told:
+            self.steps += 1
+        raise StoppedError("told to")
+
+    def stop(self):
+        self.told = True
+
+
+def test_an_evaluation_that_goes_on_makes_progress_and_can_be_closed(make):
+    call = make(None, evaluations=Endless)
+    call.until_done("start_task", evaluate(3))
+    assert call.say("get_data", GetData()) == NotReady("busy")
+    before = call.worker.ping().progress
+    wait_until(lambda: call.worker.ping().progress > before)
+    assert call.until_done("close_task", False) == Closed({})
+    call.attempt = 1  # and the next one begins
+    call.until_done("start_task", evaluate(3))
+    assert call.say("get_data", GetData()) == NotReady("busy")
+
+
+def test_a_worker_that_was_made_to_evaluate_does_not_collect(make):
+    failed = make(None, evaluations=Endless).until_done("start_task", COLLECT)
+    assert isinstance(failed, Failed) and failed.message == "collector/0 cannot collect: it works at evaluate alone."

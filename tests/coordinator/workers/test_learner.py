@@ -1,0 +1,386 @@
+"""The worker that learns: what it learns from, what it publishes, reports and saves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlframe.actors import Actor
+from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
+from rlframe.coordinator.messages import Closed, Demand, Learn, NotReady, Started, StartTask
+from rlframe.coordinator.param_store_files import FileParamStore
+from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.envs import SyncEnv
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import LearnerConfig
+from rlframe.replay import ReplayBuffer
+from tests.coordinator.workers.calling import Caller, wait_until
+from tests.fakes import CountingEnv, FixedParams, counting_agent
+
+POLICY = "main"
+
+
+class Drawn(ReplayBuffer):
+    """A buffer from which the learner draws by itself, as from a server."""
+
+    fetches_by_key = False
+
+
+class ByKey(ReplayBuffer):
+    """A buffer that the coordinator draws from, which notes what the learner says to it."""
+
+    def __init__(self, agent) -> None:
+        super().__init__(agent)
+        self.gone, self.said = set(), []
+        self.is_damaged = False
+
+    def fetch(self, keys, probabilities):
+        if keys.tobytes() in self.gone:
+            return None
+        batch = super().fetch(keys, probabilities)
+        if self.is_damaged:
+            batch.data.reward[:] = np.nan
+        return batch
+
+    def update_priorities(self, keys, priorities):
+        self.said.append("priorities")
+
+    def forget_before(self, version):
+        self.said.append("forget")
+
+    def note_update(self, keys, version):
+        self.said.append("update")
+
+
+def fill(buffer, steps: int = 8) -> None:
+    inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.0)}))
+    actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, buffer)
+    for _ in range(steps):
+        actor.step()
+    actor.close()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FileParamStore(tmp_path / "policies", kept=100)
+
+
+@pytest.fixture
+def make(store):
+    """Makes workers, each with the caller of its task."""
+    workers = []
+
+    def make(buffer, agent=None, incarnation=0, *, task_id="learn", attempt=0, **config):
+        agent = agent or counting_agent(prioritised=buffer.spec.kind == "prioritised")
+        worker = LearnerWorker(LearnerConfig(**config), agent, buffer, store, "learner/0", 0, incarnation)
+        workers.append(worker)
+        return Caller(worker, task_id, attempt=attempt)
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def grant(count: int) -> Learn:
+    return Learn(count, seconds=60.0)
+
+
+def by_key(batches) -> Learn:
+    return Learn(len(batches), tuple(batches), seconds=60.0)
+
+
+def start(call: Caller, **options) -> Started:
+    started = call.until_done("start_task", StartTask("learn", POLICY, options))
+    assert isinstance(started, Started), started
+    return started
+
+
+def filled(kind=Drawn, prioritised=False):
+    buffer = kind(counting_agent(prioritised=prioritised))
+    fill(buffer)
+    return buffer
+
+
+# --- start
+
+
+def test_a_start_publishes_the_first_version(make, store):
+    started = start(make(filled()))
+    assert started.info == {"learner_steps": 0, "params_version": 1, "resumed": False}
+    version, params, hparams = store.get(POLICY)
+    assert (version, params, hparams) == (1, {"w": 0.0}, {"learner_steps": 0})
+
+
+@pytest.mark.parametrize(("in_store", "min_version"), [(7, -1), (-1, 7), (5, 7), (7, 5)])
+def test_a_learner_without_a_checkpoint_publishes_above_all_that_is_known(make, store, in_store, min_version):
+    if in_store >= 0:
+        store.put(POLICY, in_store, {"w": np.float32(9.0)})
+    call = make(filled())
+    assert start(call, min_version=min_version).info["params_version"] == 8
+    assert (store.newest(POLICY), store.get(POLICY).params) == (8, {"w": 0.0})
+    assert call.until_done("learn", grant(1)).params_version == 9
+
+
+def test_a_learner_that_follows_one_that_was_lost_goes_on_from_its_checkpoint(make, store, tmp_path):
+    config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
+    first = make(filled(), **config)
+    start(first)
+    first.until_done("learn", grant(5))
+    published = store.newest(POLICY)
+    again = make(filled(), incarnation=1, attempt=1, **config)  # the first is lost: nothing was closed
+    started = start(again, min_version=published)
+    assert (started.info["learner_steps"], started.info["resumed"]) == (4, True)
+    assert started.info["params_version"] == store.newest(POLICY) > published
+    assert store.get(POLICY).params["w"] == 1 - 0.5**4  # of the checkpoint
+
+
+# --- grants
+
+
+def test_a_grant_learns_from_batches_that_the_learner_draws_and_reports_them(make, store):
+    buffer = filled()
+    call = make(buffer)
+    start(call)
+    learned = call.until_done("learn", grant(3))
+    assert (learned.learner_steps, learned.params_version, learned.dropped) == (3, 4, 0)
+    assert [update.keys.shape for update in learned.updates] == [(4, 3)] * 3
+    assert all(update.priorities is None for update in learned.updates)
+    assert learned.logs == {"loss": 0.0625, "staleness": 2.0}  # version 3 learned from what version 1 did
+    assert buffer.stats()["sampled"] == 12
+    assert (store.newest(POLICY), store.get(POLICY).params["w"]) == (4, 0.875)
+
+
+def test_what_was_learned_is_in_the_store_when_the_call_is_done(make, store):
+    call = make(filled())
+    start(call)
+    for count in (3, 2):
+        learned = call.until_done("learn", grant(count))
+        assert store.newest(POLICY) == learned.params_version
+    assert store.versions(POLICY)[0] == 1 and store.newest(POLICY) == 6
+
+
+def test_each_batch_gives_one_set_of_priorities_the_last_one_too(make):
+    buffer = filled(prioritised=True)
+    written, write = [], buffer.update_priorities
+    buffer.update_priorities = lambda keys, priorities: (written.append(keys), write(keys, priorities))
+    call = make(buffer)
+    start(call)
+    learned = call.until_done("learn", grant(4))
+    assert len(learned.updates) == len(written) == 4
+    for update, keys in zip(learned.updates, written, strict=True):
+        np.testing.assert_array_equal(update.keys, keys)
+        np.testing.assert_array_equal(update.priorities, np.ones(4))
+    assert len(call.until_done("learn", grant(2)).updates) == 2
+
+
+def test_where_there_is_no_batch_it_says_so_and_learns_as_soon_as_there_is_one(make):
+    buffer = Drawn(counting_agent())
+    call = make(buffer)
+    start(call)
+    header = call.header()
+    wait_until(lambda: call.worker.learn(header, Learn(1, seconds=0.05)) == NotReady("data"))
+    fill(buffer)
+    assert call.again("learn", Learn(1, seconds=0.05), header).learner_steps == 1
+
+
+def test_no_update_begins_after_the_time_is_up(make):
+    call = make(filled())
+    start(call)
+    learned = call.until_done("learn", Learn(10**6, seconds=0.1))
+    assert 0 < len(learned.updates) < 10**6
+    assert learned.learner_steps == len(learned.updates)
+
+
+def test_the_demand_is_a_grant_of_batches_and_nothing_after_the_last_step(make):
+    call = make(filled(), max_learner_steps=40)
+    start(call)
+    assert call.until_done("data_demand") == Demand(32, 1, 0)
+    call.until_done("learn", grant(30))
+    assert call.until_done("data_demand") == Demand(10, 31, 30)
+    call.until_done("learn", grant(10))
+    assert call.until_done("data_demand") == Demand(0, 41, 40)
+
+
+# --- batches by their keys
+
+
+def test_batches_by_their_keys_are_learned_from_and_priorities_are_reported_and_not_written(make):
+    buffer = filled(ByKey, prioritised=True)
+    call = make(buffer)
+    start(call)
+    batches = tuple(buffer.draw() for _ in range(3))
+    learned = call.until_done("learn", by_key(batches))
+    assert learned.learner_steps == 3 and learned.dropped == 0
+    for update, batch in zip(learned.updates, batches, strict=True):
+        np.testing.assert_array_equal(update.keys, batch.keys)
+        np.testing.assert_array_equal(update.priorities, np.ones(4))
+    assert buffer.said == []
+
+
+def test_batches_that_are_gone_are_dropped_and_counted(make):
+    buffer = filled(ByKey)
+    call = make(buffer)
+    start(call)
+    batches = tuple(buffer.draw() for _ in range(3))
+    buffer.gone = {batches[1].keys.tobytes()}
+    learned = call.until_done("learn", by_key(batches))
+    assert (learned.learner_steps, learned.dropped) == (2, 1)
+    assert [update.keys.tolist() for update in learned.updates] == [batches[i].keys.tolist() for i in (0, 2)]
+    buffer.gone |= {batches[0].keys.tobytes()}
+    learned = call.until_done("learn", by_key(batches[:2]))
+    assert (learned.updates, learned.dropped, learned.learner_steps) == ((), 2, 2)
+
+
+def test_what_was_drawn_is_learned_from_even_if_the_time_is_up(make):
+    buffer = filled(ByKey)
+    call = make(buffer)
+    start(call)
+    batches = tuple(buffer.draw() for _ in range(3))
+    assert len(call.until_done("learn", Learn(3, batches, seconds=0.0)).updates) == 3
+
+
+def test_a_replay_that_another_process_samples_is_not_saved_here(make, tmp_path):
+    for kind, saved in ((ByKey, False), (Drawn, True)):
+        buffer = filled(kind)
+        call = make(buffer, checkpoint_dir=str(tmp_path / kind.__name__), checkpoint_every=1)
+        start(call)
+        call.until_done("learn", by_key([buffer.draw()]) if kind is ByKey else grant(1))
+        replay = tmp_path / kind.__name__ / "replay"
+        assert (replay.is_dir() and any(replay.iterdir())) == saved
+
+
+# --- checkpoints, and the end
+
+
+def steps_saved(path) -> list[int]:
+    return sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdigit())
+
+
+def test_checkpoints_are_written_when_they_are_due_and_when_they_are_asked_for(make, tmp_path):
+    call = make(filled(), checkpoint_dir=str(tmp_path / "checkpoints"), checkpoint_every=4, checkpoint_seconds=1e9)
+    start(call)
+    call.until_done("learn", grant(9))
+    assert steps_saved(tmp_path / "checkpoints") == [4, 8]
+    call.until_done("learn", Learn(1, seconds=60.0, save=True))
+    assert steps_saved(tmp_path / "checkpoints") == [4, 8, 10]
+
+
+def test_the_end_of_the_run_saves_the_last_version_and_says_where(make, store, tmp_path):
+    path = tmp_path / "checkpoints"
+    call = make(filled(), checkpoint_dir=str(path), checkpoint_every=1000, checkpoint_seconds=1e9)
+    start(call)
+    call.until_done("learn", grant(3))
+    closed = call.until_done("close_task", True)
+    assert closed == Closed({"learner_steps": 3, "params_version": 4, "checkpoint": str(path / "3")})
+    assert store.get(POLICY).params["w"] == 0.875
+    again = make(filled(), incarnation=1, checkpoint_dir=str(path), resume=True)
+    assert start(again).info == {"learner_steps": 3, "params_version": 5, "resumed": True}
+
+
+def test_an_end_that_is_not_final_saves_nothing(make, tmp_path):
+    call = make(filled(), checkpoint_dir=str(tmp_path / "checkpoints"), checkpoint_seconds=1e9)
+    start(call)
+    call.until_done("learn", grant(3))
+    assert call.until_done("close_task", False).result["checkpoint"] is None
+
+
+def test_a_loss_that_is_not_finite_fails_for_good_and_is_not_published(make, store):
+    buffer = filled(ByKey)
+    call = make(buffer)
+    start(call)
+    buffer.is_damaged = True
+    failed = call.until_done("learn", by_key([buffer.draw()]))
+    assert (failed.error, failed.for_good) == ("NonFiniteLossError", True)
+    assert store.versions(POLICY) == [1]
+
+
+def test_a_newer_attempt_fences_the_learner_and_its_versions_rise(make, store):
+    call = make(filled())
+    start(call)
+    call.until_done("learn", grant(3))
+    call.attempt = 1
+    assert start(call, min_version=4).info == {"learner_steps": 0, "params_version": 5, "resumed": False}
+    assert store.versions(POLICY)[-2:] == [4, 5]
+
+
+def test_a_learner_that_another_one_has_overtaken_publishes_no_more(make, store):
+    call = make(filled())
+    start(call)
+    store.put(POLICY, 10, {"w": np.float32(0.0)})
+    failed = call.until_done("learn", grant(1))
+    assert failed.error == "UsageError" and "version 10" in failed.message
+    assert store.newest(POLICY) == 10
+
+
+def test_closing_ends_a_grant_that_waits_for_data(make):
+    call = make(Drawn(counting_agent()))
+    start(call)
+    assert call.say("learn", Learn(1, seconds=1e6)) == NotReady("busy")
+    assert call.until_done("close_task", False).result["learner_steps"] == 0
+
+
+# --- with real agents
+
+
+@pytest.fixture(scope="module")
+def cartpole():
+    env = SyncEnv("gymnasium:CartPole-v1", 4, "loop")
+    yield env.observation_spec, env.action_spec
+    env.close()
+
+
+def collect(agent, buffer, store, steps: int) -> Actor:
+    inferencer = Inferencer(InferencerConfig(), agent, store.source(POLICY))
+    actor = Actor(lambda seed: SyncEnv("gymnasium:CartPole-v1", 4, "loop", seed=seed), inferencer, buffer)
+    actor.collect(steps=steps, seconds=60.0)
+    return actor
+
+
+def test_dqn_learns_from_what_an_actor_collects_by_the_store(make, store, cartpole):
+    config = DQNConfig(batch_size=32, min_replay_size=64, update_period=1, replay_capacity=1_000, prioritised=True)
+    agent = DQN(config, *cartpole)
+    buffer = Drawn(agent)
+    call = make(buffer, agent)
+    start(call)
+    collect(agent, buffer, store, 200).close()
+    learned = call.until_done("learn", grant(5))
+    assert learned.learner_steps == 5 and np.isfinite(learned.logs["loss"])
+    assert all((update.priorities > 0).all() for update in learned.updates)
+    dropped = buffer.stats()["dropped_priorities"]
+    assert dropped == 0 and len({update.keys.tobytes() for update in learned.updates}) == 5
+
+
+def test_ppo_publishes_each_version_at_once_and_asks_for_one_batch(make, store, cartpole):
+    agent = PPO(PPOConfig(unroll_length=8, num_epochs=1, num_minibatches=1), *cartpole)
+    buffer = Drawn(agent)
+    call = make(buffer, agent)
+    start(call)
+    assert call.until_done("data_demand").batches == 1
+    actor = collect(agent, buffer, store, 30)
+    assert call.until_done("learn", grant(1)).params_version == 2
+    actor.collect(steps=30, seconds=60.0)
+    learned = call.until_done("learn", Learn(8, seconds=0.2))
+    assert (learned.params_version, len(learned.updates)) == (3, 1)
+    assert store.versions(POLICY) == [1, 2, 3]
+    actor.close()
+
+
+def test_a_batch_that_is_too_old_is_dropped_and_counted(make, store, cartpole):
+    agent = PPO(PPOConfig(unroll_length=8, num_epochs=1, num_minibatches=1), *cartpole)
+    buffer = ByKey(agent)
+    call = make(buffer, agent)
+    start(call)
+    collect(agent, buffer, store, 30).close()
+    batch = buffer.draw()
+    assert call.until_done("learn", by_key([batch])).dropped == 0
+    learned = call.until_done("learn", by_key([batch]))  # acted in by version 1, and version 2 learns
+    assert (learned.updates, learned.dropped, learned.params_version) == ((), 1, 2)
+
+
+def test_progress_rises_while_many_updates_go_on(make):
+    call = make(filled())
+    start(call)
+    assert call.say("learn", Learn(10**6, seconds=3.0)) == NotReady("busy")
+    before = call.worker.ping().progress
+    wait_until(lambda: call.worker.ping().progress > before)
+    assert call.until_done("close_task", False).result["learner_steps"] > 0

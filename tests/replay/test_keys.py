@@ -1,0 +1,216 @@
+"""Items by their keys, between processes: one writes, one draws, one fetches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.replay import block
+from rlframe.types import Sequence, Transition
+from tests.replay import processes
+from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids
+from tests.replay.test_shared_memory import Scene, steps_of, wait_until
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.end()
+    for buffer in made.made:
+        buffer.close()
+
+
+def ask(process: Process, *what: Any) -> Any:
+    process.tell(*what)
+    return process.hear()
+
+
+def draw(drawer: Process, timeout: float = 0.2) -> tuple[np.ndarray, np.ndarray] | None:
+    answer = ask(drawer, "draw", timeout)
+    return None if answer is None else (np.array(answer[0], np.int64), np.array(answer[1], np.float32))
+
+
+def finish(drawer: Process, drawn: tuple[np.ndarray, np.ndarray]) -> None:
+    ask(drawer, "finish", drawn[0].tolist())
+
+
+def assert_adds_up(stats: dict[str, int]) -> None:
+    assert stats["added"] == stats["items"] + stats["evicted"] + stats["sampled"]
+
+
+@pytest.mark.parametrize("item", [Transition(1), Sequence(4, 3)], ids=str)
+def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, item: Any) -> None:
+    buffer = scene.buffer("queue", item, 10, 60, num_writers=2, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    writers = [scene.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
+    seen: list[int] = []
+    held: list[Any] = []  # drawn, fetched late, and finished later still
+    while True:
+        are_done = all(writer.popen.poll() is not None for writer in writers)
+        drawn = draw(drawer)
+        if drawn is not None:
+            held.append(drawn)
+        elif are_done and not held:
+            break
+        if held and (drawn is None or len(held) > 2):
+            batch = buffer.fetch(*held[0])
+            seen += assert_whole(batch, item).tolist()
+            finish(drawer, held.pop(0))
+    expected = expected_ids(item, 0, 0, 2, 150) | expected_ids(item, 1, 0, 2, 150)
+    assert len(seen) == len(set(seen))
+    assert set(seen) <= expected
+    stats = ask(drawer, "stats")
+    assert_adds_up(stats)
+    assert stats["added"] == len(expected)
+    assert stats["sampled"] == len(seen) > len(expected) - 20
+    assert stats["evicted"] == 0
+    assert buffer._here().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
+    with pytest.raises(UsageError, match=f"process {drawer.popen.pid} takes its items"):
+        buffer.draw()
+
+
+def test_what_is_not_finished_holds_its_writer_up(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 10, 40, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    writer = scene.process(processes.write, buffer, 1, 400)
+    held = list(iter(lambda: draw(drawer), None))
+    header = buffer._here().memory.headers[0]
+    wait_until(lambda: header[block.WAITS] == 1)
+    held += list(iter(lambda: draw(drawer), None))  # what came meanwhile; now there is no more
+    stands_at = block.cursors(header).steps
+    assert stands_at < 200
+    for drawn in reversed(held):
+        assert_whole(buffer.fetch(*drawn), Transition(1))
+    for drawn in held[1:]:
+        finish(drawer, drawn)
+    assert header[block.WAITS] == 1  # the oldest is still held
+    assert block.cursors(header).steps == stands_at
+    finish(drawer, held[0])
+    wait_until(lambda: block.cursors(header).steps > stands_at)
+    assert buffer.fetch(*held[0]) is None or header[block.FLOOR] <= held[0][0][:, 2].min()
+    while writer.popen.poll() is None:
+        if (drawn := draw(drawer)) is not None:
+            finish(drawer, drawn)
+    assert_adds_up(ask(drawer, "stats"))
+
+
+def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
+    item = Transition(2)
+    buffer = scene.buffer("queue", item, 20, 300, num_writers=2, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    writers = [scene.process(processes.write, buffer, 3, 200, rank) for rank in (0, 1)]
+    taken: list[Any] = []
+    while len(taken) < 5:
+        if (drawn := draw(drawer)) is not None:
+            taken.append(drawn)
+    finish(drawer, taken[0])
+    header = buffer._here().memory.headers
+    wait_until(lambda: header[0][block.WAITS] == header[1][block.WAITS] == 1)
+    for drawn in taken[1:]:
+        assert_whole(buffer.fetch(*drawn), item)
+    drawer.kill()
+    keys = [tuple(key) for drawn in taken for key in drawn[0].tolist()]
+    following = scene.process(processes.draw_when_told, buffer)
+    seen: list[int] = []
+    while True:  # the writers go on: nobody protects what is lost
+        are_done = all(writer.popen.poll() is not None for writer in writers)
+        if (drawn := draw(following)) is not None:
+            keys += [tuple(key) for key in drawn[0].tolist()]
+            seen += assert_whole(buffer.fetch(*drawn), item).tolist()
+            finish(following, drawn)
+        elif are_done:
+            break
+    assert len(keys) == len(set(keys))
+    expected = expected_ids(item, 0, 0, 3, 200) | expected_ids(item, 1, 0, 3, 200)
+    stats = ask(following, "stats")
+    assert_adds_up(stats)
+    assert stats["evicted"] == 0
+    assert stats["sampled"] == len(keys) == len(seen) + 100
+    assert stats["added"] == len(expected)
+    assert buffer.fetch(*taken[1]) is None  # overwritten since: the batch is dropped, not half of it learned
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: str) -> None:
+    buffer = scene.buffer(kind, Transition(3, 0.9), 64, 400)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    writer = scene.process(processes.write_until_stopped, buffer, 4)
+    writer.hear()
+    header = buffer._here().memory.headers[0]
+    late = gone = whole = 0
+    while not (late and gone and whole) or whole + late < 20:
+        if (drawn := draw(drawer)) is None:
+            continue
+        wanted = block.cursors(header).head + (0, 200, 10_000)[(late + gone + whole) % 3]
+        wait_until(lambda wanted=wanted: block.cursors(header).head >= wanted)
+        batch = buffer.fetch(*drawn)
+        if batch is None:
+            gone += 1
+            continue
+        assert_whole(batch, Transition(3, 0.9))
+        same = (batch.keys == drawn[0]).all(axis=1)
+        assert set(map(tuple, batch.keys.tolist())) == set(map(tuple, drawn[0][same].tolist()))
+        whole, late = whole + same.all(), late + (not same.all())
+    assert ask(drawer, "stats")["sampled"] >= 64 * 20
+    os.kill(writer.popen.pid, 9)
+
+
+def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_path: Path) -> None:
+    item, path = Transition(1), str(tmp_path / "replay")
+    buffer = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    scene.process(processes.write, buffer, 2, 40)
+    wait_until(lambda: buffer.stats()["steps"] == 80)
+    drawn = [draw(drawer) for _ in range(3)]
+    finish(drawer, drawn[0])
+    with pytest.raises(UsageError, match="takes its items"):
+        buffer.save(path)
+    assert ask(drawer, "save", path) is None
+    assert_whole(buffer.fetch(*drawn[2]), item)
+    before = ask(drawer, "stats")
+    other = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    following = scene.process(processes.draw_when_told, other)
+    assert ask(following, "restore", path) is None
+    after = ask(following, "stats")
+    assert after == {**before, "bytes": after["bytes"]}
+    assert_adds_up(after)
+    keys = [tuple(key) for one in drawn for key in one[0].tolist()]
+    while (one := draw(following)) is not None:  # not what was drawn before: that is lost, never learned twice
+        assert_whole(other.fetch(*one), item)
+        keys += [tuple(key) for key in one[0].tolist()]
+    assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
+
+
+def test_the_share_of_a_writer_that_waits_for_what_is_unfinished_does_not_lapse(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
+    for rank, num_envs in ((0, 3), (1, 2)):
+        buffer.claim_rank(num_envs, rank)
+    streams = [steps_of(0, 3, 10), steps_of(1, 2, 10)]
+    for steps in (*streams, *streams):
+        buffer.add(*next(steps))
+    drawn = buffer.draw()
+    assert sorted(drawn.keys[:, 0].tolist()) == [0, 0, 0, 1, 1]
+    for _ in range(2):
+        buffer.add(*next(streams[0]))
+    header = buffer._here().memory.headers[1]
+    header[block.WAITS] = 1  # as if it could not go on before `finish`
+    assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
+    buffer.finish(drawn.keys)
+    deadline = time.monotonic() + DEADLINE
+    while (following := buffer.draw(timeout=0.02)) is None:  # now it stands still by itself
+        assert time.monotonic() < deadline
+    assert following.keys[:, 0].tolist() == [0, 0, 0]
