@@ -481,7 +481,12 @@ class World:
         self.life += 1
         saved = json.loads(json.dumps(self.journal)) if self.journal is not None else None
         self.machine = Machine(
-            self.commander, self.limits, self._wanted, by_key=self.by_key, now=self.now, saved=saved  # type: ignore[arg-type]
+            self.commander,
+            self.limits,
+            self._wanted,
+            by_key=self.by_key,
+            now=self.now,
+            saved=saved,  # type: ignore[arg-type]
         )
         self._seen_states, self.connected = {}, False
         self.buffer.restart()
