@@ -83,7 +83,8 @@ class _naming:
             return
         if isinstance(error, (UsageError, TypeError, ValueError)):
             message = str(error)
-            named = self.field or next((name for name in self.among if name in message), None)
+            told = [name for name in self.among if name in message]  # the first is what the sentence is about
+            named = self.field or min(told, key=message.index, default=None)
             raise FieldError(named, message) from error
 
 
