@@ -73,7 +73,7 @@ class ReplayThread:
                     self._settle(effect)
                 elif isinstance(effect, ev.Pin):
                     version = self._store.pin(effect.policy_id)
-                    self._happened(ev.Pinned(effect.task_id, version))
+                    self._happened(ev.Pinned(effect.task_id, effect.policy_id, version))
                 elif isinstance(effect, ev.Unpin):
                     self._store.unpin(effect.policy_id, effect.params_version)
             except RlframeError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.tasks import Task
 from rlframe.coordinator.messages import Evaluated, Role
-from rlframe.coordinator.states import JobState, TaskState, is_over
+from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
 
 if TYPE_CHECKING:
     from rlframe.coordinator.core.machine import Machine
@@ -84,6 +84,12 @@ class Ending:
         self._evaluates = False
         self._close_within = within or self._close_within
 
+    def fail(self, why: str) -> None:
+        """It does not end well: nothing is evaluated any more. The first such reason is kept."""
+        if not self.failed:
+            self.failed, self.reason = True, f"{self.reason}; but {why}"
+            self._machine.reason = self.reason
+
     def evaluated(self, task: Task, reply: Evaluated) -> None:
         """Takes the result of an evaluation, where it is the last one."""
         if task.task_id == self._task_id:
@@ -104,17 +110,19 @@ class Ending:
             self._step = _STEPS[_STEPS.index(self._step) + 1]
             self._since = now
             self._begin_step()
+        deadline = self._machine.limits.close_deadline
+        if self._step == "disconnect" and now - self._since > deadline and not is_over(self._machine.state):
+            self.disconnected(f"it did not answer within {deadline:g} s")
 
     def _begin_step(self) -> None:
         machine = self._machine
-        if self._step == "evaluation" and self._evaluates and machine.accounts.params_version >= 0:
+        is_evaluated = self._evaluates and not self.failed and machine.accounts.params_version >= 0
+        if self._step == "evaluation" and is_evaluated:
             if machine.tasks.get(self._task_id) is None:
                 self._task_id = machine.evaluate(machine.commander.final_policy()).task_id
         elif self._step == "disconnect":
             for task in machine.tasks:
-                if not task.is_over:
-                    _cancel(task)
-                    machine.unpin(task)
+                machine.give_up(task)
             machine.emit(ev.Disconnect())
         for worker in machine.roster:
             machine.drive(worker)
@@ -125,18 +133,27 @@ class Ending:
             return self._is_evaluated(waited)
         tasks = machine.tasks.open("collect" if self._step == "collectors" else "learn")
         if self._step == "collectors" or not self.wants_learner or not machine._learner_came:
-            tasks = [task for task in tasks if task.is_live]
+            tasks = [task for task in tasks if task.is_live or self._may_be_at_work(task)]
         if not tasks:
             return True
         if waited <= self._close_within:
             return False
         overdue = f"{', '.join(task.task_id for task in tasks)} did not close within {self._close_within:g} s"
         machine.note("overdue", f"{overdue}.")
-        if self._step == "learner":
-            self._fail(overdue)
+        if self._step == "learner" and machine._learner_came:
+            self.fail(overdue)
         for task in tasks:
-            _cancel(task)
+            machine.give_up(task)
         return True
+
+    def _may_be_at_work(self, task: Task) -> bool:
+        """Whether the coordinator was restarted, and has yet to hear from who was at the task."""
+        worker = self._machine.roster.get(task.worker_id, task.incarnation)
+        if task.attempt < 0:
+            return False
+        if worker is None:
+            return not self._machine._operator_answered
+        return worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING)
 
     def _is_evaluated(self, waited: float) -> bool:
         task, deadline = self._machine.tasks.get(self._task_id), self._machine.limits.evaluation_deadline
@@ -144,18 +161,9 @@ class Ending:
             return True
         if task.is_over:
             if task.state is not TaskState.SUCCEEDED:
-                self._fail(f"the last evaluation ({task.task_id}) did not succeed")
+                self.fail(f"the last evaluation ({task.task_id}) did not succeed")
             return True
         if waited > deadline:
-            self._fail(f"the last evaluation was not done within {deadline:g} s")
+            self.fail(f"the last evaluation was not done within {deadline:g} s")
             return True
         return False
-
-    def _fail(self, why: str) -> None:
-        if not self.failed:
-            self.failed, self.reason = True, f"{self.reason}; but {why}"
-
-
-def _cancel(task: Task) -> None:
-    if not is_over(task.state):
-        task.become(TaskState.CANCELLED)

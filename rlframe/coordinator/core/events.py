@@ -78,6 +78,7 @@ class Pinned:
     """A version of a policy is kept for an evaluation. -1: there is none yet."""
 
     task_id: str
+    policy_id: str
     params_version: int
 
 

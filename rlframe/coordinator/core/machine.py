@@ -166,10 +166,13 @@ class Machine:
         self.emit(ev.Note(kind, text, fields))
 
     def end(self, failed: bool, reason: str) -> None:
-        """Begins the ending, or ends at once where it goes on already and this is a failure."""
-        if self.ending is None:
-            self.reason = reason
-            self.ending = Ending(self, reason, failed=failed, evaluates=False)
+        """Begins the ending; where it goes on already, it ends as a failure if this is one."""
+        if self.ending is not None:
+            if failed:
+                self.ending.fail(reason)
+            return
+        self.reason = reason
+        self.ending = Ending(self, reason, failed=failed, evaluates=False)
 
     def close(self, failed: bool, reason: str) -> None:
         """The last thing that happens to a job."""
@@ -191,8 +194,11 @@ class Machine:
         if self.state is JobState.INIT:
             self._become(JobState.CONNECTING)
             self.emit(ev.Connect())
-            for task in self.tasks.open("evaluate"):  # after a restart: which version was kept is not known
-                if task.start.options["params_version"] < 0:
+            for task in self.tasks.open("evaluate"):  # after a restart
+                if task.has_result:
+                    task.become(TaskState.SUCCEEDED)
+                    self.unpin(task)
+                elif task.start.options["params_version"] < 0:  # which version was kept is not known
                     self.emit(ev.Pin(task.task_id, task.start.policy_id))
 
     def _on_OperatorAnswered(self, event: ev.OperatorAnswered) -> None:
@@ -252,9 +258,8 @@ class Machine:
             self.emit(ev.Request(role, self.wanted[role]))
 
     def _on_Cancelled(self, event: ev.Cancelled) -> None:
-        if self.ending is None:
-            self.reason = event.reason
-            self.ending = Ending(self, event.reason, failed=False, evaluates=False)
+        self.end(False, event.reason)
+        assert self.ending is not None
         self.ending.hurry(event.within)
 
     def _on_EvaluationAsked(self, event: ev.EvaluationAsked) -> None:
@@ -349,8 +354,9 @@ class Machine:
             self._ping(worker)
 
     def _ping_where_due(self, worker: Worker) -> None:
-        due = worker.pinged_at + self.limits.ping_every <= self._now
-        if worker.state is not WorkerState.REQUESTED and due and not worker.ping_out:
+        # One that is out for long is lost: the connection may have been another's.
+        every = self.limits.suspect_after if worker.ping_out else self.limits.ping_every
+        if worker.state is not WorkerState.REQUESTED and worker.pinged_at + every <= self._now:
             self._ping(worker)
         silent = self._now - worker.heard_at
         task = self.tasks.get(worker.task_id)
@@ -383,7 +389,8 @@ class Machine:
         came = worker.state not in (WorkerState.REQUESTED, WorkerState.CONNECTING)
         worker.become(WorkerState.LOST)
         self.emit(ev.Shut(worker.worker_id, worker.incarnation))
-        if worker.leaves or (self.ending is not None and not self.ending.replaces(worker.role)):
+        is_replaced = not worker.leaves and (self.ending is None or self.ending.replaces(worker.role))
+        if not is_replaced:
             self.emit(ev.Release(worker.worker_id, worker.incarnation))
         else:
             self.accounts.restarts += 1
@@ -398,7 +405,7 @@ class Machine:
         if task is not None and not task.is_over:
             # A collector that ran may be lost as often as its machine likes: others go on.
             self._retry(task, why, counts=task.state is TaskState.ASSIGNED or task.kind != "collect")
-        if not came and not worker.leaves:
+        if not came and is_replaced:
             starts = self._false_starts[worker.worker_id] = self._false_starts.get(worker.worker_id, 0) + 1
             if starts > self.limits.max_failures:
                 self.end(True, f"{worker.worker_id} did not come up {starts} times in a row: {why}. Look at its output")
@@ -412,7 +419,7 @@ class Machine:
         if event.header is None:
             worker.ping_out = worker.ping_out and event.method != "ping"
         elif worker.call is not None and worker.call.header == event.header:
-            self._say(worker, worker.call, self.limits.retry_after)
+            self._say_again(worker, worker.call, self.limits.retry_after)
 
     def _on_Replied(self, event: ev.Replied) -> None:
         worker, reply = self.roster.get(event.worker_id, event.incarnation), event.reply
@@ -460,6 +467,8 @@ class Machine:
             worker.become(WorkerState.BUSY)
             worker.task_id = task.task_id
             self._learner_came = True
+            if task.kind == "learn":
+                self._learner_waits(None)
             self.note("adopted", f"{worker.worker_id} is at {task.task_id} still.", worker_id=worker.worker_id)
         self.drive(worker)
 
@@ -498,7 +507,7 @@ class Machine:
             worker.progress_at = self._now
             if call.method == "learn":
                 self._learner_waits("data")
-                if self._is_to_close(worker, task) or self._paused:
+                if self._is_to_close(worker, task):
                     self._give_back(task)
                     worker.call = None
                     self.drive(worker)
@@ -507,7 +516,7 @@ class Machine:
                 worker.call = None
                 self.drive(worker)
                 return
-        self._say(worker, call, _AGAIN)
+        self._say_again(worker, call, _AGAIN)
 
     def _started(self, worker: Worker, task: Task, reply: Started) -> None:
         task.become(TaskState.RUNNING)
@@ -518,6 +527,7 @@ class Machine:
             accounts.learner_steps = int(reply.info.get("learner_steps", accounts.learner_steps))
             accounts.params_version = max(accounts.params_version, int(reply.info.get("params_version", -1)))
             self._learner_came = True
+            self._learner_waits(None)
             for other in self.roster:  # collectors waited for the buffer to be there
                 if other is not worker and other.call is None:
                     self.drive(other)
@@ -636,6 +646,8 @@ class Machine:
     def _on_Pinned(self, event: ev.Pinned) -> None:
         task = self.tasks.get(event.task_id)
         if task is None or task.is_over:
+            if event.params_version >= 0:
+                self.emit(ev.Unpin(event.policy_id, event.params_version))
             return
         if event.params_version < 0:
             task.become(TaskState.CANCELLED)
@@ -656,6 +668,7 @@ class Machine:
         self.note("evaluated", text, params_version=reply.params_version, **reply.values)
         names = ("return_mean", "return_std", "length_mean", "episodes")
         self.emit(ev.Row(self.accounts.env_steps, {name: reply.values[name] for name in names}))
+        task.has_result = True
         task.become(TaskState.CLOSING)
 
     def unpin(self, task: Task) -> None:
@@ -672,7 +685,9 @@ class Machine:
             self.accounts.learner_steps = int(reply.result.get("learner_steps", self.accounts.learner_steps))
             version = int(reply.result.get("params_version", -1))
             self.accounts.params_version = max(self.accounts.params_version, version)
-        task.become(TaskState.SUCCEEDED)
+        # An evaluation without a result was closed early.
+        is_done = task.kind != "evaluate" or task.has_result
+        task.become(TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
         self.unpin(task)
         self.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id)
         self._finish_worker(worker)
@@ -694,17 +709,14 @@ class Machine:
 
     def _retry(self, task: Task, why: str, *, counts: bool, for_good: bool = False) -> None:
         """Has another worker try, or the same one once more; a failure too many fails the job."""
-        if task.granted:
-            if task.batches:
-                self.emit(ev.Settle(task.batches, ()))
-            self.accounts.lost += task.granted
-        task.granted, task.batches, task.drawing = 0, (), None
+        self._lose_grant(task)
         if task.kind == "learn":
             self._learner_waits("learner")
-        if self.ending is not None and task.kind == "collect":
-            task.become(TaskState.CANCELLED)
+        if task.has_result:  # it was lost after it had done its work
+            task.become(TaskState.SUCCEEDED)
+            self.unpin(task)
             return
-        if task.kind == "collect" and self._surplus(task):
+        if task.kind == "collect" and (self.ending is not None or self._surplus(task)):
             task.become(TaskState.CANCELLED)
             return
         task.failures += counts
@@ -724,8 +736,22 @@ class Machine:
             if worker.task_id is None:
                 self.drive(worker)
 
+    def give_up(self, task: Task) -> None:
+        """Cancels a task, whoever is at it."""
+        if not task.is_over:
+            self._lose_grant(task)
+            task.become(TaskState.CANCELLED)
+            self.unpin(task)
+
+    def _lose_grant(self, task: Task) -> None:
+        """What was out with a learner is lost."""
+        if task.batches:
+            self.emit(ev.Settle(task.batches, ()))
+        self.accounts.lost += task.granted
+        task.granted, task.batches, task.drawing = 0, (), None
+
     def _surplus(self, task: Task) -> bool:
-        return task.index >= self.wanted["collector"] and task.kind == "collect"
+        return task.index >= self.wanted["collector"]
 
     # --- what comes next
 
@@ -741,7 +767,7 @@ class Machine:
         if task.state is TaskState.ASSIGNED:
             start = task.start
             if task.kind == "learn":
-                start = dataclasses.replace(start, options={"min_version": self.accounts.params_version})
+                start = dataclasses.replace(start, options={**start.options, "min_version": self.accounts.params_version})
             self._call(worker, task, "start_task", start)
         elif task.state is TaskState.RUNNING:
             self._next_call(worker, task)
@@ -797,6 +823,8 @@ class Machine:
         for task in open_tasks:
             is_meant = kind != "collect" or task.index == worker.index
             is_known = kind != "evaluate" or task.start.options["params_version"] >= 0
+            if kind == "evaluate" and self.ending is not None and self.ending.closes(task):
+                continue
             if task.state is TaskState.PENDING and is_meant and is_known:
                 return task
         if ends or kind == "evaluate":
@@ -817,7 +845,12 @@ class Machine:
         self._say(worker, worker.call, 0.0)
 
     def _say(self, worker: Worker, call: Call, delay: float) -> None:
+        worker.said_at = self._now + delay
         self.emit(ev.Send(worker.worker_id, worker.incarnation, call.method, call.header, call.args, delay))
+
+    def _say_again(self, worker: Worker, call: Call, delay: float) -> None:
+        if self._now >= worker.said_at:  # else an answer came twice, and the call is about to be said already
+            self._say(worker, call, delay)
 
 
 def _role_of(task: Task) -> Role:

@@ -41,6 +41,7 @@ class Worker:
     progress_at: float = 0.0  # when that changed, or the worker said what it waits for
     task_id: str | None = None
     call: Call | None = None
+    said_at: float = 0.0  # when the call was, or is to be, sent
     leaves: bool = False  # it is to go once its task is closed
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last
     params_version: int = -1
@@ -119,7 +120,10 @@ class Roster:
         limits, silent = self._limits, now - worker.heard_at
         if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
             waited = now - worker.since
-            return f"it did not come within {waited:.0f} s" if waited > limits.starting_deadline else ""
+            is_late = waited > limits.starting_deadline
+            if worker.state is WorkerState.CONNECTING:  # it has an address, and does not answer there
+                is_late = is_late or silent > limits.lost_after_starting
+            return f"it did not come within {waited:.0f} s" if is_late else ""
         if silent > (limits.lost_after_starting if starts else limits.lost_after):
             return f"it has not answered for {silent:.0f} s"
         stuck = now - worker.progress_at

@@ -26,6 +26,7 @@ class Task:
     granted: int = 0  # batches that are out with the learner
     batches: tuple[BatchMeta, ...] = ()  # the same, by their keys
     drawing: Header | None = None  # batches are being drawn for the learner
+    has_result: bool = False  # of an evaluation: only its worker has still to be told that it is over
     again_at: float = 0.0  # when a learner that found no data is asked again
 
     @property
@@ -52,7 +53,7 @@ class Task:
     def to_json(self) -> dict[str, Any]:
         """For the journal."""
         start = {"kind": self.kind, "policy_id": self.start.policy_id, "options": self.start.options}
-        names = ("task_id", "index", "attempt", "worker_id", "incarnation", "failures", "granted")
+        names = ("task_id", "index", "attempt", "worker_id", "incarnation", "failures", "granted", "has_result")
         return {**{name: getattr(self, name) for name in names}, "state": self.state.value, "start": start}
 
     @classmethod
@@ -62,7 +63,7 @@ class Task:
         values = {
             **saved,
             "start": StartTask(**saved["start"]),
-            "state": state if is_over(state) else TaskState.PENDING,
+            "state": state if is_over(state) or saved["has_result"] else TaskState.PENDING,
         }
         return cls(**values)
 

@@ -545,7 +545,7 @@ class World:
         elif isinstance(effect, ev.Pin):
             version = self.store.pin()
             self.pinned += version >= 0
-            self._soon(lambda: ev.Pinned(effect.task_id, version), life)
+            self._soon(lambda: ev.Pinned(effect.task_id, effect.policy_id, version), life)
         elif isinstance(effect, ev.Unpin):
             self.store.unpin(effect.params_version)
             self.unpinned += 1
@@ -572,7 +572,9 @@ class World:
         if life != self.life:
             return
         operator = self.operator
-        if operator.is_out:
+        if operator.is_out and isinstance(effect, ev.Disconnect):  # it is tried for a while
+            self.later(10.0, lambda: self._soon(lambda: ev.Disconnected("it is away"), life))
+        elif operator.is_out:
             self.later(0.5, lambda: self._tell_operator(effect, life))
         elif isinstance(effect, ev.Connect):
             self.connected = True

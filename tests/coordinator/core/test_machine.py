@@ -1,0 +1,279 @@
+"""Whole jobs, in simulated time."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.limits import Limits
+from rlframe.coordinator.messages import Failed
+from rlframe.coordinator.states import JobState, TaskState, WorkerState
+from tests.coordinator.core.world import LIMITS, World
+
+ENDLESS = TrainOne(env_steps=10**9)
+
+
+def running(collectors: int = 2, **kwargs: object) -> World:
+    world = World(collectors=collectors, commander=kwargs.pop("commander", ENDLESS), **kwargs)  # type: ignore[arg-type]
+    assert world.run(30.0, lambda: at_work(world) == collectors and world.m.accounts.learned > 3)
+    return world
+
+
+def at_work(world: World) -> int:
+    return sum(task.state is TaskState.RUNNING for task in world.m.tasks.open("collect"))
+
+
+def learner(world: World):
+    return world.live("learner")[0]
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -> None:
+    world = World(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=300))
+    assert world.run(200.0, lambda: world.is_over)
+    accounts = world.m.accounts
+    assert not world.over[0].failed and world.over[0].reason == "1,000 of 1,000 environment steps were taken"
+    assert accounts.env_steps >= 1000 and accounts.learned == accounts.updates > 0 and accounts.lost == 0
+    assert accounts.evaluations[-1][1:] == [world.store.newest, world.store.newest]  # the mean is the version here
+    assert world.m.ending is not None and world.m.ending.evaluation["params_version"] == world.store.newest
+    assert world.checkpoint == (accounts.learner_steps, world.store.newest)  # the final policy was saved
+    assert len(accounts.evaluations) >= 3 and not world.store.pins and not world.buffer.out
+    assert not world.live() and len(world.over) == 1
+
+
+def test_calls_are_made_in_the_order_of_the_diagram() -> None:
+    world = World(commander=TrainOne(env_steps=100))
+    assert world.run(200.0, lambda: world.is_over)
+    asked = methods(world, "learner")
+    assert (asked[0], asked[-1], methods(world, "collector")[-1]) == ("start_task", "close_task", "close_task")
+    learns = [index for index, method in enumerate(asked) if method == "learn"]
+    assert learns and all(asked[index - 1] == "data_demand" for index in learns)
+    assert set(methods(world, "collector")[1:-1]) == {"get_data"}
+    assert methods(world, "evaluator") == ["start_task", "get_data", "close_task"]
+    first = next(index for index, send in enumerate(world.sent) if send.worker_id == "collector/0" and send.header)
+    assert any(send.method == "data_demand" for send in world.sent[:first])  # the learner has started by then
+
+
+def methods(world: World, role: str) -> list[str]:
+    """Of each new call."""
+    found, seqs = [], set()
+    for send in world.sent:
+        if send.header is not None and send.worker_id.startswith(role) and send.header.seq not in seqs:
+            seqs.add(send.header.seq)
+            found.append(send.method)
+    return found
+
+
+def test_collectors_are_scaled_up_and_down_while_it_trains() -> None:
+    world = running(1)
+    world.deliver(ev.Scaled("collector", 4))
+    assert world.run(30.0, lambda: at_work(world) == 4)
+    world.deliver(ev.Scaled("collector", 2))
+    assert world.run(10.0, lambda: len(world.live("collector")) == 2 and at_work(world) == 2)
+    closed = [send for send in world.sent if send.method == "close_task"]
+    assert {send.worker_id for send in closed} == {"collector/2", "collector/3"}
+    assert world.m.accounts.restarts == 0
+    world.run(20.0)
+    assert [worker.worker_id for worker in world.live("collector")] == ["collector/0", "collector/1"]
+
+
+@pytest.mark.parametrize("role", ["learner", "collector"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_worker_that_dies_or_hangs_is_replaced_at_its_index(role: str, how: str) -> None:
+    world = running(2)
+    worker = world.live(role)[0]
+    getattr(world, how)(worker)
+    deadline = 1.0 if how == "kill" else LIMITS.lost_after + 1.0
+    assert world.run(deadline, lambda: world.m.roster.newest(worker.worker_id).state is WorkerState.LOST)
+    assert world.m.state is (JobState.DEGRADED if role == "learner" else JobState.RUNNING)
+    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING and at_work(world) == 2)
+    new = world.m.roster.newest(worker.worker_id)
+    assert new.incarnation == worker.incarnation + 1 and new.state is WorkerState.BUSY
+    assert world.m.accounts.restarts == 1
+    world.resume(worker)  # the old one changes nothing any more
+    world.run(5.0)
+    assert world.m.roster.newest(worker.worker_id) is new
+
+
+def test_a_worker_that_hangs_is_suspect_first_and_comes_back() -> None:
+    world = running(1)
+    worker = world.live("collector")[0]
+    world.stop(worker)
+    assert world.run(LIMITS.suspect_after + 1.0, lambda: state(world, "collector/0") is WorkerState.SUSPECT)
+    world.resume(worker)
+    assert world.run(2.0, lambda: state(world, "collector/0") is WorkerState.BUSY)
+    assert world.m.accounts.restarts == 0
+
+
+def state(world: World, worker_id: str) -> WorkerState:
+    worker = world.m.roster.newest(worker_id)
+    assert worker is not None
+    return worker.state
+
+
+def test_a_worker_that_answers_and_makes_no_progress_is_replaced() -> None:
+    world = running(1)
+    stuck = world.live("collector")[0]
+    seconds = world.work_seconds
+    world.work_seconds = lambda method, who: 1e9 if who is stuck else seconds(method, who)  # type: ignore[method-assign]
+    assert world.run(LIMITS.progress_deadline + 5.0, lambda: state(world, "collector/0") is WorkerState.LOST)
+    assert any("answers, but get_data has made no progress" in note.text for note in world.notes)
+
+
+def test_training_goes_on_while_the_operator_is_away_and_is_reconciled_after() -> None:
+    world = running(2)
+    world.operator.is_out = True
+    world.kill(world.live("collector")[1])
+    steps = world.m.accounts.env_steps
+    world.run(40.0)
+    assert world.m.accounts.env_steps > steps and world.m.operator_problem
+    assert at_work(world) == 1  # nobody replaces it
+    world.deliver(ev.Scaled("collector", 3))
+    world.operator.is_out = False
+    assert world.run(30.0, lambda: at_work(world) == 3)
+    assert world.m.operator_problem == ""
+
+
+def test_a_pause_stops_collecting_and_learning_until_it_is_resumed() -> None:
+    world = running(2)
+    world.deliver(ev.Paused())
+    world.run(3.0)
+    accounts = world.m.accounts
+    before = accounts.env_steps
+    world.run(200.0)  # longer than the deadline on progress
+    assert (world.m.state, accounts.env_steps, accounts.restarts) == (JobState.PAUSED, before, 0)
+    world.deliver(ev.Resumed())
+    world.run(3.0)
+    assert world.m.state is JobState.RUNNING and accounts.env_steps > before
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3, 1.5, 4.0, 20.0])
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_job_can_be_cancelled_at_any_time_and_ends_soon(after: float, is_out: bool) -> None:
+    world = World(commander=ENDLESS)
+    world.operator.is_out = is_out
+    world.run(after)
+    world.deliver(ev.Cancelled("enough", 6.0))
+    assert world.run(20.0, lambda: world.is_over)
+    assert (world.over[0].failed, world.over[0].reason) == (False, "enough")
+
+
+def test_a_stop_is_sticky() -> None:
+    world = running(1)
+    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.Resumed())
+    world.deliver(ev.Scaled("collector", 3))
+    world.deliver(ev.Cancelled("another reason"))
+    world.kill_coordinator()
+    world.start_coordinator()
+    assert world.m.ending is not None
+    assert world.run(60.0, lambda: world.is_over)
+    assert world.over == [ev.Over(False, "enough")]
+
+
+def test_a_restarted_coordinator_adopts_the_workers_that_went_on() -> None:
+    world = running(2)
+    keys = sorted(worker.key for worker in world.live())
+    steps, learned = world.m.accounts.env_steps, world.m.accounts.learned
+    world.kill_coordinator()
+    world.run(5.0)
+    world.start_coordinator()
+    assert world.run(5.0, lambda: at_work(world) == 2 and world.m.state is JobState.RUNNING)
+    assert sorted(worker.key for worker in world.live()) == keys
+    assert [note.kind for note in world.notes].count("adopted") == 3
+    assert world.m.accounts.coordinator_restarts == 1 and world.m.accounts.retries == 0
+    world.run(5.0)
+    assert world.m.accounts.env_steps > steps and world.m.accounts.learned > learned
+
+
+def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
+    world = running(2)
+    world.deliver(ev.Cancelled("enough"))
+    world.kill_coordinator()
+    world.start_coordinator()
+    assert world.run(60.0, lambda: world.is_over)
+    assert not world.over[0].failed
+    assert world.m.accounts.env_steps == sum(worker.counts["env_steps"] for worker in world.all_workers)
+    assert world.checkpoint == (world.m.accounts.learner_steps, world.store.newest)
+
+
+def test_an_evaluation_whose_worker_dies_is_done_again_at_the_same_version() -> None:
+    world = running(1)
+    world.deliver(ev.EvaluationAsked())
+    assert world.run(30.0, lambda: any(t.state is TaskState.RUNNING for t in world.m.tasks.open("evaluate")))
+    version = world.m.tasks.open("evaluate")[0].start.options["params_version"]
+    world.kill(world.live("evaluator")[0])
+    assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
+    assert [row[2] for row in world.m.accounts.evaluations] == [version] and world.store.newest > version
+    world.run(2.0)
+    assert not world.store.pins
+
+
+def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
+    world = running(1)
+    world.deliver(ev.Cancelled("enough"))
+    world.kill(learner(world))
+    assert world.run(60.0, lambda: world.is_over)
+    assert not world.over[0].failed
+    assert world.checkpoint[1] == world.store.newest
+
+
+def test_a_failure_for_good_fails_the_job_at_once() -> None:
+    world = running(1)
+    learner(world).fails = Failed("UsageError", "no such agent", for_good=True)
+    assert world.run(60.0, lambda: world.is_over)
+    assert world.over == [ev.Over(True, "learn/1 failed: UsageError: no such agent")]
+
+
+def test_a_learner_that_cannot_save_in_the_ending_fails_the_job() -> None:
+    world = running(1)
+    world.deliver(ev.Cancelled("enough"))
+    learner(world).fails = Failed("CheckpointError", "no room", for_good=True)
+    assert world.run(60.0, lambda: world.is_over)
+    assert world.over == [ev.Over(True, "enough; but learn/1 failed: CheckpointError: no room")]
+
+
+def test_a_task_that_fails_too_often_fails_the_job() -> None:
+    world = running(1)
+
+    def boom(method: str, worker: object) -> float:
+        if worker.role == "collector":  # type: ignore[attr-defined]
+            worker.fails = Failed("ValueError", "boom")  # type: ignore[attr-defined]
+        return 0.1
+
+    world.work_seconds = boom  # type: ignore[method-assign]
+    assert world.run(60.0, lambda: world.is_over)
+    assert world.over[0].failed and "failed 6 times: ValueError: boom" in world.over[0].reason
+
+
+def test_workers_that_never_come_fail_the_job() -> None:
+    world = World(limits=Limits(starting_deadline=60.0, max_failures=2), commander=ENDLESS)
+    world.operator.never_comes.add("learner")
+    assert world.run(300.0, lambda: world.is_over)
+    assert world.over[0].failed and "learner/0 did not come up 3 times in a row" in world.over[0].reason
+
+
+def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:
+    world = World(commander=TrainOne(seconds=20.0))
+    world.operator.is_out = True
+    assert world.run(60.0, lambda: world.is_over)
+    assert world.over == [ev.Over(False, "20 of 20 s are over")]
+
+
+def test_a_learner_told_to_restore_starts_again_above_the_versions_that_were() -> None:
+    world = running(1)
+    newest = world.store.newest
+    world.deliver(ev.RestoreAsked())
+    assert world.run(20.0, lambda: world.m.state is JobState.RUNNING and learner(world).task == ("learn/1", 1))
+    assert world.run(20.0, lambda: learner(world).started is not None and world.store.newest > newest)
+    assert world.m.accounts.restarts == 0
+
+
+def test_what_was_lost_is_counted() -> None:
+    world = running(1)
+    assert world.run(20.0, lambda: world.m.tasks.open("learn")[0].granted > 0)
+    granted = world.m.tasks.open("learn")[0].granted
+    world.kill(learner(world))
+    assert world.run(2.0, lambda: world.m.state is JobState.DEGRADED)
+    assert world.m.accounts.lost == granted and not world.buffer.out
