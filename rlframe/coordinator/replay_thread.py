@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pathlib
 import queue
@@ -84,7 +85,7 @@ class ReplayThread:
                 if self._stop.is_set():
                     break
                 effect = None
-            self._try(lambda: self._do(effect))
+            self._try(functools.partial(self._do, effect))
             self._look()
             if time.monotonic() > self._save_at:
                 self._try(self._save)

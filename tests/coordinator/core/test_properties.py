@@ -127,7 +127,7 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
         assert world.updates == world.m.accounts.updates or world.life == 2
     if world.life == 1:
         assert not world.store.pins and world.pinned == world.unpinned
-        assert not world.buffer.out and world.buffer.settled == world.buffer.drawn or not world.by_key
+        assert (not world.buffer.out and world.buffer.settled == world.buffer.drawn) or not world.by_key
 
 
 def check_that_it_works(world: World) -> None:
