@@ -62,6 +62,10 @@ class ProgramError(RlframeError):
     """A program of several processes failed. Names the node, and has its traceback."""
 
 
+class JobFailedError(ProgramError):
+    """A job under a coordinator failed, in spite of all that it tries again. Names what failed last."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

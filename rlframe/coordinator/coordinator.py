@@ -26,7 +26,7 @@ from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Load, Scaling, cores_here
 from rlframe.coordinator.states import JobState, is_over
-from rlframe.errors import ProgramError, UsageError, suggest
+from rlframe.errors import JobFailedError, UsageError, suggest
 
 _TICK = 0.05  # seconds between two looks at what is due
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
@@ -127,7 +127,7 @@ class Coordinator:
         self._order = itertools.count()
         self._links = Links()
         self._operator = OperatorThread(operator, self._events.put)
-        self._replay = ReplayThread(replay, param_store, self._events.put)
+        self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
         self._window: tuple[float, float, int, int] | None = None
         self._rates = statuses.Rates()
@@ -159,7 +159,7 @@ class Coordinator:
         """Runs the job to its end; on a node of a Launchpad program, the program's end cancels it.
 
         Raises:
-            ProgramError: the job failed.
+            JobFailedError: the job failed.
         """
         with handles.stopped_by_program(lambda: self._cancel("the program was told to stop", _STOP_WITHIN)):
             if not is_over(self._machine.state):
@@ -169,7 +169,7 @@ class Coordinator:
         if self._failure is not None:
             raise self._failure
         if self._machine.state is JobState.FAILED:
-            raise ProgramError(f"The job failed: {self._machine.reason}.")
+            raise JobFailedError(f"The job failed: {self._machine.reason.rstrip('.')}.")
 
     def wait(self, timeout: float) -> bool:
         """Whether the job is over, after `timeout` seconds (1 at most) at the latest."""
@@ -347,7 +347,7 @@ class Coordinator:
             self._links.shut(effect.worker_id, effect.incarnation)
         elif isinstance(effect, (ev.Connect, ev.Request, ev.ReportFailed, ev.Release, ev.Disconnect)):
             self._operator.put(effect)
-        elif isinstance(effect, (ev.Draw, ev.Settle, ev.Pin, ev.Unpin)):
+        elif isinstance(effect, (ev.Draw, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin)):
             self._replay.put(effect)
         elif isinstance(effect, ev.Row) and self._recorder is not None:
             self._recorder.write(effect.env_steps, effect.values, self._machine.accounts.census)

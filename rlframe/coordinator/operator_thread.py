@@ -6,9 +6,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.messages import Role
 from rlframe.coordinator.operators.base import Operator, WorkerInfo
 
 _LIST_EVERY = 0.25  # seconds
@@ -100,14 +101,7 @@ class OperatorThread:
             self._operator.release([(effect.worker_id, effect.incarnation)])
 
     def _answer(self, workers: list[WorkerInfo]) -> None:
-        self._happened(
-            ev.OperatorAnswered(
-                tuple(
-                    ev.Seen(info.worker_id, info.role, info.index, info.incarnation, info.address, info.host, info.pid)
-                    for info in workers
-                )
-            )
-        )
+        self._happened(ev.OperatorAnswered(tuple(_seen(info) for info in workers)))
 
     def _disconnect(self) -> None:
         deadline, why = time.monotonic() + _DISCONNECT_WITHIN, ""
@@ -121,3 +115,8 @@ class OperatorThread:
                 if time.monotonic() > deadline or self._stop.wait(_BACKOFF):
                     break
         self._happened(ev.Disconnected(why))
+
+
+def _seen(info: WorkerInfo) -> ev.Seen:
+    role = cast(Role, info.role)
+    return ev.Seen(info.worker_id, role, info.index, info.incarnation, info.address, info.host, info.pid)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import pathlib
 import queue
 import threading
 import time
@@ -14,11 +16,16 @@ import numpy as np
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import BatchMeta
 from rlframe.errors import RlframeError
+from rlframe.learners.replay_files import ReplayFiles
 
 _log = logging.getLogger(__name__)
 
 _WAIT = 0.2  # seconds that a draw waits for enough to be there
 _STATS_EVERY = 0.5  # seconds
+_SAVE_EVERY = 30.0  # seconds between two writings of a small replay
+_SHARE = 0.05  # of the time may go into writing a large one
+_END = 60.0  # seconds for the last writing
+_AT_END_BYTES = 2**30  # a larger one is not written at the end: a program that stops has only seconds
 
 
 class ReplayThread:
@@ -28,12 +35,13 @@ class ReplayThread:
         replay: the buffer. Where it gives no keys, it is only asked for its counters.
         param_store: see `rlframe.coordinator.param_store`.
         happened: is called with `Drawn` and `Pinned`.
+        directory: where a buffer that is drawn from here is saved, and found again.
 
     Attributes:
         stats: the buffer's counters, as they were a moment ago.
     """
 
-    def __init__(self, replay: Any, param_store: Any, happened: Callable[[Any], None]) -> None:
+    def __init__(self, replay: Any, param_store: Any, happened: Callable[[Any], None], directory: pathlib.Path) -> None:
         self._replay, self._store, self._happened = replay, param_store, happened
         spec = getattr(replay, "spec", None)
         self._max_staleness = spec.max_staleness if spec is not None else None
@@ -42,10 +50,21 @@ class ReplayThread:
         self._stop = threading.Event()
         self.stats: dict[str, Any] = {}
         self._looked_at = 0.0
+        # A buffer is saved by the process that draws from it.
+        draws = bool(getattr(replay, "fetches_by_key", False))
+        self._files = ReplayFiles(directory, 1) if draws and replay.is_saved_by_learner else None
+        self._save_at = time.monotonic() + _SAVE_EVERY
         self._thread = threading.Thread(target=self._run, name="rlframe keys", daemon=True)
 
     def start(self) -> None:
-        """Begins to take effects."""
+        """Begins to take effects, with what was saved where the buffer is new, or its priorities where it is not.
+
+        Raises:
+            CheckpointError: that is damaged.
+        """
+        path = self._files.find(self._files.newest()) if self._files is not None else None
+        if path is not None:
+            self._replay.restore(path)
         self._thread.start()
 
     def put(self, effect: Any) -> None:
@@ -56,7 +75,7 @@ class ReplayThread:
         """Ends the thread, once what is to be done is done, and looks at the counters a last time."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(10.0)
+            self._thread.join(_END)
 
     def _run(self) -> None:
         while True:
@@ -66,23 +85,33 @@ class ReplayThread:
                 if self._stop.is_set():
                     break
                 effect = None
-            try:
-                if isinstance(effect, ev.Draw):
-                    self._draw(effect)
-                elif isinstance(effect, ev.Settle):
-                    self._settle(effect)
-                elif isinstance(effect, ev.Pin):
-                    version = self._store.pin(effect.policy_id)
-                    self._happened(ev.Pinned(effect.task_id, effect.policy_id, version))
-                elif isinstance(effect, ev.Unpin):
-                    self._store.unpin(effect.policy_id, effect.params_version)
-            except RlframeError as error:
-                _log.warning("The coordinator's data: %s", error)
-                if isinstance(effect, ev.Draw):
-                    self._happened(ev.Drawn(effect.header, ()))
+            self._try(functools.partial(self._do, effect))
             self._look()
+            if time.monotonic() > self._save_at:
+                self._try(self._save)
         self._looked_at = 0.0
         self._look()
+        if self.stats.get("bytes", 0) <= _AT_END_BYTES:
+            self._try(self._save)
+
+    def _try(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except RlframeError as error:
+            _log.warning("The coordinator's data: %s", error)
+
+    def _do(self, effect: Any) -> None:
+        if isinstance(effect, ev.Draw):
+            self._draw(effect)
+        elif isinstance(effect, ev.Settle):
+            self._settle(effect)
+        elif isinstance(effect, ev.SaveReplay):
+            self._save()
+        elif isinstance(effect, ev.Pin):
+            version = self._store.pin(effect.policy_id)
+            self._happened(ev.Pinned(effect.task_id, effect.policy_id, version))
+        elif isinstance(effect, ev.Unpin):
+            self._store.unpin(effect.policy_id, effect.params_version)
 
     def _look(self) -> None:
         if time.monotonic() < self._looked_at + _STATS_EVERY or not hasattr(self._replay, "stats"):
@@ -93,14 +122,26 @@ class ReplayThread:
         except Exception as error:  # a server that is being restarted: asked again
             _log.info("The replay buffer does not say how full it is: %s", error)
 
+    def _save(self) -> None:
+        files, began = self._files, time.monotonic()
+        self._save_at = began + _SAVE_EVERY
+        if files is None or not self.stats.get("steps"):
+            return
+        files.save(self._replay, (files.newest() or 0) + 1)
+        files.prune()
+        if not files.is_small(self._replay):
+            self._save_at = time.monotonic() + max(_SAVE_EVERY, (time.monotonic() - began) / _SHARE)
+
     def _draw(self, effect: ev.Draw) -> None:
         batches: list[BatchMeta] = []
-        while len(batches) < effect.count:
-            drawn = self._replay.draw(timeout=0.0 if batches else _WAIT)
-            if drawn is None:
-                break
-            batches.append(BatchMeta(drawn.keys, drawn.probabilities))
-        self._happened(ev.Drawn(effect.header, tuple(batches)))
+        try:
+            while len(batches) < effect.count:
+                drawn = self._replay.draw(timeout=0.0 if batches else _WAIT)
+                if drawn is None:
+                    break
+                batches.append(BatchMeta(drawn.keys, drawn.probabilities))
+        finally:
+            self._happened(ev.Drawn(effect.header, tuple(batches)))
 
     def _settle(self, effect: ev.Settle) -> None:
         for update in effect.updates:

@@ -55,6 +55,7 @@ def elastic(engine: Engine, run: Run) -> None:
         num_writers=most,
         seed=described.seed,
         max_envs=described.envs_per_actor,
+        timeout=float("inf"),  # a pause takes as long as it takes; a learner that hangs is the coordinator's to see
         run_ahead=Limits.grant,  # a learner's keys for one call
         come_and_go=True,
         capacity=capacity,

@@ -249,7 +249,9 @@ class Mirror:
             starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
             starts = starts[self._present[self.timeline.slot((rank << RANK_BITS) + starts)]]
             fence()
-            starts = starts[starts >= header[block.FLOOR]]
+            self._floors[rank] = header[block.FLOOR]
+            self._raise_floor(rank, header)  # while the table is empty: what is below was in these slots a lap before
+            starts = starts[starts >= self._floors[rank]]
             self.table.append((rank << RANK_BITS) + starts[max(0, len(starts) - count) :])
             self.cursors[rank] = self.cursors[rank]._replace(end=end)
         self.sync()

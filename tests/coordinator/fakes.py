@@ -55,6 +55,7 @@ class Replay:
     """A buffer by keys, that counts."""
 
     fetches_by_key = True
+    is_saved_by_learner = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
-from rlframe.coordinator.control.client import ControlClient
 
+from rlframe.coordinator.control.client import ControlClient
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from tests.programs.running import RunningProgram
 

@@ -262,6 +262,18 @@ def draw_when_told(buffer: Any) -> None:
             say(buffer.stats())
 
 
+def draw_until_killed(buffer: Any) -> None:
+    """Draws, and finishes all but the two draws before, without end; says the keys."""
+    held = []
+    while True:
+        drawn = buffer.draw(timeout=0.2)
+        if drawn is not None:
+            say(drawn.keys.tolist())
+            held.append(drawn.keys)
+        if len(held) > 2 or (held and drawn is None):
+            buffer.finish(held.pop(0))
+
+
 def read_dataset(buffer: Any) -> None:
     """Reads a dataset to its end."""
     with buffer.make_dataset() as dataset:

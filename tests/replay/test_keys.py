@@ -143,6 +143,65 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
     assert buffer.fetch(*taken[1]) is None  # overwritten since: the batch is dropped, not half of it learned
 
 
+def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_draws_is_killed(scene: Scene) -> None:
+    item = Transition(1)
+    buffer = scene.buffer("queue", item, 20, 200, num_writers=2, timeout=DEADLINE)
+    writers = [scene.process(processes.write, buffer, 4, 300, rank) for rank in (0, 1)]
+    keys: list[tuple[int, ...]] = []
+    for count in (2, 5, 11, 21):
+        drawer = scene.process(processes.draw_until_killed, buffer)
+        for _ in range(count):
+            keys += [tuple(key) for key in drawer.hear()]
+        drawer.kill()
+        while (said := drawer.hear()) is not None:
+            keys += [tuple(key) for key in said]
+    following = scene.process(processes.draw_when_told, buffer)
+    while True:
+        are_done = all(writer.popen.poll() is not None for writer in writers)
+        if (drawn := draw(following)) is not None:
+            keys += [tuple(key) for key in drawn[0].tolist()]
+            assert_whole(buffer.fetch(*drawn), item)
+            finish(following, drawn)
+        elif are_done:
+            break
+    assert len(keys) == len(set(keys))
+    stats = ask(following, "stats")
+    assert_adds_up(stats)
+    assert stats["added"] == sum(len(expected_ids(item, rank, 0, 4, 300)) for rank in (0, 1))
+    # What a process took and had not yet said when it was killed is counted, as sampled or as evicted.
+    assert 0 <= stats["sampled"] + stats["evicted"] - len(keys) <= 4 * 20
+    assert stats["evicted"] >= 0
+
+
+def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that_draws(scene: Scene) -> None:
+    buffer = scene.buffer("queue", Transition(1), 20, 100, timeout=DEADLINE)
+    drawer = scene.process(processes.draw_when_told, buffer)
+    assert draw(drawer) is None
+    writer = scene.process(processes.write, buffer, 2, 300)
+    taken: list[Any] = []
+    while len(taken) < 15:
+        if (drawn := draw(drawer)) is not None:
+            taken.append(drawn)
+            finish(drawer, drawn)
+    header = buffer._here().memory.headers[0]
+    wait_until(lambda: header[block.WAITS] == 1)
+    assert header[block.FLOOR] > header[block.SLOTS]
+    taken.append(draw(drawer))  # of a full queue: most of it is known, and left
+    drawer.kill()
+    following = scene.process(processes.draw_when_told, buffer)
+    while True:
+        is_done = writer.popen.poll() is not None
+        if (drawn := draw(following)) is not None:
+            taken.append(drawn)
+            finish(following, drawn)
+        elif is_done:
+            break
+    stats = ask(following, "stats")
+    assert_adds_up(stats)
+    assert stats["evicted"] == 0
+    assert stats["sampled"] == 20 * len(taken) == stats["added"] // 20 * 20
+
+
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
 def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(3, 0.9), 64, 400)

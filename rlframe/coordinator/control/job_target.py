@@ -53,8 +53,7 @@ class JobTarget:
 
     def submit(self, spec: dict[str, Any]) -> dict[str, Any]:
         """A job, at the end of the queue."""
-        submitted = read_submission(spec)
-        return self._queue.submit(submitted.what, submitted.config, submitted.min_actors, submitted.max_actors)
+        return self._queue.submit(*read_submission(spec))
 
     def cancel(self, reason: str = "") -> None:
         """Ends the job that runs; the next one begins."""

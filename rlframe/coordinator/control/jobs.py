@@ -47,7 +47,6 @@ class Job:
     Attributes:
         number: from 1; rises with every job.
         what: agent and env, for a reader.
-        min_actors, max_actors: the bounds for collectors.
         run_dir: where everything of it is.
         reason: why it is in its state.
         sessions: processes that it has had.
@@ -57,8 +56,6 @@ class Job:
 
     number: int
     what: dict[str, str]
-    min_actors: int
-    max_actors: int
     run_dir: str
     state: State = "queued"
     reason: str = ""
@@ -88,11 +85,10 @@ Command = Callable[[Job, pathlib.Path, bool], list[str]]
 
 def train_command(job: Job, config: pathlib.Path, resume: bool) -> list[str]:
     """The command that runs a job: the one place that knows it."""
-    described = [] if resume else ["--config", str(config)]
+    described = ["--resume"] if resume else ["--config", str(config)]
     return [
-        *(sys.executable, "-m", "rlframe", "train", *described, "--topology", "elastic"),
-        *("--min-actors", str(job.min_actors), "--max-actors", str(job.max_actors), "--control-port", "0"),
-        *("--run-dir", job.run_dir, "--quiet", "--json", *(["--resume"] if resume else [])),
+        *(sys.executable, "-m", "rlframe", "train", *described, "--control-port", "0"),
+        *("--run-dir", job.run_dir, "--quiet", "--json"),
     ]
 
 
@@ -144,19 +140,18 @@ class JobQueue:
 
     # What may be asked for
 
-    def submit(self, what: dict[str, str], config: str, min_actors: int, max_actors: int) -> dict[str, Any]:
+    def submit(self, what: dict[str, str], config: str) -> dict[str, Any]:
         """Puts a run at the queue's end.
 
         Args:
             what: agent and env.
             config: what its `--config` file holds.
-            min_actors, max_actors: the bounds for collectors.
         """
         with self._lock:
             if sum(job.state == "queued" for job in self._jobs) >= MAX_QUEUED:
                 raise ConflictError(f"{MAX_QUEUED} jobs wait already. Cancel some, or submit this one later.")
             number = self._jobs[-1].number + 1 if self._jobs else 1
-            job = Job(number, what, min_actors, max_actors, "", submitted=time.time())
+            job = Job(number, what, "", submitted=time.time())
             job.run_dir = str(self._folder / job.id)
             self._config(job).write_text(config)
             self._jobs.append(job)

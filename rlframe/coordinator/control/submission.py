@@ -12,56 +12,44 @@ from rlframe.programs import naming
 from rlframe.programs.experiment import experiment_class, make_experiment
 from rlframe.programs.jsonable import convert, field_types, from_jsonable, to_jsonable
 
-MIN_ACTORS, MAX_ACTORS = 1, 8
-_MOST_ACTORS = 10_000
-_OWN = ("agent", "env", "preset", "min_actors", "max_actors", "network_config")
-_ELSEWHERE = {
-    "topology": "it is elastic",
-    "engine": "workers are the operator's",
-    "num_actors": "min_actors and max_actors say it",
-}
+TOPOLOGY = "elastic"
+_OWN = ("agent", "env", "preset", "network_config")  # that are looked at before the others
 
 
 class Submission(NamedTuple):
     what: dict[str, str]  # agent and env
     config: str  # what a file for `rlframe train --config` holds
-    min_actors: int
-    max_actors: int
 
 
 def read_submission(spec: dict[str, Any]) -> Submission:
     """What a client asks for.
 
     Args:
-        spec: `agent`, `env`, `preset`, `min_actors` and `max_actors`, `network_config` (an object), and any other field
-            of an experiment or of the agent's config.
+        spec: `agent`, `env`, `preset`, `network_config` (an object), and any other field of an experiment or of the
+            agent's config. The topology is elastic.
 
     Raises:
         FieldError: a field is unknown or its value cannot be; it names the field.
     """
     agent, env, preset = (_text(spec, name, default) for name, default in _TEXTS.items())
-    least = _actors(spec, "min_actors", MIN_ACTORS)
-    most = _actors(spec, "max_actors", max(MAX_ACTORS, least))
-    if least > most:
-        raise FieldError("min_actors", f"min_actors must be at most max_actors={most}, got {least}.")
     with _naming("agent"):
         experiment = experiment_class(agent)
         of_agent = field_types(naming.agent_class(agent).config_cls)  # type: ignore[attr-defined]
     hints = {**of_agent, **field_types(experiment)}
-    for hidden in ("agent_config", *_OWN, *_ELSEWHERE):
+    for hidden in ("agent_config", *_OWN):
         hints.pop(hidden, None)
     fields = {}
     for name, value in spec.items():
         if name in _OWN:
             continue
-        if name in _ELSEWHERE:
-            raise FieldError(name, f"{name} is not for a job of this service: {_ELSEWHERE[name]}.")
         if name not in hints:
             raise FieldError(
                 name[:100], f"There is no field {name[:100]!r} in an experiment with {agent}.{suggest(name, hints)}"
             )
         with _naming(name):
             fields[name] = convert(hints[name], value, name)
+    if fields.setdefault("topology", TOPOLOGY) != TOPOLOGY:
+        raise FieldError("topology", f"A job of this service has the topology {TOPOLOGY}, not {fields['topology']}.")
     if spec.get("network_config") is not None:
         with _naming("network_config"):
             network = naming.network_config_class(fields.get("network"))
@@ -74,7 +62,7 @@ def read_submission(spec: dict[str, Any]) -> Submission:
     content = {"experiment": {**values, "agent": naming.absolute_name(agent), "env": naming.absolute_name(env)}}
     if values.get("network") is not None:
         content["experiment"]["network"] = naming.absolute_name(values["network"])
-    return Submission({"agent": agent, "env": env}, json.dumps(content, indent=2) + "\n", least, most)
+    return Submission({"agent": agent, "env": env}, json.dumps(content, indent=2) + "\n")
 
 
 _TEXTS = {"agent": "ppo", "env": "CartPole-v1", "preset": "auto"}
@@ -95,7 +83,8 @@ class _naming:
             return
         if isinstance(error, (UsageError, TypeError, ValueError)):
             message = str(error)
-            named = self.field or next((name for name in self.among if name in message), None)
+            told = [name for name in self.among if name in message]  # the first is what the sentence is about
+            named = self.field or min(told, key=message.index, default=None)
             raise FieldError(named, message) from error
 
 
@@ -103,11 +92,4 @@ def _text(spec: dict[str, Any], name: str, default: str) -> str:
     value = spec.get(name, default)
     if not isinstance(value, str) or not value or len(value) > 1000:
         raise FieldError(name, f"{name} must be a name, got {value!r:.100}.")
-    return value
-
-
-def _actors(spec: dict[str, Any], name: str, default: int) -> int:
-    value = spec.get(name, default)
-    if type(value) is not int or not 1 <= value <= _MOST_ACTORS:
-        raise FieldError(name, f"{name} must be between 1 and {_MOST_ACTORS}, got {value!r:.100}.")
     return value

@@ -226,6 +226,11 @@ class Settle:
 
 
 @dataclasses.dataclass(frozen=True)
+class SaveReplay:
+    """Write the replay buffer to the disk now, where this coordinator is who keeps it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Pin:
     """Keep the newest version of a policy for an evaluation; `Pinned` comes of it."""
 

@@ -268,6 +268,7 @@ class Machine:
 
     def _on_CheckpointAsked(self, event: ev.CheckpointAsked) -> None:
         self._saves = True
+        self.emit(ev.SaveReplay())
         self.note("checkpoint", "The learner saves with its next update.")
 
     def _on_RestoreAsked(self, event: ev.RestoreAsked) -> None:
@@ -767,7 +768,9 @@ class Machine:
         if task.state is TaskState.ASSIGNED:
             start = task.start
             if task.kind == "learn":
-                start = dataclasses.replace(start, options={**start.options, "min_version": self.accounts.params_version})
+                start = dataclasses.replace(
+                    start, options={**start.options, "min_version": self.accounts.params_version}
+                )
             self._call(worker, task, "start_task", start)
         elif task.state is TaskState.RUNNING:
             self._next_call(worker, task)

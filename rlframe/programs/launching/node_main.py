@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 
-from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
+from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.programs.launching.supervisor import FOR_GOOD
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
@@ -44,7 +44,7 @@ def main() -> None:
     code = 0
     try:
         functions[index]()
-    except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
+    except (UsageError, NonFiniteLossError, CheckpointError, JobFailedError):  # another try would end in the same way
         traceback.print_exc()
         code = FOR_GOOD
     except Exception:
