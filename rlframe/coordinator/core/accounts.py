@@ -44,6 +44,10 @@ class Accounts:
     returns: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return] of each row
     evaluations: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return, version]
 
+    def __post_init__(self) -> None:
+        self._summed: dict[str, list[float]] | None = None  # the census that `_env_steps` is of
+        self._env_steps = 0.0
+
     @property
     def totals(self) -> dict[str, float]:
         """The counters over all that ever collected."""
@@ -53,14 +57,18 @@ class Accounts:
     @property
     def env_steps(self) -> int:
         """Steps that environments took."""
-        return int(sum(values[0] for values in self.census.values()))
+        if self._summed is not self.census:  # every event asks for it: it is not summed over all each time
+            self._summed, self._env_steps = self.census, sum(values[0] for values in self.census.values())
+        return int(self._env_steps)
 
     def collect(self, reply: Collected) -> None:
         """Takes what a collector said of itself; less than it said before is an old answer."""
         who = f"{int(reply.stats['rank'])}.{int(reply.stats['incarnation'])}"
         new = [reply.stats[name] for name in COUNTERS]
-        if new[0] >= self.census.get(who, [0.0])[0]:
+        before = self.census.get(who, [0.0])[0]
+        if new[0] >= before:
             self.census[who] = new
+            self._env_steps += new[0] - before
 
     def learn(self, reply: Learned) -> None:
         """Takes what a learner said of a grant."""
@@ -86,4 +94,6 @@ class Accounts:
 
     def to_json(self) -> dict[str, Any]:
         """For the journal."""
-        return dataclasses.asdict(self)
+        saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        copies = {name: value.copy() for name, value in saved.items() if isinstance(value, (dict, list))}
+        return {**saved, **copies}  # what is in them is replaced, and never changed

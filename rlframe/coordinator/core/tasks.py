@@ -73,6 +73,7 @@ class Board:
 
     def __init__(self) -> None:
         self._tasks: dict[str, Task] = {}
+        self._open: dict[Kind, list[Task]] = {}  # and such as are over since it was looked at
         self.count = 0  # of the tasks that there ever were
 
     def __iter__(self) -> Iterator[Task]:
@@ -92,10 +93,12 @@ class Board:
     def put(self, task: Task) -> None:
         """Takes one in. Of those that are over only the newest are kept."""
         self._tasks[task.task_id] = task
+        self._open.setdefault(task.kind, []).append(task)
         over = [each.task_id for each in self if each.is_over and each.kind != "learn"]
         for task_id in over[:-50]:
             del self._tasks[task_id]
 
     def open(self, kind: Kind) -> list[Task]:
         """Those that are not over."""
-        return [task for task in self if task.kind == kind and not task.is_over]
+        found = self._open[kind] = [task for task in self._open.get(kind, ()) if not task.is_over]
+        return list(found)
