@@ -1,8 +1,8 @@
 """One measurement of a Coordinator: `python -m benchmarks.ours.coordinator [--workers N] [--answer-after S]`.
 
 The Coordinator with its threads and its journal is real; the workers are scripted, in this process, and answer after
-`--answer-after` seconds. Prints messages handled per second, and from when a worker's answer is there until it is called
-again: the 50th and 99th percentile, in milliseconds.
+`--answer-after` seconds. Prints messages handled per second, and from an answer's being there to its worker's next call:
+the 50th and 99th percentile, in milliseconds.
 """
 
 from __future__ import annotations

@@ -217,6 +217,8 @@ def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
     assert world.run(60.0, lambda: world.is_over)
     assert not world.over[0].failed
     assert world.checkpoint[1] == world.store.newest
+    closed = [send.incarnation for send in world.sent if (send.worker_id, send.method) == ("learner/0", "close_task")]
+    assert set(closed) == {1}
 
 
 def test_a_failure_for_good_fails_the_job_at_once() -> None:
