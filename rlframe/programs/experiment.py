@@ -26,7 +26,7 @@ _REPLAYS: dict[str, tuple[str, ...]] = {
     "heavy_env": ("shared_memory", "reverb"),
     "light_env": ("shared_memory", "reverb"),
     "distributed": ("reverb",),
-    "elastic": ("shared_memory",),
+    "elastic": ("shared_memory", "reverb"),
 }
 
 _PROGRAMS, _WITH_SERVICES = ("heavy_env", "light_env", "distributed"), ("light_env", "distributed")
