@@ -251,7 +251,7 @@ class Coordinator:
                 self._published,
                 describes=self._cfg.describes,
                 limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
-                operator=self._operator.kind,
+                operator={"kind": self._operator.kind, "problems": self._operator.problems},
                 replay=self._replay.stats,
                 rates=self._rates,
                 now=self._clock(),

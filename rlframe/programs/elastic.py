@@ -16,11 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from rlframe import handles
 from rlframe.actors import Actor
-from rlframe.agents import Agent
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.core.limits import Limits
@@ -38,7 +35,6 @@ from rlframe.programs.launching.launcher import ON_CPU
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.programs.topologies import Run, add_reverb, learner_config
 from rlframe.replay import SharedMemReplayBuffer
-from rlframe.types import Tree
 
 POLICY = "main"
 
@@ -46,7 +42,7 @@ POLICY = "main"
 def elastic(engine: Any, run: Run) -> None:
     """A coordinator, which has collectors come and go as the learner needs them."""
     replay_buffer = add_replay(engine, run)
-    param_store = engine.own(SharedParamStore(params_template(run.agent), (POLICY,)))
+    param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
     accelerators = {name: os.environ.get(name) for name in ON_CPU}  # of the learner, as this process would have them
     engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, this_process(), accelerators)
 
@@ -74,16 +70,6 @@ def add_replay(engine: Any, run: Run) -> Any:
             capacity=capacity,
         )
     )
-
-
-def params_template(agent: Agent) -> Tree:
-    """Shapes and dtypes of what an agent's learner publishes."""
-
-    def published(rng: jax.Array) -> Tree:
-        params = agent.initial_params(rng)
-        return agent.actor_params(params, agent.initial_learner_state(params))
-
-    return jax.eval_shape(published, jax.random.PRNGKey(0))
 
 
 def make_coordinator(
