@@ -26,6 +26,7 @@ BENCHMARKS = {
     "impala_pong": "IMPALA on Pong-v5 with two actors, against its parts alone on the same cores",
     "lm": "a language model's decode engine and learner, against their jitted steps alone",
     "trajectories": "the trajectory service on disk, against the published server in memory",
+    "coordinator": "200 scripted workers on one coordinator",
 }
 
 

@@ -121,13 +121,12 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
     assert world.m.state is (JobState.FAILED if over.failed else JobState.CLOSED)
     assert not over.failed or "failed" in over.reason or "did not" in over.reason, over
     assert all(is_over(task.state) for task in world.m.tasks)
-    assert world.deliver(ev.Scaled("collector", 2)) is None and world.m.state is world.m.state
     assert not world.live()
-    if world.life <= 2 and world.by_key:  # of one life of the coordinator: nothing that was journaled late
-        assert world.updates == world.m.accounts.updates or world.life == 2
-    if world.life == 1:
+    if world.life == 1:  # what a coordinator that was killed had just begun is not all known to the next
         assert not world.store.pins and world.pinned == world.unpinned
-        assert (not world.buffer.out and world.buffer.settled == world.buffer.drawn) or not world.by_key
+        if world.by_key:
+            assert not world.buffer.out and world.buffer.settled == world.buffer.drawn
+            assert world.updates == world.m.accounts.updates
 
 
 def check_that_it_works(world: World) -> None:

@@ -1,0 +1,300 @@
+"""A Coordinator's surroundings in one process: scripted workers, an operator, a buffer and a param store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlframe.coordinator.messages import (
+    Alive,
+    BatchMeta,
+    Closed,
+    Collected,
+    Demand,
+    Evaluated,
+    GetData,
+    Header,
+    Learn,
+    Learned,
+    NotReady,
+    Refused,
+    Reply,
+    Resources,
+    Started,
+    StartTask,
+    Update,
+)
+from rlframe.coordinator.operators.base import OperatorError, WorkerInfo
+
+WITHIN = 15.0  # seconds that anything may take
+
+
+def until(condition: Callable[[], Any], what: str = "it") -> Any:
+    """Waits for a condition."""
+    deadline = time.monotonic() + WITHIN
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come about"
+        time.sleep(0.005)
+    return found
+
+
+class Called(NamedTuple):
+    """A line of the trace: a call that was answered for good."""
+
+    worker_id: str
+    method: str
+    header: Header | None
+    reply: Reply
+
+
+class Replay:
+    """A buffer by keys, that counts."""
+
+    fetches_by_key = True
+    is_saved_by_learner = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.added = self.drawn = 0
+        self.out: list[int] = []
+        self.updates: list[tuple[list[int], int]] = []  # (keys, version)
+        self.writers: list[str] = []
+
+    def add(self, worker_id: str) -> None:
+        with self._lock:
+            self.added += 1
+            self.writers.append(worker_id)
+
+    def draw(self, timeout: float = 0.0) -> BatchMeta | None:
+        with self._lock:
+            if self.drawn >= 2 * self.added:
+                return None
+            self.drawn += 1
+            self.out.append(self.drawn)
+            return BatchMeta(np.array([[self.drawn, 0, 0]]), np.ones(1))
+
+    def finish(self, keys: np.ndarray) -> None:
+        with self._lock:
+            self.out.remove(int(keys[0, 0]))
+
+    def note_update(self, keys: np.ndarray, version: int) -> None:
+        self.updates.append(([int(key) for key in keys[:, 0]], version))
+
+    def stats(self) -> dict[str, int]:
+        return {"items": self.added, "added": self.added, "sampled": self.drawn}
+
+
+class Store:
+    """Versions, and which are pinned."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.pins: list[int] = []
+        self._lock = threading.Lock()
+
+    def put(self, version: int) -> None:
+        with self._lock:
+            assert not self.versions or version > self.versions[-1], (version, self.versions[-1])
+            self.versions.append(version)
+
+    def pin(self, policy_id: str) -> int:
+        with self._lock:
+            if self.versions:
+                self.pins.append(self.versions[-1])
+            return self.versions[-1] if self.versions else -1
+
+    def unpin(self, policy_id: str, version: int) -> None:
+        with self._lock:
+            self.pins.remove(version)
+
+
+class FakeWorker:
+    """Answers at once, keeps to the protocol, and does as it is told: hang, die, raise or wait."""
+
+    def __init__(self, scene: Scene, role: str, index: int, incarnation: int) -> None:
+        self.scene, self.role, self.index, self.incarnation = scene, role, index, incarnation
+        self.worker_id = f"{role}/{index}"
+        self.is_dead = False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.scripts: dict[str, Callable[[], Reply]] = {}  # method -> what it answers, once
+        self._lock = threading.Lock()
+        self._last: tuple[int, Reply] | None = None
+        self._task: tuple[str, int] | None = None
+        self._runs = False
+        self.start: StartTask | None = None
+        self.env_steps = 0
+
+    def ping(self) -> Alive:
+        self._live()
+        if not self._runs or self._task is None:
+            return Alive(self.worker_id, self.incarnation, "idle")
+        return Alive(self.worker_id, self.incarnation, "waiting", *self._task)
+
+    def resources(self) -> Resources:
+        self._live()
+        return Resources("here", 1, 1, 1)
+
+    def start_task(self, header: Header, request: StartTask) -> Reply:
+        return self._call("start_task", header, request)
+
+    def data_demand(self, header: Header) -> Reply:
+        return self._call("data_demand", header)
+
+    def learn(self, header: Header, request: Learn) -> Reply:
+        return self._call("learn", header, request)
+
+    def get_data(self, header: Header, request: GetData) -> Reply:
+        return self._call("get_data", header, request)
+
+    def close_task(self, header: Header, final: bool) -> Reply:
+        return self._call("close_task", header, final)
+
+    def _live(self) -> None:
+        if not self.goes_on.is_set():
+            self.goes_on.wait(WITHIN)
+        if self.is_dead:
+            raise ConnectionError(f"{self.worker_id} is dead")
+
+    def _call(self, method: str, header: Header, *args: Any) -> Reply:
+        self._live()
+        with self._lock:
+            if self._last is not None and header.seq <= self._last[0]:
+                return self._last[1] if header.seq == self._last[0] else Refused("late")
+            script = self.scripts.get(method)
+            reply = script() if script is not None else getattr(self, f"_{method}")(header, *args)
+            if not isinstance(reply, NotReady):
+                if script is not None:
+                    self.scripts.pop(method, None)
+                self._last = (header.seq, reply)
+                self.scene.trace.append(Called(self.worker_id, method, header, reply))
+            return reply
+
+    def _start_task(self, header: Header, request: StartTask) -> Reply:
+        self._task, self._runs, self.start = (header.task_id, header.attempt), True, request
+        if self.role != "learner":
+            assert self.scene.store.versions, "it started before there was a version"
+            return Started()
+        newest = self.scene.store.versions[-1] if self.scene.store.versions else -1
+        self.scene.version = max(newest, request.options["min_version"]) + 1
+        self.scene.store.put(self.scene.version)
+        return Started({"params_version": self.scene.version, "learner_steps": self.scene.steps})
+
+    def _data_demand(self, header: Header) -> Reply:
+        return Demand(4, self.scene.version, self.scene.steps)
+
+    def _learn(self, header: Header, request: Learn) -> Reply:
+        assert request.batches is not None and len(request.batches) == request.count
+        self.scene.version += 1
+        self.scene.steps += request.count
+        self.scene.store.put(self.scene.version)
+        updates = tuple(Update(batch.keys) for batch in request.batches)
+        return Learned(self.scene.version, self.scene.steps, updates)
+
+    def _get_data(self, header: Header, request: GetData) -> Reply:
+        assert self.start is not None
+        if self.role == "evaluator":
+            version = self.start.options["params_version"]
+            assert version in self.scene.store.pins
+            return Evaluated(version, {"return_mean": 7.0, "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0})
+        time.sleep(0.01)  # what it does takes time
+        self.env_steps += 1
+        self.scene.replay.add(self.worker_id)
+        return Collected(self._stats(), self.scene.version)
+
+    def _close_task(self, header: Header, final: bool) -> Reply:
+        self._runs = False
+        if self.role == "learner":
+            self.scene.saved = self.scene.version if final else self.scene.saved
+            return Closed({"params_version": self.scene.version, "learner_steps": self.scene.steps})
+        if self.role == "evaluator":
+            return Closed()
+        self.env_steps += 1000  # only its closing result tells of these
+        return Closed(self._stats())
+
+    def _stats(self) -> dict[str, float]:
+        counts = {"env_steps": self.env_steps, "episodes": 1, "return_sum": 5.0, "length_sum": 10}
+        return {**counts, "rank": self.index, "incarnation": self.incarnation}
+
+
+class FakeOperator:
+    """Has workers in this process: replaces the dead, and starts as many as are wanted."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene, self._lock = scene, threading.Lock()
+        self.is_out, self.held = False, set[str]()  # held: roles that come later
+        self.workers: dict[str, FakeWorker] = {}
+        self.wanted: dict[str, int] = {}
+        self.made: list[tuple[str, int]] = []
+        self.disconnects = 0
+
+    def connect(self) -> list[WorkerInfo]:
+        return self.list()
+
+    def request(self, role: str, n: int) -> None:
+        self._check()
+        self.wanted[role] = n
+
+    def list(self) -> list[WorkerInfo]:
+        self._check()
+        with self._lock:
+            for worker in list(self.workers.values()):
+                if worker.is_dead:
+                    self._make(worker.role, worker.index, worker.incarnation + 1)
+            for role, n in self.wanted.items():
+                for index in range(n if role not in self.held else 0):
+                    if f"{role}/{index}" not in self.workers:
+                        made = [key[1] for key in self.made if key[0] == f"{role}/{index}"]
+                        self._make(role, index, max(made, default=-1) + 1)
+            return [
+                WorkerInfo(w.worker_id, w.role, w.index, w.incarnation, w, "here", None)  # type: ignore[arg-type]
+                for w in self.workers.values()
+            ]
+
+    def report_failed(self, ids: Iterable[tuple[str, int]]) -> None:
+        self._check()
+        for worker_id, incarnation in ids:
+            worker = self.workers.get(worker_id)
+            if worker is not None and worker.incarnation == incarnation:
+                worker.is_dead = True
+
+    def release(self, ids: Iterable[tuple[str, int]]) -> None:
+        self._check()
+        for worker_id, incarnation in ids:
+            worker = self.workers.get(worker_id)
+            if worker is not None and worker.incarnation == incarnation:
+                del self.workers[worker_id]
+
+    def disconnect(self, end_workers: bool = True) -> None:
+        self._check()
+        self.disconnects += 1
+        self.workers.clear()
+
+    def _check(self) -> None:
+        if self.is_out:
+            raise OperatorError("It is away.")
+
+    def _make(self, role: str, index: int, incarnation: int) -> None:
+        self.made.append((f"{role}/{index}", incarnation))
+        self.workers[f"{role}/{index}"] = FakeWorker(self._scene, role, index, incarnation)
+
+
+class Scene:
+    """All of it, and the trace of what was answered."""
+
+    def __init__(self) -> None:
+        self.trace: list[Called] = []
+        self.replay, self.store = Replay(), Store()
+        self.version = self.saved = -1
+        self.steps = 0
+        self.operator = FakeOperator(self)
+
+    def worker(self, worker_id: str) -> FakeWorker:
+        return self.operator.workers[worker_id]
+
+    def calls(self, worker_id: str) -> list[str]:
+        return [called.method for called in list(self.trace) if called.worker_id == worker_id]

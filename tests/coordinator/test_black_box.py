@@ -1,0 +1,306 @@
+"""The Coordinator from outside: its threads and its journal are real, workers and operator are scripted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.coordinator import Coordinator, CoordinatorConfig
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.limits import Limits
+from rlframe.coordinator.messages import Collected, Failed, Learned
+from rlframe.errors import UsageError
+from tests.coordinator.fakes import Scene, until
+
+LIMITS = Limits(
+    ping_every=0.2,
+    suspect_after=0.6,
+    lost_after=1.5,
+    lost_after_starting=3.0,
+    starting_deadline=5.0,
+    progress_deadline=3.0,
+    close_deadline=5.0,
+    evaluation_deadline=5.0,
+    healthy_after=0.3,
+    retry_after=0.02,
+    slice=0.01,
+)
+
+
+class Stage:
+    """Makes coordinators in one folder, and ends them."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path, self.scene = path, Scene()
+        self.made: list[Coordinator] = []
+
+    def coordinator(self, *, collectors: int = 1, **limits: Any) -> Coordinator:
+        commander = TrainOne(**(limits or {"env_steps": 10**9}))
+        cfg = CoordinatorConfig(str(self.path), collectors=collectors, limits=LIMITS)
+        made = Coordinator(commander, self.scene.operator, self.scene.replay, self.scene.store, cfg)
+        made._machine.manual = True  # nobody scales but the test
+        self.made.append(made)
+        made.submit()
+        return made
+
+    def running(self, **kwargs: Any) -> Coordinator:
+        coordinator = self.coordinator(**kwargs)
+        until(lambda: job(coordinator)["learner_steps"] > 5 and job(coordinator)["env_steps"] > 5, "training")
+        return coordinator
+
+    def kill(self, coordinator: Coordinator) -> None:
+        """Leaves it as a process that is killed does: nothing more is said, and the workers go on."""
+        coordinator._journal.write = coordinator._journal.note = lambda *_: None  # type: ignore[method-assign]
+        coordinator._links.close()
+        coordinator._links.call = lambda *_: None  # type: ignore[method-assign]
+        coordinator._execute = lambda effect: None  # type: ignore[method-assign]
+        coordinator._operator._stop.set()
+        coordinator._operator._thread.join(5.0)
+        coordinator._replay.close()
+        coordinator._machine.state = type(coordinator._machine.state).CLOSED
+        assert coordinator._thread is not None
+        coordinator._thread.join(5.0)
+        assert not coordinator._thread.is_alive()
+
+
+@pytest.fixture
+def stage(tmp_path: pathlib.Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    stage.scene.operator.is_out = False
+    for worker in stage.scene.operator.workers.values():
+        worker.goes_on.set()
+    for coordinator in stage.made:
+        coordinator.close()
+
+
+def job(coordinator: Coordinator) -> dict[str, Any]:
+    return coordinator.status()["job"]
+
+
+def state_of(coordinator: Coordinator, worker_id: str) -> tuple[str, int] | None:
+    found = [w for w in coordinator.status()["workers"] if w["worker_id"] == worker_id]
+    return (found[0]["state"], found[0]["incarnation"]) if found else None
+
+
+def finish(coordinator: Coordinator) -> dict[str, Any]:
+    until(lambda: coordinator.wait(1.0), "the end")
+    return job(coordinator)
+
+
+def test_messages_come_in_the_order_of_the_diagram(stage: Stage) -> None:
+    assert finish(stage.coordinator(learner_steps=40))["state"] == "CLOSED"
+    learner, collector = stage.scene.calls("learner/0"), stage.scene.calls("collector/0")
+    assert (learner[0], learner[-1]) == ("start_task", "close_task")
+    assert all(before == "data_demand" for before, method in itertools.pairwise(learner) if method == "learn")
+    assert set(learner[1:-1]) == {"data_demand", "learn"}
+    assert (collector[0], collector[-1], set(collector[1:-1])) == ("start_task", "close_task", {"get_data"})
+    assert stage.scene.calls("evaluator/0") == ["start_task", "get_data", "close_task"]
+    closes = [called.worker_id for called in stage.scene.trace if called.method == "close_task"]
+    assert closes == ["collector/0", "learner/0", "evaluator/0"]
+    assert stage.scene.operator.disconnects == 1
+
+
+def test_no_collector_starts_before_the_learners_buffer_is_there(stage: Stage) -> None:
+    stage.scene.operator.held = {"learner"}
+    coordinator = stage.coordinator(collectors=3)
+    until(lambda: state_of(coordinator, "collector/2") == ("IDLE", 0), "collectors")
+    assert not stage.scene.trace and job(coordinator)["state"] == "WAITING"
+    stage.scene.operator.held = set()
+    until(lambda: len(stage.scene.replay.writers) > 3, "collecting")
+    assert stage.scene.trace[0][:2] == ("learner/0", "start_task")
+
+
+def test_each_learned_batch_gives_one_update_and_the_last_one_does_too(stage: Stage) -> None:
+    coordinator = stage.coordinator(learner_steps=50)
+    finish(coordinator)
+    coordinator.close()
+    learned = [called.reply for called in stage.scene.trace if isinstance(called.reply, Learned)]
+    batches = [int(update.keys[0, 0]) for reply in learned for update in reply.updates]
+    assert [key for keys, _ in stage.scene.replay.updates for key in keys] == batches
+    assert len(set(batches)) == len(batches) >= 50 and not stage.scene.replay.out
+    accounts = coordinator.status()["accounts"]
+    assert accounts["updates"] == accounts["learned"] == len(batches) == job(coordinator)["learner_steps"]
+    assert accounts["learns"] == len(learned) and accounts["granted"] == len(batches)
+
+
+def test_the_closing_result_of_a_collector_reaches_the_history(stage: Stage) -> None:
+    coordinator = stage.running(collectors=2)
+    coordinator.scale("collector", 1)
+    until(lambda: job(coordinator)["env_steps"] >= 1000, "the closing result")
+    coordinator.cancel()
+    assert finish(coordinator)["env_steps"] >= 2000
+
+
+def test_late_workers_are_picked_up(stage: Stage) -> None:
+    stage.scene.operator.held = {"collector"}
+    coordinator = stage.coordinator()
+    until(lambda: job(coordinator)["state"] == "RUNNING", "the learner")
+    assert job(coordinator)["env_steps"] == 0 and job(coordinator)["waits_for"] in ("data", None)
+    stage.scene.operator.held = set()
+    until(lambda: job(coordinator)["learner_steps"] > 5, "training")
+
+
+@pytest.mark.parametrize("role", ["collector/0", "learner/0"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_worker_that_dies_or_hangs_frees_its_slot(stage: Stage, role: str, how: str) -> None:
+    coordinator = stage.running()
+    worker, began = stage.scene.worker(role), time.monotonic()
+    if how == "kill":
+        worker.is_dead = True
+    else:
+        worker.goes_on.clear()
+    until(lambda: state_of(coordinator, role) == ("BUSY", 1), "a replacement")
+    assert time.monotonic() - began < LIMITS.lost_after + 5.0
+    steps, learned = job(coordinator)["env_steps"], job(coordinator)["learner_steps"]
+    worker.goes_on.set()
+    until(lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training")
+    assert job(coordinator)["restarts"] == 1 and stage.scene.operator.made.count((role, 1)) == 1
+
+
+@pytest.mark.parametrize("role", ["collector/0", "learner/0"])
+def test_a_task_that_raises_is_tried_again(stage: Stage, role: str) -> None:
+    coordinator = stage.running()
+    method = "get_data" if role == "collector/0" else "data_demand"
+    stage.scene.worker(role).scripts[method] = lambda: Failed("ValueError", "boom")
+    until(lambda: job(coordinator)["retries"] == 1, "another try")
+    steps, learned = job(coordinator)["env_steps"], job(coordinator)["learner_steps"]
+    until(lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training")
+    assert any("ValueError: boom" in note["text"] for note in coordinator.events())
+    assert (job(coordinator)["state"], job(coordinator)["restarts"]) == ("RUNNING", 0)
+
+
+def test_an_idle_and_a_busy_worker_can_be_removed(stage: Stage) -> None:
+    coordinator = stage.running(collectors=2)
+    coordinator.scale("collector", 1)
+    until(lambda: "collector/1" not in stage.scene.operator.workers, "the busy one's end")
+    assert stage.scene.calls("collector/1")[-1] == "close_task"
+    stage.scene.operator.held = {"learner"}
+    stage.scene.worker("learner/0").is_dead = True
+    coordinator.pause()
+    until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
+    coordinator.scale("collector", 2)
+    until(lambda: state_of(coordinator, "collector/1") == ("IDLE", 1), "an idle one")
+    coordinator.scale("collector", 1)
+    until(lambda: "collector/1" not in stage.scene.operator.workers, "the idle one's end")
+    assert state_of(coordinator, "collector/1") is None
+
+
+def test_a_failure_that_is_reported_twice_gives_one_replacement(stage: Stage) -> None:
+    coordinator = stage.running()
+    stage.scene.operator.report_failed([("collector/0", 0), ("collector/0", 0)])
+    until(lambda: state_of(coordinator, "collector/0") == ("BUSY", 1), "a replacement")
+    stage.scene.operator.report_failed([("collector/0", 0)])
+    steps = job(coordinator)["env_steps"]
+    until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
+    assert stage.scene.operator.made.count(("collector/0", 1)) == 1
+    assert ("collector/0", 2) not in stage.scene.operator.made and job(coordinator)["restarts"] == 1
+
+
+def test_training_goes_on_while_the_operator_is_away_and_it_is_reconciled_after(stage: Stage) -> None:
+    coordinator = stage.running()
+    stage.scene.operator.is_out = True
+    until(lambda: not coordinator.status()["operator"]["connected"], "the outage")
+    coordinator.scale("collector", 3)
+    steps = job(coordinator)["learner_steps"]
+    until(lambda: job(coordinator)["learner_steps"] > steps + 10, "training")
+    assert state_of(coordinator, "collector/2") is None
+    stage.scene.operator.is_out = False
+    until(lambda: state_of(coordinator, "collector/2") == ("BUSY", 0), "what was asked for meanwhile")
+    assert coordinator.status()["operator"] == {"kind": "FakeOperator", "connected": True, "problem": ""}
+
+
+def test_a_stop_is_sticky(stage: Stage) -> None:
+    coordinator = stage.running()
+    coordinator.cancel("enough")
+    until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
+    coordinator._events.put(ev.Resumed())
+    coordinator._events.put(ev.Scaled("collector", 4))
+    coordinator._events.put(ev.Cancelled("another reason"))
+    assert (finish(coordinator)["state"], job(coordinator)["reason"]) == ("CLOSED", "enough")
+    with pytest.raises(UsageError, match="CLOSED: there is nothing to change. enough"):
+        coordinator.resume()
+    with pytest.raises(UsageError, match="is over"):
+        stage.coordinator()
+
+
+@pytest.mark.parametrize("is_out", [False, True])
+def test_close_is_bounded_and_idempotent_and_leaves_no_thread(stage: Stage, is_out: bool) -> None:
+    before = set(threading.enumerate())
+    coordinator = stage.running()
+    stage.scene.worker("collector/0").goes_on.clear()  # it will not close
+    stage.scene.operator.is_out = is_out
+    began = time.monotonic()
+    coordinator.close()
+    coordinator.close()
+    assert time.monotonic() - began < 25.0
+    stage.scene.trace.clear()
+    for worker in stage.scene.operator.workers.values():
+        worker.goes_on.set()
+    if not is_out:
+        assert job(coordinator)["state"] == "CLOSED" and not stage.scene.operator.workers
+    until(lambda: not [t for t in set(threading.enumerate()) - before if "calls" not in t.name], "the threads' end")
+
+
+def test_evaluations_are_of_one_version_and_never_write_to_the_buffer(stage: Stage) -> None:
+    coordinator = stage.running()
+    coordinator.evaluate_now()
+    until(lambda: job(coordinator)["evaluated_version"] is not None, "an evaluation")
+    started = next(c for c in stage.scene.trace if c[:2] == ("evaluator/0", "start_task"))
+    assert started.header is not None
+    assert job(coordinator)["evaluated_version"] == stage.scene.worker("evaluator/0").start.options["params_version"]
+    assert set(stage.scene.replay.writers) == {"collector/0"}
+    until(lambda: not stage.scene.store.pins, "its version to be let go")
+
+
+def test_counters_do_not_go_back_when_the_coordinator_is_restarted(stage: Stage) -> None:
+    first = stage.running(collectors=2)
+    first.evaluate_now()
+    until(lambda: job(first)["eval_return"] == 7.0, "an evaluation")
+    before, accounts = job(first), first.status()["accounts"]
+    numbers = [note["number"] for note in first.events()]
+    stage.kill(first)
+    second = stage.coordinator()
+    after = job(second)
+    assert all(after[name] >= before[name] for name in ("env_steps", "learner_steps", "params_version"))
+    assert after["coordinator_restarts"] == 1 and after["evaluated_version"] == before["evaluated_version"]
+    until(lambda: job(second)["learner_steps"] > before["learner_steps"] + 10, "training")
+    assert all(second.status()["accounts"][name] >= value for name, value in accounts.items())
+    assert {worker.incarnation for worker in stage.scene.operator.workers.values()} == {0}  # they went on
+    assert second.status()["wanted"]["collector"] == 2
+    assert second.events(numbers[-1])[0]["number"] == numbers[-1] + 1
+
+
+def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
+    coordinator = stage.running()
+    coordinator.pause()
+    until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
+    machine = coordinator._machine
+    until(lambda: all(worker.call is None for worker in machine.roster), "the last answers")
+    until(lambda: machine.accounts.to_json() == coordinator._published, "them to be written down")
+    learned = [called for called in list(stage.scene.trace) if isinstance(called.reply, Learned)]
+    collected = [called for called in list(stage.scene.trace) if isinstance(called.reply, Collected)]
+    before = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
+    steps, version = job(coordinator)["env_steps"], job(coordinator)["params_version"]
+    assert learned and collected
+    for called in (learned[0], learned[-1], collected[0]):
+        header = called.header
+        assert header is not None
+        coordinator._events.put(ev.Replied(called.worker_id, header.incarnation, called.method, header, called.reply))
+    foreign = dataclasses.replace(learned[-1].header, incarnation=7)
+    update = Learned(10**6, 10**6, (), 0)
+    coordinator._events.put(ev.Replied("learner/0", 7, "learn", foreign, update))
+    until(lambda: coordinator.status()["accounts"]["stale"] >= 4, "them to be counted")
+    after = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
+    assert after == before and job(coordinator)["params_version"] == version
+    assert job(coordinator)["env_steps"] == steps
+    assert np.all(np.diff(stage.scene.store.versions) > 0)
