@@ -125,7 +125,9 @@ class Operator:
     def __init__(self, workers: int) -> None:
         ids = ["learner/0", *(f"collector/{index}" for index in range(workers - 1))]
         self._infos = [
-            WorkerInfo(worker_id, worker_id.partition("/")[0], int(worker_id.partition("/")[2]), 0, "here", "here", None)
+            WorkerInfo(
+                worker_id, worker_id.partition("/")[0], int(worker_id.partition("/")[2]), 0, "here", "here", None
+            )
             for worker_id in ids
         ]
 

@@ -109,6 +109,7 @@ def make_coordinator(
         collectors=min(max(described.num_actors, described.min_actors), described.max_actors),
         min_collectors=described.min_actors,
         max_collectors=described.max_actors,
+        max_staleness=described.mean_staleness,
         describes={
             "id": run.path.name,
             "run_dir": str(run.path),
