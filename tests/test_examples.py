@@ -28,3 +28,16 @@ def test_a_topology_learns_under_plain_launchpad_and_stops_cleanly(page: str):
     assert max(returns) >= 195.0, run.stdout + run.stderr
     assert "Killing" not in run.stdout + run.stderr  # which is how Launchpad ends nodes that do not stop
     assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+
+
+@pytest.mark.system
+def test_a_coordinator_made_by_hand_learns_and_leaves_no_process():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    run = subprocess.run(
+        [sys.executable, "examples/elastic.py"], cwd=ROOT, capture_output=True, text=True, timeout=240.0
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "RUNNING → DRAINING" in run.stdout
+    returns = re.findall(r"^return ([\d.]+)$", run.stdout, re.MULTILINE)
+    assert float(returns[0]) >= 195.0, run.stdout + run.stderr
+    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before

@@ -1,1 +1,33 @@
 """The coordinator: elastic training that does not stop. See docs/coordinator.md."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Resolved on first use: the commands that only talk to a coordinator do not wait for JAX.
+_PUBLIC = {
+    "CollectorWorker": "rlframe.coordinator.workers.collector",
+    "Coordinator": "rlframe.coordinator.coordinator",
+    "CoordinatorConfig": "rlframe.coordinator.coordinator",
+    "FileParamStore": "rlframe.coordinator.param_store_files",
+    "LearnerWorker": "rlframe.coordinator.workers.learner",
+    "Limits": "rlframe.coordinator.core.limits",
+    "LocalOperator": "rlframe.coordinator.operators.local",
+    "SharedParamStore": "rlframe.coordinator.param_store_shared",
+    "StaticOperator": "rlframe.coordinator.operators.static",
+    "TrainOne": "rlframe.coordinator.commander",
+    "save_workers": "rlframe.coordinator.workers.records",
+}
+
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'rlframe.coordinator' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -139,12 +139,18 @@ class Coordinator:
 
     # --- the job
 
-    def submit(self) -> None:
+    def submit(self, spec: Any = None) -> None:
         """Begins the job, or goes on with the one in the journal; a thread of its own runs it. See `run`, which waits.
 
         Raises:
-            UsageError: the job in the journal is over: another one needs another folder.
+            UsageError: the job in the journal is over: another one needs another folder. Or this is another job, from
+                the control API: a coordinator has the one that it was made for.
         """
+        if spec is not None:
+            raise UsageError(
+                "This coordinator has the one job that it was made for. `rlframe serve coordinator` takes jobs, and "
+                "`rlframe train --topology elastic` runs another one."
+            )
         with self._lock:
             if self._thread is not None:
                 return
@@ -251,7 +257,7 @@ class Coordinator:
                 self._published,
                 describes=self._cfg.describes,
                 limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
-                operator=self._operator.kind,
+                operator={"kind": self._operator.kind, "problems": self._operator.problems},
                 replay=self._replay.stats,
                 rates=self._rates,
                 now=self._clock(),

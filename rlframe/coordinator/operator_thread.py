@@ -25,12 +25,16 @@ class OperatorThread:
     Args:
         operator: see `rlframe.coordinator.operators`.
         happened: is called with `OperatorAnswered`, `OperatorFailed` and `Disconnected`.
+
+    Attributes:
+        problems: what the operator says is wrong, by worker_id, or "" for all of it.
     """
 
     def __init__(self, operator: Operator, happened: Callable[[Any], None]) -> None:
         self._operator, self._happened = operator, happened
         self._wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self.problems: dict[str, str] = {}
         self._thread = threading.Thread(target=self._run, name="rlframe operator", daemon=True)
 
     @property
@@ -101,6 +105,7 @@ class OperatorThread:
             self._operator.release([(effect.worker_id, effect.incarnation)])
 
     def _answer(self, workers: list[WorkerInfo]) -> None:
+        self.problems = self._operator.problems()
         self._happened(ev.OperatorAnswered(tuple(_seen(info) for info in workers)))
 
     def _disconnect(self) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -71,6 +71,16 @@ class SharedParamStore(ParamStore):
         size = _layout(Packing(template), len(policy_ids) * _slots_each(kept))[1]
         self.__setstate__(_Plan(memory.create(_LABEL, size), template, tuple(policy_ids), kept))
         self._finalizer = weakref.finalize(self, memory.destroy, self._plan.name)
+
+    @classmethod
+    def of(cls, agent: Any, policy_ids: Sequence[str] = ("main",), kept: int = 4) -> SharedParamStore:
+        """A store for what the learner of an agent publishes."""
+
+        def published(rng: jax.Array) -> Tree:
+            params = agent.initial_params(rng)
+            return agent.actor_params(params, agent.initial_learner_state(params))
+
+        return cls(jax.eval_shape(published, jax.random.PRNGKey(0)), policy_ids, kept)
 
     def __getstate__(self) -> _Plan:
         return self._plan

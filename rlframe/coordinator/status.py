@@ -40,7 +40,7 @@ def status(
     *,
     describes: dict[str, Any],
     limits: dict[str, list[int]],
-    operator: str,
+    operator: dict[str, Any],
     replay: dict[str, Any],
     rates: Rates,
     now: float,
@@ -52,7 +52,7 @@ def status(
         counters: its accounts as they are in the journal: they never go back, whoever is killed.
         describes: agent, env, run_dir, until.
         limits: least and most workers of each role that can be scaled.
-        operator: what it is called.
+        operator: what it is called, and what it says is wrong.
         replay: the buffer's counters.
         rates: of the last seconds.
         now: the time.
@@ -122,7 +122,7 @@ def status(
         ],
         "replay": replay,
         "operator": {
-            "kind": operator,
+            **operator,
             "connected": not machine.operator_problem and machine.state is not JobState.INIT,
             "problem": machine.operator_problem,
         },

@@ -16,11 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from rlframe import handles
 from rlframe.actors import Actor
-from rlframe.agents import Agent
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.core.limits import Limits
@@ -36,45 +33,43 @@ from rlframe.programs.census import Census
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.launching.launcher import ON_CPU
 from rlframe.programs.run_dir import Result, RunDir
-from rlframe.programs.topologies import Engine, Run, learner_config
+from rlframe.programs.topologies import Run, add_reverb, learner_config
 from rlframe.replay import SharedMemReplayBuffer
-from rlframe.types import Tree
 
 POLICY = "main"
 
 
-def elastic(engine: Engine, run: Run) -> None:
+def elastic(engine: Any, run: Run) -> None:
     """A coordinator, which has collectors come and go as the learner needs them."""
-    described, agent = run.described, run.agent
-    most = described.max_actors
-    # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
-    # another topology, and many keep more.
-    capacity = replay_capacity(agent.replay_spec, described) * most // described.num_actors
-    replay_buffer = SharedMemReplayBuffer(
-        agent,
-        num_writers=most,
-        seed=described.seed,
-        max_envs=described.envs_per_actor,
-        timeout=float("inf"),  # a pause takes as long as it takes; a learner that hangs is the coordinator's to see
-        run_ahead=Limits.grant,  # a learner's keys for one call
-        come_and_go=True,
-        capacity=capacity,
-    )
-    param_store = SharedParamStore(params_template(agent), (POLICY,))
-    engine.own(replay_buffer)
-    engine.own(param_store)
+    replay_buffer = add_replay(engine, run)
+    param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
     accelerators = {name: os.environ.get(name) for name in ON_CPU}  # of the learner, as this process would have them
     engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, this_process(), accelerators)
 
 
-def params_template(agent: Agent) -> Tree:
-    """Shapes and dtypes of what an agent's learner publishes."""
+def add_replay(engine: Any, run: Run) -> Any:
+    """The replay that the experiment asks for: an object that finds it from any process of the run."""
+    described, agent, most = run.described, run.agent, run.described.max_actors
+    # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
+    # another topology, and many keep more.
+    capacity = replay_capacity(agent.replay_spec, described) * most // described.num_actors
+    if described.replay_kind == "reverb":
+        from rlframe.replay.reverb import ReverbReplayBuffer
 
-    def published(rng: jax.Array) -> Tree:
-        params = agent.initial_params(rng)
-        return agent.actor_params(params, agent.initial_learner_state(params))
-
-    return jax.eval_shape(published, jax.random.PRNGKey(0))
+        add_reverb(engine, run, capacity)
+        return ReverbReplayBuffer(agent, engine.address_of("replay"))
+    return engine.own(
+        SharedMemReplayBuffer(
+            agent,
+            num_writers=most,
+            seed=described.seed,
+            max_envs=described.envs_per_actor,
+            timeout=float("inf"),  # a pause takes as long as it takes; a learner that hangs is the coordinator's to see
+            run_ahead=Limits.grant,  # a learner's keys for one call
+            come_and_go=True,
+            capacity=capacity,
+        )
+    )
 
 
 def make_coordinator(
@@ -114,6 +109,7 @@ def make_coordinator(
         collectors=min(max(described.num_actors, described.min_actors), described.max_actors),
         min_collectors=described.min_actors,
         max_collectors=described.max_actors,
+        max_staleness=described.mean_staleness,
         describes={
             "id": run.path.name,
             "run_dir": str(run.path),

@@ -26,7 +26,7 @@ _REPLAYS: dict[str, tuple[str, ...]] = {
     "heavy_env": ("shared_memory", "reverb"),
     "light_env": ("shared_memory", "reverb"),
     "distributed": ("reverb",),
-    "elastic": ("shared_memory",),
+    "elastic": ("shared_memory", "reverb"),
 }
 
 _PROGRAMS, _WITH_SERVICES = ("heavy_env", "light_env", "distributed"), ("light_env", "distributed")
@@ -36,6 +36,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "num_actors": (*_PROGRAMS, "elastic"),
     "min_actors": ("elastic",),
     "max_actors": ("elastic",),
+    "mean_staleness": ("elastic",),
     "engine": _PROGRAMS,
     "max_restarts": (*_PROGRAMS, "elastic"),
     "num_inferencers": _WITH_SERVICES,
@@ -61,6 +62,7 @@ class Experiment:
     num_actors: int = 2  # of a topology of several processes; of elastic to begin with
     min_actors: int = 1  # of elastic: there are never fewer
     max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
+    mean_staleness: Union[float, None] = None  # of elastic: versions above which there are fewer actors; None: no bound
     num_inferencers: int = 1  # services, of light_env and distributed
     num_pools: int = 1  # of each actor's environments; of 2 one steps while a service answers for the other
     replay: Replay = "auto"  # where experience lies; auto: as the topology is meant
@@ -101,6 +103,8 @@ class Experiment:
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
 
+        if self.mean_staleness is not None and self.mean_staleness <= 0:
+            raise UsageError(f"mean_staleness must be more than 0 versions, got {self.mean_staleness}.")
         self._check_is_read()
         if self.max_actors < self.min_actors:
             raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
@@ -240,6 +244,7 @@ def complete(described: Any) -> Any:
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
 _CHANGEABLE |= {"engine", "max_restarts", "checkpoint_every", "replay_checkpoint_every"}
+_CHANGEABLE |= {"min_actors", "mean_staleness"}
 _CHANGEABLE |= {"slots", "service_port", "policy_port"}  # of a `LanguageExperiment`
 
 

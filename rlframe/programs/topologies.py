@@ -123,10 +123,16 @@ def add_replay(engine: Engine, run: Run) -> Any:
             capacity=capacity,
         )
         return engine.own(replay_buffer)
+    return add_reverb(engine, run, capacity)
+
+
+def add_reverb(engine: Engine, run: Run, capacity: int) -> Any:
+    """A Reverb server of `capacity` steps: the handle to it."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 
+    described, agent = run.described, run.agent
     # The environments of a pool complete their unrolls with the same step: they are sent as one item.
-    block = described.envs_per_pool if spec.kind == "queue" else 1
+    block = described.envs_per_pool if agent.replay_spec.kind == "queue" else 1
     tables = ReverbReplayBuffer.tables(agent, block=block, capacity=capacity)
     return engine.add_reverb("replay", tables, str(RunDir(run.path).reverb))
 

@@ -1,0 +1,82 @@
+"""IMPALA on CartPole under a coordinator: `python examples/elastic.py`.
+
+A learner, two collectors and an evaluator, each a process that may be killed while it runs:
+
+    pkill -9 -f 'rlframe: collector 1'
+"""
+
+import functools
+import tempfile
+
+from rlframe import Actor, Evaluator, Inferencer, InferencerConfig, LearnerConfig, SharedMemReplayBuffer, SyncEnv
+from rlframe.agents import IMPALA, IMPALAConfig
+from rlframe.coordinator import (
+    CollectorWorker,
+    Coordinator,
+    CoordinatorConfig,
+    LearnerWorker,
+    LocalOperator,
+    SharedParamStore,
+    TrainOne,
+    save_workers,
+)
+
+NUM_COLLECTORS = 2
+
+config = IMPALAConfig(  # those of the preset impala/cartpole
+    unroll_length=10,
+    batch_size=8,
+    vtrace_lambda=0.95,
+    optimiser="adam",
+    learning_rate=2e-3,
+    max_grad_norm=None,
+    total_learner_steps=2_500,
+)
+
+
+def env_builder(seed):
+    return SyncEnv("CartPole-v1", 8, "loop", seed=seed)
+
+
+def make_actor(replay_buffer, inferencer, rank):
+    return Actor(env_builder, inferencer, replay_buffer, rank)
+
+
+def make_evaluator(agent, learner):
+    return Evaluator(env_builder, Inferencer(InferencerConfig(greedy=True), agent, learner), episodes=8)
+
+
+def main(directory):
+    env = env_builder(seed=1)
+    agent = IMPALA(config, env.observation_spec, env.action_spec)
+    env.close()
+    replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_COLLECTORS, come_and_go=True)
+    param_store = SharedParamStore.of(agent)
+    learner_cfg = LearnerConfig(checkpoint_dir=f"{directory}/checkpoints", resume=True)
+    workers = {
+        "learner": functools.partial(LearnerWorker, learner_cfg, agent, replay_buffer, param_store),
+        "collector": functools.partial(
+            CollectorWorker, functools.partial(make_actor, replay_buffer), agent, param_store
+        ),
+        "evaluator": functools.partial(CollectorWorker, None, agent, param_store, evaluations=make_evaluator),
+    }
+    save_workers(directory, workers)
+    coordinator = Coordinator(
+        TrainOne(learner_steps=2_500, eval_every=50_000),
+        LocalOperator(directory),
+        replay_buffer,
+        param_store,
+        CoordinatorConfig(directory, collectors=NUM_COLLECTORS, max_collectors=NUM_COLLECTORS),
+    )
+    coordinator.submit()
+    number = 0
+    while not coordinator.wait(0.2):
+        for event in coordinator.events(since=number):
+            number = event["number"]
+            print(event["text"])
+    coordinator.close()
+    print(f"return {coordinator.status()['job']['eval_return']:.1f}")
+
+
+if __name__ == "__main__":
+    main(tempfile.mkdtemp(prefix="rlframe-"))
