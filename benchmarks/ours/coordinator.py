@@ -1,7 +1,7 @@
 """One measurement of a Coordinator: `python -m benchmarks.ours.coordinator [--workers N] [--answer-after S]`.
 
 The Coordinator with its threads and its journal is real; the workers are scripted, in this process, and answer after
-`--answer-after` seconds. Prints messages handled per second, and from an answer's being there to its worker's next call:
+`--answer-after` seconds. Prints messages handled per second, and from an answer to its worker's next call:
 the 50th and 99th percentile, in milliseconds.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.messages import (
     Alive,
     BatchMeta,

@@ -9,7 +9,7 @@ from typing import Any
 _PUBLIC = {
     "CollectorWorker": "rlframe.coordinator.workers.collector",
     "Coordinator": "rlframe.coordinator.coordinator",
-    "CoordinatorConfig": "rlframe.coordinator.coordinator",
+    "CoordinatorConfig": "rlframe.coordinator.config",
     "FileParamStore": "rlframe.coordinator.param_store_files",
     "LearnerWorker": "rlframe.coordinator.workers.learner",
     "Limits": "rlframe.coordinator.core.limits",

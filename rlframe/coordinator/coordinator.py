@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import json
@@ -11,68 +10,27 @@ import pathlib
 import queue
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from rlframe import handles
 from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import Commander
+from rlframe.coordinator.config import CoordinatorConfig, Recorder
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.limits import Limits
 from rlframe.coordinator.core.machine import Machine
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.links import Links
 from rlframe.coordinator.messages import ROLES, Reply, Role
 from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.replay_thread import ReplayThread
-from rlframe.coordinator.scaling import Load, Scaling, cores_here
+from rlframe.coordinator.scaling import Scaling, Watch, cores_here
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.errors import JobFailedError, UsageError, suggest
 
 _TICK = 0.05  # seconds between two looks at what is due
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
-_WINDOW = 5.0  # seconds of which the scaling judges
 _STOP_WITHIN = 6.0  # seconds for tasks to close when the program is told to end
 _CLOSE_WITHIN = 20.0  # seconds that `close` waits for that, and for the operator
-
-
-@dataclasses.dataclass(frozen=True)
-class CoordinatorConfig:
-    """What a coordinator holds a job to."""
-
-    path: str  # a folder for its journal
-    job_id: str = ""  # a journal of another job is not gone on with
-    before: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # what was collected before the job
-    min_collectors: int = 1
-    max_collectors: int = 8
-    collectors: int = 0  # to begin with; 0: the least
-    max_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
-    describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
-    limits: Limits = dataclasses.field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_collectors <= self.max_collectors:
-            raise UsageError(
-                "A coordinator needs 1 <= min_collectors <= max_collectors, got "
-                f"{self.min_collectors} and {self.max_collectors}."
-            )
-        if self.collectors and not self.min_collectors <= self.collectors <= self.max_collectors:
-            raise UsageError(
-                f"CoordinatorConfig.collectors must be between {self.min_collectors} and {self.max_collectors}, got "
-                f"{self.collectors}."
-            )
-
-
-class Recorder(Protocol):
-    """Where a run's metrics go. Called by the coordinator's own thread."""
-
-    def begin(self, env_steps: int) -> None:
-        """The job begins, or goes on, at so many environment steps: rows after that are of the past."""
-
-    def write(self, env_steps: int, values: dict[str, Any], census: dict[str, list[float]]) -> None:
-        """Takes a row, and what each collector has done: "rank.incarnation" -> its counters."""
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """The job is over: failed, reason, evaluation (or None), and what the status says of the job."""
 
 
 class Coordinator:
@@ -128,8 +86,8 @@ class Coordinator:
         self._links = Links()
         self._operator = OperatorThread(operator, self._events.put)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
-        self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
-        self._window: tuple[float, float, int, int] | None = None
+        scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
+        self._watch = Watch(scaling)
         self._rates = statuses.Rates()
         self._published = self._machine.accounts.to_json()
         self._journaled_at = 0.0
@@ -276,6 +234,7 @@ class Coordinator:
     # --- the loop
 
     def _run(self) -> None:
+        tick_at = 0.0
         try:
             self._operator.start()
             self._replay.start()
@@ -283,20 +242,17 @@ class Coordinator:
                 self._recorder.begin(self._machine.accounts.env_steps)
             self._handle([ev.Submitted()])
             while not is_over(self._machine.state):
-                self._handle([*self._next_events(), ev.Ticked()] if self._is_tick_due() else self._next_events())
+                happened = self._next_events()
+                if time.monotonic() >= tick_at:
+                    happened.append(ev.Ticked())
+                    tick_at = time.monotonic() + _TICK
+                self._handle(happened)
         except BaseException as error:
             self._failure = error
         finally:
             self._over.set()
             with self._noted:
                 self._noted.notify_all()
-
-    def _is_tick_due(self) -> bool:
-        now = time.monotonic()
-        if now < getattr(self, "_tick_at", 0.0):
-            return False
-        self._tick_at = now + _TICK
-        return True
 
     def _next_events(self) -> list[Any]:
         """What has happened, after a short wait for something to; sends what was put off."""
@@ -318,9 +274,9 @@ class Coordinator:
         with self._lock:
             for event in happened:
                 effects += self._machine.handle(event, self._clock())
-            scaled = self._scale()
-            if scaled is not None:
-                effects += self._machine.handle(scaled, self._clock())
+            wanted = self._watch.wanted(self._machine, self._clock())
+            if wanted is not None:
+                effects += self._machine.handle(ev.Scaled("collector", wanted, "load"), self._clock())
             self._write_down(effects)
         for effect in effects:
             self._execute(effect)
@@ -383,30 +339,6 @@ class Coordinator:
 
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         self._links.call(effect.worker_id, effect.incarnation, effect.method, args, answer)
-
-    def _scale(self) -> ev.Scaled | None:
-        """What the scaling makes of the last window of time, at its end."""
-        machine, now = self._machine, self._clock()
-        here = (now, machine.learner_waited, machine.answers, machine.paced_answers)
-        if machine.manual or machine.state is not JobState.RUNNING or self._window is None:
-            self._window = here
-            return None
-        began, waited, answers, paced = self._window
-        if now - began < _WINDOW:
-            return None
-        self._window = here
-        load = Load(
-            collectors=machine.wanted["collector"],
-            seconds=now - began,
-            learner_waited=machine.learner_waited - waited,
-            paced=(machine.paced_answers - paced) / max(machine.answers - answers, 1),
-            staleness=machine.accounts.logs.get("staleness"),
-        )
-        at_work = [worker for worker in machine.roster.of("collector") if worker.params_version >= 0]
-        if len(at_work) < load.collectors:  # some are still on their way
-            return None
-        wanted = self._scaling.wanted(load)
-        return ev.Scaled("collector", wanted, "load") if wanted != load.collectors else None
 
 
 class _Clock:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from rlframe.coordinator.core.machine import Machine
+from rlframe.coordinator.states import JobState
+
 
 @dataclasses.dataclass(frozen=True)
 class Load:
@@ -74,6 +77,46 @@ class Scaling:
 
     def _within(self, count: int) -> int:
         return min(max(count, self.least), self.most)
+
+
+class Watch:
+    """Has a scaling judge a job, one window of time after another.
+
+    Args:
+        scaling: the judge.
+    """
+
+    _WINDOW = 5.0  # seconds
+
+    def __init__(self, scaling: Scaling) -> None:
+        self._scaling = scaling
+        self._before: tuple[float, float, int, int] | None = None  # at the window's begin
+
+    def wanted(self, machine: Machine, now: float) -> int | None:
+        """How many collectors there should be from now on, at the end of a window; None: as many as are wanted.
+
+        Nothing is judged while a person has said how many, while the job does not run, or collectors are on their way.
+        """
+        here = (now, machine.learner_waited, machine.answers, machine.paced_answers)
+        if machine.manual or machine.state is not JobState.RUNNING or self._before is None:
+            self._before = here
+            return None
+        began, waited, answers, paced = self._before
+        if now - began < self._WINDOW:
+            return None
+        self._before = here
+        count = machine.wanted["collector"]
+        if len([worker for worker in machine.roster.of("collector") if worker.params_version >= 0]) < count:
+            return None
+        load = Load(
+            collectors=count,
+            seconds=now - began,
+            learner_waited=machine.learner_waited - waited,
+            paced=(machine.paced_answers - paced) / max(machine.answers - answers, 1),
+            staleness=machine.accounts.logs.get("staleness"),
+        )
+        wanted = self._scaling.wanted(load)
+        return wanted if wanted != count else None
 
 
 def cores_here() -> int:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlframe.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.limits import Limits
 from rlframe.coordinator.messages import Collected, Failed, Learned
