@@ -97,7 +97,7 @@ class Watch:
 
         Nothing is judged while a person has said how many, while the job does not run, or collectors are on their way.
         """
-        here = (now, machine.learner_waited, machine.answers, machine.paced_answers)
+        here = (now, machine.learning.waited, machine.collecting.answers, machine.collecting.paced_answers)
         if machine.manual or machine.state is not JobState.RUNNING or self._before is None:
             self._before = here
             return None
@@ -111,8 +111,8 @@ class Watch:
         load = Load(
             collectors=count,
             seconds=now - began,
-            learner_waited=machine.learner_waited - waited,
-            paced=(machine.paced_answers - paced) / max(machine.answers - answers, 1),
+            learner_waited=machine.learning.waited - waited,
+            paced=(machine.collecting.paced_answers - paced) / max(machine.collecting.answers - answers, 1),
             staleness=machine.accounts.logs.get("staleness"),
         )
         wanted = self._scaling.wanted(load)

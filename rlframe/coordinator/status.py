@@ -143,7 +143,7 @@ def _waits_for(machine: Machine) -> str | None:
         return "paused"
     if machine.ending is not None:
         return "evaluation" if machine.tasks.open("evaluate") else None
-    if machine.learner_waits_for == "data":
+    if machine.learning.waits_for == "data":
         collectors = [worker for worker in machine.roster.of("collector") if worker.task_id]
         return "pacing" if collectors and all(worker.waits for worker in collectors) else "data"
-    return machine.learner_waits_for
+    return machine.learning.waits_for

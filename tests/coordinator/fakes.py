@@ -274,6 +274,9 @@ class FakeOperator:
         self.disconnects += 1
         self.workers.clear()
 
+    def problems(self) -> dict[str, str]:
+        return {}
+
     def _check(self) -> None:
         if self.is_out:
             raise OperatorError("It is away.")

@@ -216,7 +216,8 @@ def test_training_goes_on_while_the_operator_is_away_and_it_is_reconciled_after(
     assert state_of(coordinator, "collector/2") is None
     stage.scene.operator.is_out = False
     until(lambda: state_of(coordinator, "collector/2") == ("BUSY", 0), "what was asked for meanwhile")
-    assert coordinator.status()["operator"] == {"kind": "FakeOperator", "connected": True, "problem": ""}
+    operator = coordinator.status()["operator"]
+    assert operator == {"kind": "FakeOperator", "connected": True, "problem": "", "problems": {}}
 
 
 def test_a_stop_is_sticky(stage: Stage) -> None:

@@ -30,12 +30,12 @@ class Ending:
 
     def __init__(self, machine: Machine, reason: str, *, failed: bool, evaluates: bool) -> None:
         self._machine, self.reason, self.failed, self._evaluates = machine, reason, failed, evaluates
-        self._step, self._since = "collectors", machine._now
+        self._step, self._since = "collectors", machine.now
         self._close_within = machine.limits.close_deadline
         self._task_id: str | None = None  # of the last evaluation
         self.evaluation: dict[str, Any] | None = None
         if machine.state is not JobState.DRAINING:
-            machine._become(JobState.DRAINING)
+            machine.become(JobState.DRAINING)
         machine.note("draining", f"The job ends: {reason}.", failed=failed)
         self._begin_step()
 
@@ -104,7 +104,7 @@ class Ending:
     def go_on(self, now: float) -> None:
         """Takes the next steps, as far as the ones before are done."""
         if self._machine.state is JobState.CONNECTING:  # restarted in the middle of it
-            self._machine._become(JobState.DRAINING)
+            self._machine.become(JobState.DRAINING)
             self._begin_step()
         while self._step != "disconnect" and self._is_done(now):
             self._step = _STEPS[_STEPS.index(self._step) + 1]
@@ -119,20 +119,19 @@ class Ending:
         is_evaluated = self._evaluates and not self.failed and machine.accounts.params_version >= 0
         if self._step == "evaluation" and is_evaluated:
             if machine.tasks.get(self._task_id) is None:
-                self._task_id = machine.evaluate(machine.commander.final_policy()).task_id
+                self._task_id = machine.evaluating.begin(machine.commander.final_policy()).task_id
         elif self._step == "disconnect":
             for task in machine.tasks:
-                machine.give_up(task)
+                machine.outcomes.give_up(task)
             machine.emit(ev.Disconnect())
-        for worker in machine.roster:
-            machine.drive(worker)
+        machine.work.drive_all()
 
     def _is_done(self, now: float) -> bool:
         machine, waited = self._machine, now - self._since
         if self._step == "evaluation":
             return self._is_evaluated(waited)
         tasks = machine.tasks.open("collect" if self._step == "collectors" else "learn")
-        if self._step == "collectors" or not self.wants_learner or not machine._learner_came:
+        if self._step == "collectors" or not self.wants_learner or not machine.learner_came:
             tasks = [task for task in tasks if task.is_live or self._may_be_at_work(task)]
         if not tasks:
             return True
@@ -140,10 +139,10 @@ class Ending:
             return False
         overdue = f"{', '.join(task.task_id for task in tasks)} did not close within {self._close_within:g} s"
         machine.note("overdue", f"{overdue}.")
-        if self._step == "learner" and machine._learner_came:
+        if self._step == "learner" and machine.learner_came:
             self.fail(overdue)
         for task in tasks:
-            machine.give_up(task)
+            machine.outcomes.give_up(task)
         return True
 
     def _may_be_at_work(self, task: Task) -> bool:
@@ -152,7 +151,7 @@ class Ending:
         if task.attempt < 0:
             return False
         if worker is None:
-            return not self._machine._operator_answered
+            return not self._machine.operator_answered
         return worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING)
 
     def _is_evaluated(self, waited: float) -> bool:

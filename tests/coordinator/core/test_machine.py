@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from rlframe.coordinator.commander import TrainOne
@@ -254,6 +256,39 @@ def test_workers_that_never_come_fail_the_job() -> None:
     world.operator.never_comes.add("learner")
     assert world.run(300.0, lambda: world.is_over)
     assert world.over[0].failed and "learner/0 did not come up 3 times in a row" in world.over[0].reason
+
+
+@pytest.mark.parametrize("role", ["learner", "collector"])
+def test_a_job_whose_operator_lists_nobody_of_a_role_fails(role: str) -> None:
+    world = World(commander=ENDLESS)
+    world.operator.never_starts.add(role)
+    assert not world.run(LIMITS.starting_deadline - 1.0, lambda: world.is_over)
+    assert world.run(3.0 + LIMITS.close_deadline, lambda: world.is_over)
+    why = f"the operator answers, but has listed no {role} for 300 s: see that it can start one"
+    assert world.over == [ev.Over(True, why)]
+
+
+def test_a_job_whose_operator_never_answers_fails() -> None:
+    world = World(commander=ENDLESS)
+    world.operator.is_out = True
+    assert not world.run(LIMITS.starting_deadline - 1.0, lambda: world.is_over)
+    assert world.run(15.0, lambda: world.is_over)
+    assert world.over == [ev.Over(True, "the operator could not be reached for 300 s: it is away")]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_outage_of_the_operator_is_waited_for_in_a_run(restarts: bool) -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=20.0))
+    world.operator.is_out = True
+    if restarts:
+        world.kill_coordinator()
+        world.start_coordinator()
+    else:
+        world.kill(learner(world))
+    world.run(60.0)
+    assert world.m.operator_problem and not world.is_over
+    world.operator.is_out = False
+    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING and at_work(world) == 1)
 
 
 def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:

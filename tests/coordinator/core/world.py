@@ -331,6 +331,7 @@ class SimOperator:
         self.is_out = False
         self.is_over = False
         self.never_comes: set[str] = set()  # roles whose processes never serve
+        self.never_starts: set[str] = set()  # roles of which there are no processes at all
 
     def list(self) -> tuple[ev.Seen, ...]:
         workers = [worker for worker in self.slots.values() if worker is not None and not worker.is_dead]
@@ -372,7 +373,7 @@ class SimOperator:
         for role, wanted in self.wanted.items():
             starting = [worker_id for worker_id in self.slots if worker_id.startswith(role)]
             index = 0
-            while len(starting) < wanted:
+            while len(starting) < wanted and role not in self.never_starts:
                 worker_id = f"{role}/{index}"
                 if worker_id not in self.slots:
                     self._begin(worker_id, role, index)
