@@ -178,7 +178,7 @@ class Machine:
         """The last thing that happens to a job."""
         self._become(JobState.FAILED if failed else JobState.CLOSED)
         self.reason = reason
-        self.write_row(final=True)
+        self.write_row()
         self.note(self.state.value.lower(), f"The job is over: {reason}.")
         self.emit(ev.Over(failed, reason))
 
@@ -614,7 +614,7 @@ class Machine:
         if self.accounts.env_steps >= self._row_at + self.limits.row_every:
             self.write_row()
 
-    def write_row(self, final: bool = False) -> None:
+    def write_row(self) -> None:
         """Emits a row of what was done since the last one."""
         totals, before = self.accounts.totals, self._row_totals
         new = {name: totals[name] - before.get(name, 0.0) for name in totals}
