@@ -28,6 +28,7 @@ CALL_TIMEOUT = 5.0  # seconds for one attempt; a stop waits for no longer than t
 DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
 
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two rounds of attempts, doubled from round to round
+_SHORT = 5.0  # seconds: of calls with no more than that the error tells in time, so nothing warns of it before
 _RETURN_AFTER = 30.0  # seconds after which the first of several peers is tried again
 NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
@@ -141,7 +142,7 @@ class Remote:
         for attempt in itertools.count(1):
             if attempt % len(self._addresses) == 0:
                 waited = time.monotonic() - began
-                if waited > 1.0 and not warned:
+                if waited > 1.0 and not warned and self._deadline > _SHORT:
                     warned = True
                     _log.warning("%s does not answer %s(): %s. Trying on.", self._who(address), method, reason)
                 if waited >= self._deadline:

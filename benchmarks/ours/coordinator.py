@@ -148,6 +148,10 @@ class Operator:
     def disconnect(self, end_workers: bool = True) -> None:
         """They stay."""
 
+    def problems(self) -> dict[str, str]:
+        """Nothing is wrong."""
+        return {}
+
 
 class Replay:
     """Gives keys as fast as they are drawn."""
@@ -187,7 +191,7 @@ def main() -> None:
         coordinator = Coordinator(TrainOne(env_steps=10**12), Operator(args.workers), Replay(), None, cfg)
         coordinator._links = workers  # type: ignore[assignment]
         coordinator._machine.manual = True  # they are as many as they are
-        coordinator.submit()
+        threading.Thread(target=coordinator.run, daemon=True).start()
         deadline = time.monotonic() + 60.0
         while len(workers._steps) < collectors:
             assert time.monotonic() < deadline, f"{len(workers._steps)} of {collectors} collectors are at work"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import json
@@ -127,6 +128,10 @@ class Coordinator:
         """
         with handles.stopped_by_program(lambda: self._cancel("the program was told to stop", _STOP_WITHIN)):
             if not is_over(self._machine.state):
+                # All that was imported will not become garbage: to look through it now and again would take the
+                # coordinator's thread up to a tenth of a second.
+                gc.collect()
+                gc.freeze()
                 self.submit()
                 self._over.wait()
         self._end()
@@ -290,8 +295,9 @@ class Coordinator:
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
             self._journaled_at = now
-            state = self._machine.to_json()
-            self._journal.write({**state, "job_id": self._cfg.job_id})
+            state = {**self._machine.to_json(), "job_id": self._cfg.job_id}
+            if state != self._journal.state:
+                self._journal.write(state)
             self._published = state["accounts"]
             self._rates.add(self._clock(), self._machine.accounts)
         if notes:

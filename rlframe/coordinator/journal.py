@@ -16,7 +16,7 @@ _KEPT_NOTES = 1000
 class Journal:
     """A file of lines, of which the newest of each kind holds: the state, written whole, and the log of events.
 
-    A line is written by one call, so what is in the file when its writer is killed is whole lines and at most one half
+    A line is written at once, so what is in the file when its writer is killed is whole lines and at most one half
     line, which is cut off. The file is not synced with each line: it outlives its writer, not the machine's power.
 
     Args:
@@ -59,7 +59,10 @@ class Journal:
 
     def _append(self, record: dict[str, Any]) -> None:
         try:
-            self._size += self._file.write(json.dumps(record).encode() + b"\n")
+            rest = json.dumps(record).encode() + b"\n"
+            self._size += len(rest)
+            while rest:  # a disk that is nearly full takes a part of it
+                rest = rest[self._file.write(rest) :]
             if self._size > _COMPACT_AT:
                 self._file.close()
                 self._compact()

@@ -17,6 +17,7 @@ class Load:
         collectors: that are at work.
         seconds: how long it was.
         learner_waited: seconds of it in which the learner waited for data.
+        env_steps: that were taken in it.
         paced: share of collectors' answers that said they wait: for newer parameters, or for room.
         staleness: versions that what was learned from was old, on average; None where nothing was learned.
     """
@@ -24,6 +25,7 @@ class Load:
     collectors: int
     seconds: float
     learner_waited: float
+    env_steps: int
     paced: float
     staleness: float | None = None
 
@@ -33,8 +35,9 @@ class Scaling:
 
     One more where the learner waited for data for more than `starved` of the window, and collectors did not wait; one
     fewer where what it learns from is older than `max_staleness`, or collectors spent `idle` of it waiting. After a
-    change a window is let pass: a new collector has yet to compile. And a change that made things no better is not
-    made again for a while, whose length doubles: of a learner that collectors cannot feed on this machine.
+    change a window is let pass: a new collector has yet to compile. And one more that brought nothing, neither steps
+    nor a learner that waits less, goes again, and is not tried for a while, whose length doubles: where the cores are
+    busy, or the game itself is slow for all, collectors cannot feed the learner.
 
     Args:
         least: collectors.
@@ -60,7 +63,7 @@ class Scaling:
             self._rests -= 1
             return self._within(count)
         before, self._before = self._before, None
-        if before is not None and waited > 0.9 * before.learner_waited / max(before.seconds, 1e-9):
+        if before is not None and not _is_better(load, before):
             self._rests, self._patience = self._patience, 2 * self._patience
             return self._within(count - 1)  # it brought nothing
         is_old = self._max_staleness is not None and (load.staleness or 0.0) > self._max_staleness
@@ -79,6 +82,17 @@ class Scaling:
         return min(max(count, self.least), self.most)
 
 
+def _is_better(load: Load, before: Load) -> bool:
+    """Whether a collector more made a difference.
+
+    The share of waiting alone does not tell: a learner that two slow collectors feed waits nearly as long as with one,
+    and learns twice as much.
+    """
+    seconds, seconds_before = max(load.seconds, 1e-9), max(before.seconds, 1e-9)
+    waits_less = load.learner_waited / seconds <= 0.9 * before.learner_waited / seconds_before
+    return waits_less or load.env_steps / seconds >= 1.1 * before.env_steps / seconds_before
+
+
 class Watch:
     """Has a scaling judge a job, one window of time after another.
 
@@ -90,18 +104,19 @@ class Watch:
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
-        self._before: tuple[float, float, int, int] | None = None  # at the window's begin
+        self._before: tuple[float, float, int, int, int] | None = None  # at the window's begin
 
     def wanted(self, machine: Machine, now: float) -> int | None:
         """How many collectors there should be from now on, at the end of a window; None: as many as are wanted.
 
         Nothing is judged while a person has said how many, while the job does not run, or collectors are on their way.
         """
-        here = (now, machine.learning.waited, machine.collecting.answers, machine.collecting.paced_answers)
+        steps = machine.accounts.env_steps
+        here = (now, machine.learning.waited, steps, machine.collecting.answers, machine.collecting.paced_answers)
         if machine.manual or machine.state is not JobState.RUNNING or self._before is None:
             self._before = here
             return None
-        began, waited, answers, paced = self._before
+        began, waited, steps_before, answers, paced = self._before
         if now - began < self._WINDOW:
             return None
         self._before = here
@@ -112,6 +127,7 @@ class Watch:
             collectors=count,
             seconds=now - began,
             learner_waited=machine.learning.waited - waited,
+            env_steps=steps - steps_before,
             paced=(machine.collecting.paced_answers - paced) / max(machine.collecting.answers - answers, 1),
             staleness=machine.accounts.logs.get("staleness"),
         )

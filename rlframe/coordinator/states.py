@@ -12,7 +12,12 @@ class TransitionError(RlframeError):
     """A state was to follow that cannot: a bug of this package's, never of a worker's."""
 
 
-class JobState(enum.Enum):
+class _State(enum.Enum):
+    # Each is one object, and what may follow is asked for with every message: Enum's own hash is of the name, in Python.
+    __hash__ = object.__hash__
+
+
+class JobState(_State):
     """Of a run under a coordinator."""
 
     INIT = "INIT"
@@ -26,7 +31,7 @@ class JobState(enum.Enum):
     FAILED = "FAILED"
 
 
-class TaskState(enum.Enum):
+class TaskState(_State):
     """Of what one worker at a time works at."""
 
     PENDING = "PENDING"
@@ -39,7 +44,7 @@ class TaskState(enum.Enum):
     CANCELLED = "CANCELLED"
 
 
-class WorkerState(enum.Enum):
+class WorkerState(_State):
     """Of one incarnation of a worker."""
 
     REQUESTED = "REQUESTED"

@@ -105,7 +105,7 @@ def status(
                 "env_steps": int(worker.counts.get("env_steps", 0)),
                 "episodes": int(worker.counts.get("episodes", 0)),
                 "return_mean": _mean(worker.counts),
-                "params_version": worker.params_version,
+                "params_version": counters["params_version"] if worker.role == "learner" else worker.params_version,
             }
             for worker in sorted(machine.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
             if not is_over(worker.state) or worker.state is WorkerState.LOST

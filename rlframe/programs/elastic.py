@@ -158,6 +158,7 @@ def serve_control_of(run_dir: pathlib.Path, address: str, control: Control | Non
     try:
         from rlframe.coordinator.control.address import make_token, write_control
         from rlframe.coordinator.control.serving import serve_control
+        from rlframe.http.token_file import read_token
     except ModuleNotFoundError as error:
         raise UsageError(
             f"The control of an elastic run needs the package {error.name}: pip install 'rlframe[trajectories]', or "
@@ -167,7 +168,9 @@ def serve_control_of(run_dir: pathlib.Path, address: str, control: Control | Non
     target = handles.Remote([address], "coordinator")
     with serve_control(target, control.host, control.port, token_file) as server:
         write_control(run_dir, server.url, token_file)
-        print(f"[launcher] control: {server.url} (token: {token_file})", file=sys.stderr)
+        # What is not a terminal may be a log that others read.
+        link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url
+        print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)
         yield
 
 

@@ -2,15 +2,107 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import signal
+import time
+from typing import Any
 
 import pytest
 
 from tests.programs.elastic import ElasticProgram, last_status
+from tests.programs.running import stop_signal
+
+pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
 
 DQN = ("--agent", "dqn", "--env", "CartPole-v1")
 IMPALA = ("--agent", "impala", "--env", "CartPole-v1")
+PPO = ("--agent", "ppo", "--env", "CartPole-v1")
+FEW = ("--num-actors", "1", "--min-actors", "1", "--max-actors", "2", "--eval-episodes", "2")
+LONG = ("--steps", "100000000", "--log-every", "500")
+
+
+def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path) -> None:
+    with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, "--steps", "100000") as program:
+        program.wait_for_collectors(1)
+        program.scale(2)
+        os.kill(program.worker("collector/0")["pid"], signal.SIGKILL)
+        program.kill_coordinator()
+        program.worker("collector/0", above=0)
+        code, result = program.finish()
+    assert code == 0, program.errors()
+    assert result is not None and result["env_steps"] >= 100_000 and result["episodes"] == 2
+    status = last_status(program.run_dir)
+    assert (status["job"]["state"], status["job"]["coordinator_restarts"]) == ("CLOSED", 1)
+    assert status["job"]["restarts"] >= 1 and status["wanted"]["collector"] == 2
+    program.check_counters(status)
+
+
+def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: pathlib.Path) -> None:
+    with ElasticProgram(tmp_path / "run", *DQN, *FEW, *LONG) as program:
+        program.wait_for_steps(2_000)
+        program.status()
+        assert stop_signal(program) < 15.0
+        code, first = program.finish()
+    assert code == 130, program.errors()
+    assert first is not None and first["return_mean"] is None and first["signal"] == signal.SIGINT
+    program.check_counters(last_status(program.run_dir))
+    before, rows = last_status(program.run_dir), program.rows()
+    more = first["env_steps"] + 2_000
+    with ElasticProgram(tmp_path / "run", "--resume", "--stop-at", str(more), "--eval-episodes", "2") as program:
+        code, second = program.finish()
+    assert code == 0, program.errors()
+    assert second is not None and second["env_steps"] >= more
+    assert second["learner_steps"] > first["learner_steps"]
+    assert second["params_version"] > first["params_version"]
+    after = last_status(program.run_dir)
+    steps = [row["step"] for row in program.rows() if "steps_per_second" in row]  # others are evaluations
+    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # nothing of it was evicted by then
+    assert program.rows()[: len(rows)] == rows
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.system
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path) -> None:
+    with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG) as program:
+        program.wait_for_collectors(1)
+        program.scale(2)
+        assert sorted(program.nodes()) == ["collector 0", "collector 1", "coordinator", "learner 0"]
+        program.process.kill()
+        program.process.wait()
+        program.check_nothing_is_left()
+
+
+@pytest.mark.system
+def test_a_paused_run_stands_still_and_goes_on(tmp_path: pathlib.Path) -> None:
+    with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG) as program:
+        program.wait_for_collectors(1)
+        program.ask(lambda client: client.pause())
+        program.wait_for(lambda status: status["job"]["state"] == "PAUSED")
+
+        def counters(status: dict[str, Any]) -> tuple[int, ...]:
+            job, replay = status["job"], status["replay"]
+            return job["env_steps"], job["learner_steps"], job["params_version"], replay["added"]
+
+        seen = [(0.0, (-1,))]  # (since when, counters)
+
+        def stand_still(status: dict[str, Any]) -> bool:
+            if counters(status) != seen[-1][1]:
+                seen.append((time.monotonic(), counters(status)))
+            return time.monotonic() - seen[-1][0] > 25.0  # longer than a worker may be silent
+
+        paused = program.wait_for(stand_still)
+        assert paused["job"]["state"] == "PAUSED" and paused["job"]["waits_for"] == "paused"
+        assert seen[-1][0] - seen[1][0] < 5.0
+        assert paused["job"]["restarts"] == 0
+        program.ask(lambda client: client.resume())
+        later = program.wait_for(lambda status: status["job"]["learner_steps"] > paused["job"]["learner_steps"] + 20)
+        assert (later["job"]["state"], later["job"]["restarts"]) == ("RUNNING", 0)
+        program.ask(lambda client: client.cancel("seen enough"))
+        code, result = program.finish()
+    assert code == 0 and result is not None, program.errors()
+    program.check_counters(last_status(program.run_dir))
 
 
 def strike_all(program: ElasticProgram) -> None:

@@ -64,9 +64,12 @@ def test_counts_are_at_least_one(field):
 @pytest.mark.parametrize(
     ("field", "value", "topology", "others"),
     [
-        ("num_actors", 4, "single_process", "heavy_env or light_env or distributed"),
+        ("num_actors", 4, "single_process", "heavy_env or light_env or distributed or elastic"),
         ("engine", "threads", "single_process", "heavy_env or light_env or distributed"),
-        ("max_restarts", 0, "single_process", "heavy_env or light_env or distributed"),
+        ("max_restarts", 0, "single_process", "heavy_env or light_env or distributed or elastic"),
+        ("max_actors", 4, "heavy_env", "elastic"),
+        ("min_actors", 2, "distributed", "elastic"),
+        ("mean_staleness", 2.0, "light_env", "elastic"),
         ("num_inferencers", 2, "heavy_env", "light_env or distributed"),
         ("num_pools", 2, "heavy_env", "light_env or distributed"),
         ("replay_checkpoint_every", 1_000, "distributed", "single_process"),

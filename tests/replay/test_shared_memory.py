@@ -200,9 +200,9 @@ def test_a_stopped_writer_stalls_nobody(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(1), 64, 400, num_writers=2)
     stopped, other = (scene.process(processes.write_until_stopped, buffer, 4) for _ in range(2))
     assert sorted([stopped.hear(), other.hear()]) == [[0, 0], [1, 0]]
-    sample_until(buffer, lambda: buffer.stats()["steps"] > 2000)
+    sample_until(buffer, lambda: buffer.stats()["steps"] > 500)
     os.kill(stopped.popen.pid, signal.SIGSTOP)
-    wanted = buffer.stats()["steps"] + 4000
+    wanted = buffer.stats()["steps"] + 1000
     seen = 0
     deadline = time.monotonic() + DEADLINE
     while buffer.stats()["steps"] < wanted:

@@ -117,6 +117,8 @@ class Ending:
     def _begin_step(self) -> None:
         machine = self._machine
         is_evaluated = self._evaluates and not self.failed and machine.accounts.params_version >= 0
+        if self._step == "evaluation":
+            machine.collecting.write_row()  # the last one of the training: it took no more time than that did
         if self._step == "evaluation" and is_evaluated:
             if machine.tasks.get(self._task_id) is None:
                 self._task_id = machine.evaluating.begin(machine.commander.final_policy()).task_id

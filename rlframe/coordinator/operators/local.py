@@ -133,7 +133,8 @@ class _Processes:
             return
         if end.seen.health is Health.DEAD and end.seen.problem and key not in self._told:
             self._tail.last_words(info.worker_id)  # before this line
-            self._tail.say(info.worker_id, f"incarnation {info.incarnation}: {end.seen.problem}")
+            problem = end.seen.problem.removeprefix(f"{info.worker_id} ")
+            self._tail.say(info.worker_id, f"(incarnation {info.incarnation}) {problem}")
         self._told.add(key)
         _kill_session(record)
         child = self._children.get(key)

@@ -250,6 +250,8 @@ class Worker:
         try:
             return work.do()
         except BaseException as error:  # whatever it is, the coordinator must hear of it, and the thread go on
+            if not self._stop.is_set():  # else it was told to end, which may be why
+                traceback.print_exc()
             return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
 
     def _begin(self, header: Header, request: StartTask) -> Reply:

@@ -30,6 +30,7 @@ from rlframe.programs.launching.supervisor import FOR_GOOD
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served
 CLOSING = 5.0  # seconds that a worker may take to close
 SILENCE = 60.0  # seconds without a call after which a worker ends
+_TOLD = "SIGTERM"  # why it ends, where the operator wants it to
 _LOOKS = 0.5  # seconds between two looks at the owner and the clock
 
 
@@ -115,7 +116,7 @@ class Ending:
         def handle(number: int, frame: FrameType | None) -> None:
             del number, frame
             # Not from here: the thread that the handler interrupts may hold the event's lock.
-            threading.Thread(target=self.come, args=("SIGTERM",), daemon=True).start()
+            threading.Thread(target=self.come, args=(_TOLD,), daemon=True).start()
 
         signal.signal(signal.SIGTERM, handle)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the launcher's
@@ -161,7 +162,8 @@ def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, por
                 else:
                     end.come("a newer incarnation has taken its place")
                 server.stop()
-            _say(f"ends: {end.why}")
+            if end.why != _TOLD:  # by whom this is said, if it is worth it
+                _say(f"ends: {end.why}")
         finally:
             end.come("it failed")  # from here on the time is limited, however it came to an end
             if hasattr(worker, "close"):

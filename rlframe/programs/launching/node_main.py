@@ -44,8 +44,11 @@ def main() -> None:
     code = 0
     try:
         functions[index]()
-    except (UsageError, NonFiniteLossError, CheckpointError, JobFailedError):  # another try would end in the same way
+    except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
         traceback.print_exc()
+        code = FOR_GOOD
+    except JobFailedError as error:  # the same; where it came from the worker has said
+        print(error, file=sys.stderr)
         code = FOR_GOOD
     except Exception:
         traceback.print_exc()

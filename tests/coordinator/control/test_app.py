@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -207,15 +208,15 @@ def test_a_coordinator_that_hangs_is_503_within_seconds(coordinator, http, monke
 def test_calls_that_hang_do_not_pile_up(coordinator, http, monkeypatch):
     monkeypatch.setattr("rlframe.coordinator.control.calls.AT_ONCE", 2)
     coordinator.gate.clear()
-    thread = threading.Thread(target=http.post, args=("/evaluate",))  # beside the one that follows the events
-    thread.start()
-    deadline = time.monotonic() + DEADLINE
-    message = ""
-    while "wait for the coordinator already" not in message:
-        assert time.monotonic() < deadline
-        message = error_of(http.get("/events"), 503)["message"] if thread.is_alive() else ""
+    answers: queue.Queue[httpx.Response] = queue.Queue()
+    threads = [threading.Thread(target=lambda: answers.put(http.post("/evaluate"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    refused = answers.get(timeout=DEADLINE)  # the others hang
+    assert "wait for the coordinator already" in error_of(refused, 503)["message"]
     coordinator.gate.set()
-    thread.join(DEADLINE)
+    for thread in threads:
+        thread.join(DEADLINE)
     assert http.get("/status").status_code == 200
 
 
