@@ -97,8 +97,8 @@ class ReplayThread:
     def _try(self, what: Callable[[], None]) -> None:
         try:
             what()
-        except RlframeError as error:
-            _log.warning("The coordinator's data: %s", error)
+        except Exception as error:  # the thread goes on: the job waits for its answers
+            _log.warning("The coordinator's data: %s", error, exc_info=not isinstance(error, RlframeError))
 
     def _do(self, effect: Any) -> None:
         if isinstance(effect, ev.Draw):
@@ -108,8 +108,7 @@ class ReplayThread:
         elif isinstance(effect, ev.SaveReplay):
             self._save()
         elif isinstance(effect, ev.Pin):
-            version = self._store.pin(effect.policy_id)
-            self._happened(ev.Pinned(effect.task_id, effect.policy_id, version))
+            self._pin(effect)
         elif isinstance(effect, ev.Unpin):
             self._store.unpin(effect.policy_id, effect.params_version)
 
@@ -132,16 +131,26 @@ class ReplayThread:
         if not files.is_small(self._replay):
             self._save_at = time.monotonic() + max(_SAVE_EVERY, (time.monotonic() - began) / _SHARE)
 
+    def _pin(self, effect: ev.Pin) -> None:
+        version = -1
+        try:
+            version = self._store.pin(effect.policy_id)
+        finally:
+            self._happened(ev.Pinned(effect.task_id, effect.policy_id, version))
+
     def _draw(self, effect: ev.Draw) -> None:
         batches: list[BatchMeta] = []
+        why = ""
         try:
             while len(batches) < effect.count:
                 drawn = self._replay.draw(timeout=0.0 if batches else _WAIT)
                 if drawn is None:
                     break
                 batches.append(BatchMeta(drawn.keys, drawn.probabilities))
-        finally:
-            self._happened(ev.Drawn(effect.header, tuple(batches)))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            _log.debug("The coordinator's data.", exc_info=True)
+        self._happened(ev.Drawn(effect.header, tuple(batches), why))
 
     def _settle(self, effect: ev.Settle) -> None:
         for update in effect.updates:

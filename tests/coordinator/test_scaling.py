@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rlframe.coordinator.scaling import Load, Scaling
+import numpy as np
+import pytest
+
+from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.scaling import Load, Scaling, Watch
+from tests.coordinator.core.world import World
 
 
 def window(collectors: int, *, waited: float = 0.0, steps: int = 1000, paced: float = 0.0, **more: float) -> Load:
@@ -35,3 +41,86 @@ def test_one_more_that_brings_nothing_goes_and_is_not_tried_again_at_once():
     scaling, busy = Scaling(1, 8, cores=8), window(1, waited=0.5)
     assert after(scaling, busy, window(2, waited=0.5), window(2, waited=0.5, steps=1050)) == [2, 2, 1]
     assert after(scaling, *[busy] * 5) == [1, 1, 1, 1, 2]
+
+
+def test_the_patience_with_what_brings_nothing_doubles():
+    scaling, busy = Scaling(1, 8, cores=8), window(1, waited=0.5)
+    tries = [index for index, count in enumerate(after(scaling, *[busy] * 40)) if count == 2]
+    assert list(np.diff(tries)) == [7, 11, 19]  # 4, 8 and 16 windows of patience, one to compile, two to see
+
+
+def test_too_old_data_is_a_reason_for_fewer_even_where_the_learner_waits():
+    scaling = Scaling(1, 8, cores=8, max_staleness=2.0)
+    assert after(scaling, window(3, waited=0.9, staleness=2.1)) == [2]
+    assert after(Scaling(1, 8, cores=8, max_staleness=2.0), window(3, waited=0.1, staleness=2.0)) == [3]
+    assert after(Scaling(2, 8, cores=8, max_staleness=2.0), window(2, staleness=9.0)) == [2]
+
+
+def test_there_are_never_fewer_than_the_least_though_there_are_fewer_cores():
+    assert after(Scaling(4, 8, cores=2), window(1, waited=0.5), window(4, waited=0.5)) == [4, 4]
+
+
+class Judge:
+    """Writes down the windows that it is shown."""
+
+    def __init__(self, says: int) -> None:
+        self.says, self.seen = says, list[Load]()
+
+    def wanted(self, load: Load) -> int:
+        self.seen.append(load)
+        return self.says
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(collectors=2, commander=TrainOne(env_steps=10**9))
+    assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.collecting.answers > 20)
+    return world
+
+
+def look(world: World, watch: Watch, seconds: float) -> int | None:
+    world.run(seconds)
+    return watch.wanted(world.m, world.now)
+
+
+def test_a_window_is_judged_by_what_happened_in_it(world: World):
+    judge = Judge(3)
+    watch = Watch(judge)  # type: ignore[arg-type]
+    assert watch.wanted(world.m, world.now) is None
+    steps, waited, answers = world.m.accounts.env_steps, world.m.learning.waited, world.m.collecting.answers
+    assert look(world, watch, 4.9) is None and judge.seen == []
+    world.m.accounts.logs["staleness"] = 1.5
+    world.m.collecting.paced_answers += 5
+    assert look(world, watch, 0.2) == 3
+    (load,) = judge.seen
+    assert (load.collectors, load.staleness) == (2, 1.5) and load.seconds == pytest.approx(5.1)
+    assert load.env_steps == world.m.accounts.env_steps - steps > 50
+    assert load.learner_waited == pytest.approx(world.m.learning.waited - waited)
+    assert load.paced == 5 / (world.m.collecting.answers - answers)
+    judge.says = 2
+    assert look(world, watch, 5.1) is None  # there are as many
+
+
+def test_nothing_is_judged_once_a_person_has_said_how_many_there_are(world: World):
+    judge = Judge(3)
+    watch = Watch(judge)  # type: ignore[arg-type]
+    world.deliver(ev.Scaled("collector", 1))
+    assert [look(world, watch, 6.0) for _ in range(4)] == [None] * 4 and judge.seen == []
+
+
+def test_nothing_is_judged_while_the_job_stands_still_or_collectors_are_on_their_way(world: World):
+    judge = Judge(1)
+    watch = Watch(judge)  # type: ignore[arg-type]
+    watch.wanted(world.m, world.now)
+    world.deliver(ev.Paused())
+    assert [look(world, watch, 6.0) for _ in range(3)] == [None] * 3 and judge.seen == []
+    world.deliver(ev.Resumed())
+    assert look(world, watch, 3.0) is None and judge.seen == []  # the window began when it went on
+    world.kill(world.live("collector")[1])
+    world.operator.never_comes.add("collector")
+    assert [look(world, watch, 6.0) for _ in range(2)] == [None] * 2 and judge.seen == []
+
+
+def test_a_scaling_by_load_is_no_persons_word(world: World):
+    world.deliver(ev.Scaled("collector", 3, "load"))
+    assert world.m.wanted["collector"] == 3 and not world.m.manual

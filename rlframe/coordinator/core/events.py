@@ -67,15 +67,16 @@ class Unanswered:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What the replay buffer gave for `Draw`: batches by their keys; none where there is too little."""
+    """What the replay buffer gave for `Draw`: batches by their keys; none where there is too little, or it raised."""
 
     header: Header
     batches: tuple[BatchMeta, ...]
+    why: str = ""  # what it raised
 
 
 @dataclasses.dataclass(frozen=True)
 class Pinned:
-    """A version of a policy is kept for an evaluation. -1: there is none yet."""
+    """A version of a policy is kept for an evaluation. -1: there is none yet, or the param store raised."""
 
     task_id: str
     policy_id: str

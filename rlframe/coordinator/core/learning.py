@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlframe.coordinator.core.machine import Machine
 
 _LATER = 0.05  # seconds before a learner that can take no batch is asked again
+_MUCH_LATER = 1.0  # the same, where the replay buffer raised
 
 
 class Learning:
@@ -32,6 +33,7 @@ class Learning:
         self.waits_for: str | None = "learner"
         self._waited, self._wait_began = 0.0, machine.now
         self._saves = False
+        self._fails_since: float | None = None  # when the replay buffer began to raise with every draw
 
     @property
     def waited(self) -> float:
@@ -75,6 +77,8 @@ class Learning:
         is_awaited = task is not None and task.drawing == event.header
         if task is not None and is_awaited:
             task.drawing = None
+            task.again_at = machine.now + _MUCH_LATER if event.why else task.again_at
+        self._judge(event)
         if task is None or not is_awaited or worker is None or not worker.answers:
             machine.accounts.granted += len(event.batches)
             machine.accounts.lost += len(event.batches)
@@ -86,6 +90,17 @@ class Learning:
         else:
             self.waits("data")
             machine.work.drive(worker)
+
+    def _judge(self, event: ev.Drawn) -> None:
+        """A replay buffer that raises is asked again for a while, and not for ever."""
+        machine, deadline = self._machine, self._machine.limits.progress_deadline
+        if not event.why:
+            self._fails_since = None
+        elif self._fails_since is None:
+            self._fails_since = machine.now
+            machine.note("replay", f"The replay buffer gives no batches; it is asked again. {event.why}")
+        elif machine.now - self._fails_since > deadline:
+            machine.end(True, f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
 
     def _learn(self, worker: Worker, task: Task, learn: Learn) -> None:
         learn, self._saves = dataclasses.replace(learn, save=self._saves), False

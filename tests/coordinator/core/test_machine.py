@@ -291,6 +291,21 @@ def test_an_outage_of_the_operator_is_waited_for_in_a_run(restarts: bool) -> Non
     assert world.run(30.0, lambda: world.m.state is JobState.RUNNING and at_work(world) == 1)
 
 
+def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
+    world = running(1)
+    world.buffer.raises = "OSError: it is full"
+    world.run(20.0)
+    draws = [note.text for note in world.notes if note.kind == "replay"]
+    assert draws == ["The replay buffer gives no batches; it is asked again. OSError: it is full"]
+    assert world.m.learning.waits_for == "data"
+    world.buffer.raises, learned = "", world.m.accounts.learned
+    world.run(LIMITS.progress_deadline + 1.0)
+    assert world.m.accounts.learned > learned and world.m.state is JobState.RUNNING
+    world.buffer.raises = "OSError: it is gone"
+    assert world.run(LIMITS.progress_deadline + 30.0, lambda: world.is_over)
+    assert world.over == [ev.Over(True, "the replay buffer has given no batches for 120 s: OSError: it is gone")]
+
+
 def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:
     world = World(commander=TrainOne(seconds=20.0))
     world.operator.is_out = True

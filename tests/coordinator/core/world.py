@@ -74,6 +74,7 @@ class Buffer:
         self.added = self.evicted = self.consumed = self.drawn = 0
         self.out: dict[int, int] = {}  # batches that were drawn and are not settled: number -> items
         self.settled = self.orphans = 0
+        self.raises = ""  # with every draw of the coordinator
 
     def add(self, count: int, source: str) -> None:
         assert source == "collect", f"{source} data reached the buffer"
@@ -539,7 +540,7 @@ class World:
         elif isinstance(effect, (ev.Connect, ev.Request, ev.ReportFailed, ev.Release, ev.Disconnect)):
             self._tell_operator(effect, life)
         elif isinstance(effect, ev.Draw):
-            self._soon(lambda: ev.Drawn(effect.header, self._draw(effect.count)), life)
+            self._soon(lambda: self._drawn(effect), life)
         elif isinstance(effect, ev.Settle):
             self.buffer.settle(effect.batches)
             self.updates += len(effect.updates)
@@ -561,6 +562,11 @@ class World:
                 self.deliver(event())
 
         self.later(self._latency(), do)
+
+    def _drawn(self, effect: ev.Draw) -> ev.Drawn:
+        if self.buffer.raises:
+            return ev.Drawn(effect.header, (), self.buffer.raises)
+        return ev.Drawn(effect.header, self._draw(effect.count))
 
     def _draw(self, count: int) -> tuple[BatchMeta, ...]:
         drawn = []

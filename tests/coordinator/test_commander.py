@@ -1,0 +1,74 @@
+"""What the plain commander says, of how far a job is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlframe.coordinator.commander import TrainOne, View
+from rlframe.coordinator.messages import StartTask
+from rlframe.errors import UsageError
+
+
+def view(**values: Any) -> View:
+    return View(**{"env_steps": 0, "learner_steps": 0, "params_version": 0, "seconds": 0.0, **values})
+
+
+def test_one_learner_learns_and_all_collectors_collect_for_it() -> None:
+    commander = TrainOne("mine", env_steps=10)
+    assert commander.task("learner", 0, view()) == StartTask("learn", "mine")
+    assert commander.task("learner", 1, view()) is None
+    assert [commander.task("collector", index, view()) for index in (0, 7)] == [StartTask("collect", "mine")] * 2
+    assert commander.final_policy() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("limits", "before", "reached", "why"),
+    [
+        ({"env_steps": 1000}, {"env_steps": 999}, {"env_steps": 1000}, "1,000 of 1,000 environment steps were taken"),
+        ({"learner_steps": 50}, {"learner_steps": 49}, {"learner_steps": 53}, "53 of 50 updates were made"),
+        ({"seconds": 20.0}, {"seconds": 19.9}, {"seconds": 20.0}, "20 of 20 s are over"),
+        (
+            {"eval_return": 475.0},
+            {"eval_return": 474.9},
+            {"eval_return": 475.0},
+            "an evaluation reached 475, and 475 was wanted",
+        ),
+    ],
+)
+def test_a_job_is_over_when_a_limit_is_reached(limits: Any, before: Any, reached: Any, why: str) -> None:
+    commander = TrainOne(**limits)
+    assert commander.stop(view()) is None and commander.stop(view(**before)) is None
+    assert commander.stop(view(**reached)) == why
+
+
+def test_the_first_of_its_limits_counts() -> None:
+    commander = TrainOne(env_steps=100, seconds=5.0)
+    assert commander.stop(view(env_steps=99, seconds=5.5)) == "6 of 5 s are over"
+    assert commander.stop(view(env_steps=100, seconds=1.0)) == "100 of 100 environment steps were taken"
+
+
+def test_no_return_is_no_return_that_was_reached() -> None:
+    assert TrainOne(eval_return=-100.0).stop(view(env_steps=10**9)) is None
+
+
+def test_evaluations_are_due_at_multiples_of_their_period() -> None:
+    commander = TrainOne("mine", env_steps=10**6, eval_every=100)
+    due = [(99, 0), (100, 0), (150, 100), (199, 150), (200, 150), (1000, 100)]
+    found = [commander.evaluation(view(env_steps=steps, evaluated_at=at)) for steps, at in due]
+    assert found == [None, "mine", None, None, "mine", "mine"]
+    assert TrainOne(env_steps=10**6).evaluation(view(env_steps=10**5)) is None  # the last version alone
+
+
+@pytest.mark.parametrize("name", ["env_steps", "learner_steps", "seconds"])
+def test_limits_must_be_more_than_0(name: str) -> None:
+    with pytest.raises(UsageError, match=f"TrainOne.{name} must be more than 0, got 0"):
+        TrainOne(**{name: 0})  # type: ignore[arg-type]
+
+
+def test_a_commander_needs_a_limit_and_a_period_that_can_be() -> None:
+    with pytest.raises(UsageError, match="TrainOne needs a limit: env_steps, learner_steps, seconds or eval_return"):
+        TrainOne()
+    with pytest.raises(UsageError, match="TrainOne.eval_every must be at least 0, got -1"):
+        TrainOne(env_steps=1, eval_every=-1)

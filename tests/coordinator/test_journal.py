@@ -1,0 +1,138 @@
+"""What a coordinator knew is on the disk: whatever happens to it, its successor reads that, or says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from rlframe.coordinator import journal as journals
+from rlframe.coordinator.journal import Journal
+from rlframe.errors import CheckpointError
+
+# A disk on which there is no room after so many bytes: this process may write no larger file.
+FULL = """
+import resource, signal, sys
+from rlframe.coordinator.journal import Journal
+from rlframe.errors import CheckpointError
+journal = Journal(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    for number in range(1000):
+        journal.write({"counts": [number] * 20})
+except CheckpointError as error:
+    print(number, error)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "coordinator" / "journal.jsonl"
+
+
+def note(number: int) -> dict[str, object]:
+    return {"number": number, "kind": "came", "text": f"event {number} → here"}
+
+
+def numbers(journal: Journal) -> list[int]:
+    return [each["number"] for each in journal.notes]
+
+
+def written(path: pathlib.Path, states: int = 3) -> Journal:
+    journal = Journal(path)
+    for number in range(states):
+        journal.write({"counts": {"env_steps": number}})
+        journal.note(note(number))
+    return journal
+
+
+def test_a_new_journal_knows_nothing(path: pathlib.Path) -> None:
+    journal = Journal(path)
+    assert journal.state is None and journal.notes == []
+
+
+def test_the_newest_state_and_all_events_are_read_again(path: pathlib.Path) -> None:
+    written(path).close()
+    journal = Journal(path)
+    assert journal.state == {"counts": {"env_steps": 2}} and journal.notes == [note(0), note(1), note(2)]
+
+
+def test_one_that_was_not_closed_is_read_as_well(path: pathlib.Path) -> None:
+    killed = written(path)
+    assert Journal(path).state == killed.state
+
+
+def test_killed_at_any_byte_it_leaves_a_state_that_was_written(path: pathlib.Path) -> None:
+    written(path).close()
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    ends = [sum(map(len, lines[: count + 1])) for count in range(len(lines))]
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        journal = Journal(path)
+        records = [json.loads(line) for line, end in zip(lines, ends) if end <= cut]
+        states = [record["state"] for record in records if "state" in record]
+        assert journal.state == (states[-1] if states else None)
+        assert journal.notes == [record["note"] for record in records if "note" in record]
+        journal.note(note(99))  # and it can be gone on with
+        journal.close()
+        assert numbers(Journal(path))[-1] == 99
+
+
+def test_a_damaged_line_is_named(path: pathlib.Path) -> None:
+    written(path).close()
+    lines = path.read_bytes().split(b"\n")
+    for damage in (b"\x00" * 30, b'{"state": {"cou', b"[1, 2]", b"7"):
+        path.write_bytes(b"\n".join([lines[0], damage, *lines[2:]]))
+        with pytest.raises(CheckpointError, match=r"journal\.jsonl, line 2, is damaged.*Put back a copy"):
+            Journal(path)
+
+
+def test_compaction_keeps_what_holds(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "_COMPACT_AT", 2000)
+    monkeypatch.setattr(journals, "_KEPT_NOTES", 5)
+    journal, sizes = Journal(path), []
+    for number in range(200):
+        journal.note(note(number))
+        journal.write({"counts": {"env_steps": number}})
+        sizes.append(path.stat().st_size)
+    assert max(sizes) < 2200 and min(sizes[50:]) < 600  # it grows, and is written anew
+    journal.close()
+    again = Journal(path)
+    assert again.state == {"counts": {"env_steps": 199}} and numbers(again) == [195, 196, 197, 198, 199]
+    assert len(path.read_bytes().splitlines()) == 6  # what holds, and no more
+
+
+def test_a_state_larger_than_that_is_not_compacted_with_every_line(
+    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "_COMPACT_AT", 2000)
+    journal, large = Journal(path), {"counts": list(range(500))}
+    journal.write(large)
+    node = path.stat().st_ino
+    journal.note(note(1))
+    assert path.stat().st_ino == node  # it is the same file
+    journal.write(large)
+    journal.close()
+    assert Journal(path).state == large
+
+
+@pytest.mark.parametrize("room", [0, 1, 3000, 3021, 3333])
+def test_a_full_disk_is_a_clear_error_and_what_was_written_stays(path: pathlib.Path, room: int) -> None:
+    command = [sys.executable, "-c", FULL, str(path), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
+    number, _, message = done.stdout.strip().partition(" ")
+    assert message == f"Cannot write {path}: File too large. Make room, then resume.", done.stderr
+    assert path.stat().st_size == room  # as much as there was room for: its last line is half of one
+    state = Journal(path).state
+    assert state == ({"counts": [int(number) - 1] * 20} if int(number) else None)
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Cannot write .*file/journal.jsonl: "):
+        Journal(tmp_path / "file" / "journal.jsonl")
