@@ -19,6 +19,7 @@ from rlframe.types import Sequence, Transition
 from tests.replay.streams import Stream, fake_agent
 
 WITHIN = 20.0  # seconds
+ONE = Transition(1)
 
 
 class Store:
@@ -48,7 +49,7 @@ class Scene:
         self._happened: queue.Queue[Any] = queue.Queue()
         self._seq = 0
 
-    def buffer(self, kind: str = "prioritised", item: Any = Transition(1), **options: Any) -> Any:
+    def buffer(self, kind: str = "prioritised", item: Any = ONE, **options: Any) -> Any:
         agent = fake_agent(kind, item, 4, 100, **options)
         buffer = SharedMemReplayBuffer(agent, num_writers=1, seed=0)
         self.buffers.append(buffer)
