@@ -76,7 +76,7 @@ class Machine:
         self.operator_problem = ""
         self.learner_waits_for: str | None = "learner"
         self._waited = 0.0  # seconds that the learner waited for data, until it had some
-        self.answers = self.paced_answers = 0  # of collectors, and of these such as said that they wait
+        self.collected_for = self.paced_for = 0.0  # seconds of collectors' calls, and of these such as they waited
         self._wait_began: float | None = None
         self._operator_answered = False
         self._learner_came = False  # so the buffer that collectors write to is there
@@ -496,6 +496,7 @@ class Machine:
         elif isinstance(reply, Learned):
             self._learned(task, reply)
         elif isinstance(reply, Collected):
+            self._note_pace(worker, reply.waits)
             self._collected(worker, reply)
         elif isinstance(reply, Evaluated):
             self._evaluated(worker, task, reply)
@@ -517,7 +518,14 @@ class Machine:
                 worker.call = None
                 self.drive(worker)
                 return
+        if call.method == "get_data" and task.kind == "collect":
+            self._note_pace(worker, reply.why in _WAITS_FOR)
         self._say_again(worker, call, _AGAIN)
+
+    def _note_pace(self, worker: Worker, waits: bool) -> None:
+        """A collector answered: whether it could collect since it was called, or had to wait."""
+        seconds, worker.waits = max(self._now - worker.said_at, 0.0), waits
+        self.collected_for, self.paced_for = self.collected_for + seconds, self.paced_for + seconds * waits
 
     def _started(self, worker: Worker, task: Task, reply: Started) -> None:
         task.become(TaskState.RUNNING)
@@ -607,10 +615,9 @@ class Machine:
         self.learner_waits_for = what
 
     def _collected(self, worker: Worker, reply: Collected) -> None:
-        self.answers, self.paced_answers = self.answers + 1, self.paced_answers + reply.waits
         self.accounts.collect(reply)
         worker.counts = {name: reply.stats[name] for name in COUNTERS}
-        worker.params_version, worker.waits = reply.params_version, reply.waits
+        worker.params_version = reply.params_version
         if self.accounts.env_steps >= self._row_at + self.limits.row_every:
             self.write_row()
 
