@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -19,16 +20,23 @@ Answer = Callable[[Reply | None, str], None]  # (the reply, or None and why ther
 
 
 class Links:
-    """Connections to workers, each by (worker_id, incarnation)."""
+    """Connections to workers, each by (worker_id, incarnation).
+
+    A Courier client must not go in a thread that brings an answer: it would wait for that thread itself, and the
+    process would abort. So what an answer calls holds the number of a connection, never the connection.
+    """
 
     def __init__(self) -> None:
         self._links: dict[tuple[str, int], Any] = {}
+        self._numbers: dict[tuple[str, int], int] = {}  # of those that are open
+        self._count = itertools.count()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
     def open(self, worker_id: str, incarnation: int, address: Any) -> None:
         """Connects to a worker: "host:port", or an object in this process."""
         with self._lock:
+            self._numbers[worker_id, incarnation] = next(self._count)
             if isinstance(address, str):
                 self._links[worker_id, incarnation] = _Remote(address)
                 return
@@ -38,17 +46,18 @@ class Links:
 
     def shut(self, worker_id: str, incarnation: int) -> None:
         """Drops a connection. An answer that is still to come is nobody's."""
+        self._numbers.pop((worker_id, incarnation), None)
         self._links.pop((worker_id, incarnation), None)
 
     def call(self, worker_id: str, incarnation: int, method: str, args: tuple[Any, ...], answer: Answer) -> None:
         """Calls a worker; `answer` is called by another thread when there is an answer, or none will come."""
-        link = self._links.get((worker_id, incarnation))
+        link, number = self._links.get((worker_id, incarnation)), self._numbers.get((worker_id, incarnation))
         if link is None:
             answer(None, "there is no connection")
             return
 
         def done(future: Any) -> None:
-            if self._links.get((worker_id, incarnation)) is link:
+            if self._numbers.get((worker_id, incarnation)) == number:
                 answer(*_outcome(future, method))
 
         try:
@@ -58,6 +67,7 @@ class Links:
 
     def close(self) -> None:
         """Drops all connections."""
+        self._numbers.clear()
         self._links.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
