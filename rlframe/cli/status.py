@@ -130,7 +130,8 @@ def _workers(workers: list[dict[str, Any]]) -> Any:
         (
             *(one["worker_id"], one["state"], one.get("incarnation"), one.get("task_id") or "-"),
             *(f"{one.get('silent_for') or 0:.1f} s", f"{one.get('env_steps') or 0:,}", _number(one, "return_mean")),
-            *(one.get("params_version"), f"{one.get('host')}:{one.get('pid')}"),
+            "-" if one.get("params_version") is None else one["params_version"],
+            f"{one['host']}:{one['pid']}" if one.get("pid") else "-",
         )
         for one in workers
     ]

@@ -66,7 +66,7 @@ class Coordinator:
         saved = self._journal.state
         if saved is not None and saved["job_id"] != cfg.job_id:
             saved = None
-        self._clock = _Clock()
+        self._clock = Clock()
         wanted: dict[Role, int] = {"learner": 1, "collector": cfg.collectors or cfg.min_collectors}
         self._machine = Machine(
             commander,
@@ -261,6 +261,7 @@ class Coordinator:
 
     def _next_events(self) -> list[Any]:
         """What has happened, after a short wait for something to; sends what was put off."""
+        self._clock.tick()
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             self._send(heapq.heappop(self._timers)[2])
@@ -347,14 +348,27 @@ class Coordinator:
         self._links.call(effect.worker_id, effect.incarnation, effect.method, args, answer)
 
 
-class _Clock:
-    """Seconds since the epoch that never go back while the process lives."""
+class Clock:
+    """Seconds since the epoch by which workers are judged: it rises while the coordinator listens to them.
+
+    Where this process was stopped, or its machine was, the clock was too: that nobody was heard meanwhile is no
+    worker's fault.
+    """
+
+    _LONGEST = 2.0  # seconds between two ticks that may pass
 
     def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
+        self._ticked = time.monotonic()
+        self._offset = time.time() - self._ticked
 
     def __call__(self) -> float:
         return self._offset + time.monotonic()
+
+    def tick(self) -> None:
+        """The coordinator listens."""
+        now = time.monotonic()
+        self._offset -= max(now - self._ticked - self._LONGEST, 0.0)
+        self._ticked = now
 
 
 def _is_plain(value: Any) -> bool:

@@ -7,7 +7,6 @@ nobody writes to who may not run code here, as a run's is.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pickle
@@ -23,6 +22,7 @@ import numpy as np
 
 from rlframe.coordinator.param_store import LONGEST_WAIT, PINS, ParamStore, StoredParams, check_rises
 from rlframe.errors import CheckpointError, PeerError, StoppedError, UsageError
+from rlframe.interprocess import locks
 from rlframe.types import Tree
 
 _MAGIC = b"rlframe policy 1\n"
@@ -177,20 +177,15 @@ class FileParamStore(ParamStore):
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Held by one process at a time; let go by one that dies."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT
-    with open(folder / ".lock", "wb") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise PeerError(
-                        f"Another process has been putting parameters into {folder} for {_LOCK_TIMEOUT:.0f} s: it was "
-                        "stopped (SIGSTOP) meanwhile. Let it go on, or kill it."
-                    ) from None
-                time.sleep(0.002)
+    """Held by one process at a time."""
+
+    def overdue() -> Exception:
+        return PeerError(
+            f"Another process has been putting parameters into {folder} for {_LOCK_TIMEOUT:.0f} s: it was stopped "
+            "(SIGSTOP) meanwhile. Let it go on, or kill it."
+        )
+
+    with open(folder / ".lock", "wb") as file, locks.held(file.fileno(), _LOCK_TIMEOUT, overdue):
         yield
 
 

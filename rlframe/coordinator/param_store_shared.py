@@ -8,14 +8,13 @@ Who dies while it writes leaves an odd count behind: that slot is no version, an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ import numpy as np
 
 from rlframe.coordinator.param_store import HPARAMS_BYTES, LONGEST_WAIT, PINS, ParamStore, StoredParams, check_rises
 from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
-from rlframe.interprocess import memory
+from rlframe.interprocess import locks, memory
 from rlframe.interprocess.futex import Futex, fence
 from rlframe.packing import Packing
 from rlframe.types import Tree
@@ -238,25 +237,16 @@ class _Memory:
         """Whether its maker has closed it."""
         return self._words[memory.CLOSED] == 1
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Held by one process at a time; let go by one that dies."""
-        deadline = time.monotonic() + _LOCK_TIMEOUT
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise PeerError(
-                        f"Another process has been putting parameters for {_LOCK_TIMEOUT:.0f} s: it was stopped "
-                        "(SIGSTOP) meanwhile. Let it go on, or kill it."
-                    ) from None
-                time.sleep(0.001)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Held by one process at a time."""
+
+        def overdue() -> Exception:
+            return PeerError(
+                f"Another process has been putting parameters for {_LOCK_TIMEOUT:.0f} s: it was stopped (SIGSTOP) "
+                "meanwhile. Let it go on, or kill it."
+            )
+
+        return locks.held(self._descriptor, _LOCK_TIMEOUT, overdue)
 
     def state(self, slot: int) -> int:
         """The version in a slot; -1 where there is none, or it is being written."""

@@ -18,7 +18,7 @@ class Load:
         seconds: how long it was.
         learner_waited: seconds of it in which the learner waited for data.
         env_steps: that were taken in it.
-        paced: share of collectors' answers that said they wait: for newer parameters, or for room.
+        paced: share of their time that collectors waited: for newer parameters, or for room.
         staleness: versions that what was learned from was old, on average; None where nothing was learned.
     """
 
@@ -104,7 +104,7 @@ class Watch:
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling
-        self._before: tuple[float, float, int, int, int] | None = None  # at the window's begin
+        self._before: tuple[float, float, int, float, float] | None = None  # at the window's begin
 
     def wanted(self, machine: Machine, now: float) -> int | None:
         """How many collectors there should be from now on, at the end of a window; None: as many as are wanted.
@@ -112,11 +112,11 @@ class Watch:
         Nothing is judged while a person has said how many, while the job does not run, or collectors are on their way.
         """
         steps = machine.accounts.env_steps
-        here = (now, machine.learning.waited, steps, machine.collecting.answers, machine.collecting.paced_answers)
+        here = (now, machine.learning.waited, steps, machine.collecting.seconds, machine.collecting.paced_seconds)
         if machine.manual or machine.state is not JobState.RUNNING or self._before is None:
             self._before = here
             return None
-        began, waited, steps_before, answers, paced = self._before
+        began, waited, steps_before, collected, paced = self._before
         if now - began < self._WINDOW:
             return None
         self._before = here
@@ -128,7 +128,7 @@ class Watch:
             seconds=now - began,
             learner_waited=machine.learning.waited - waited,
             env_steps=steps - steps_before,
-            paced=(machine.collecting.paced_answers - paced) / max(machine.collecting.answers - answers, 1),
+            paced=(machine.collecting.paced_seconds - paced) / max(machine.collecting.seconds - collected, 1e-9),
             staleness=machine.accounts.logs.get("staleness"),
         )
         wanted = self._scaling.wanted(load)

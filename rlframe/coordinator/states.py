@@ -13,7 +13,7 @@ class TransitionError(RlframeError):
 
 
 class _State(enum.Enum):
-    # Each is one object. What may follow is looked up with every message, and Enum's own hash is of the name, in Python.
+    # Each is one object, and what may follow is asked for with every message: Enum's own hash is of its name, slowly.
     __hash__ = object.__hash__
 
 

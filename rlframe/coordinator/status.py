@@ -7,6 +7,7 @@ from typing import Any
 
 from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.machine import Machine
+from rlframe.coordinator.core.roster import Worker
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
@@ -105,7 +106,7 @@ def status(
                 "env_steps": int(worker.counts.get("env_steps", 0)),
                 "episodes": int(worker.counts.get("episodes", 0)),
                 "return_mean": _mean(worker.counts),
-                "params_version": counters["params_version"] if worker.role == "learner" else worker.params_version,
+                "params_version": counters["params_version"] if worker.role == "learner" else _known(worker),
             }
             for worker in sorted(machine.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
             if not is_over(worker.state) or worker.state is WorkerState.LOST
@@ -132,6 +133,11 @@ def status(
         "returns": returns,
         "evaluations": evaluations,
     }
+
+
+def _known(worker: Worker) -> int | None:
+    """The version that a worker acts by, once it has one."""
+    return worker.params_version if worker.params_version >= 0 else None
 
 
 def _mean(counts: dict[str, float]) -> float | None:

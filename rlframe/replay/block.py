@@ -11,18 +11,15 @@ The file is sparse: pages that no step was written to take no memory.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
-import time
 import weakref
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
-from rlframe.interprocess import memory
+from rlframe.interprocess import locks, memory
 from rlframe.interprocess.futex import FENCED, Futex, fence
 from rlframe.interprocess.memory import Name
 from rlframe.interprocess.processes import ProcessId
@@ -116,25 +113,16 @@ class Block:
         self.arrays = arrays
         self.added, self.room = (Futex(self._memory, 8 * word) for word in (ADDED_FUTEX, ROOM_FUTEX))
 
-    @contextlib.contextmanager
-    def claims(self) -> Iterator[None]:
-        """Held by one process at a time; let go by one that dies."""
-        deadline = time.monotonic() + _CLAIM_TIMEOUT
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RlframeError(
-                        f"A process has held the claims of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: "
-                        "it was stopped (SIGSTOP) while it claimed a rank. Let it go on, or kill it."
-                    ) from None
-                time.sleep(0.005)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+    def claims(self) -> contextlib.AbstractContextManager[None]:
+        """Held by one process at a time."""
+
+        def overdue() -> Exception:
+            return RlframeError(
+                f"A process has held the claims of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: it was stopped "
+                "(SIGSTOP) while it claimed a rank. Let it go on, or kill it."
+            )
+
+        return locks.held(self._descriptor, _CLAIM_TIMEOUT, overdue)
 
     def check_maker(self) -> None:
         """Raises `BufferGoneError` once the process that made the buffer has ended."""

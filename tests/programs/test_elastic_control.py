@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -140,7 +141,8 @@ def test_the_page_shows_a_real_run_and_steers_it(tmp_path: pathlib.Path) -> None
         page.goto(f"{control['url']}/#token={token}")
         sync_api.expect(page.locator("#state")).to_have_text("RUNNING")
         sync_api.expect(page.locator("#name")).to_have_text("dqn on CartPole-v1")
-        page.wait_for_function("document.querySelector('#plot polyline.curve')?.points.length >= 5")
+        curve = page.locator("#plot polyline.curve").first
+        sync_api.expect(curve).to_have_attribute("points", re.compile(r"(\S+,\S+\s*){5,}"))
         page.get_by_role("button", name="One collector more").click()
         program.wait_for_collectors(2)
         rows = page.locator("#workers tbody tr th")

@@ -90,7 +90,7 @@ def test_of_collectors_that_wait_for_the_learner_one_goes(tmp_path: pathlib.Path
     "agent",
     [
         ("--agent", f"{ROOT}/examples/custom_agent.py:Reinforce"),
-        ("--agent", "dqn", "--prioritised", "True"),
+        ("--agent", "dqn", "--prioritised"),
         ("--agent", "ppo"),
     ],
     ids=["custom", "prioritised", "ppo"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,31 +15,24 @@ pytest.importorskip("fastapi")
 pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
 pytest.importorskip("tokenizers")
 import tokenizers
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
 from tests.trajectories.api import Api
 from tests.trajectories.serving import ServiceProcess, running_service
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="The page's tests need Chromium: apt-get install chromium, or make chromium"
-)
-DEADLINE = 20_000  # ms
+pytestmark = NEEDS_CHROMIUM
 MARKUP = "<img/src=x/onerror=window.injected=true>"
 WEIGHTS = (("maths", 1.0), ("code", 3.0))
 WORDS = ["[UNK]", "the", "sum", "is", "42", MARKUP]
-expect.set_options(timeout=DEADLINE)
 
 Open = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # it may be root, in a container
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+    with running_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,32 +60,18 @@ def client(service: ServiceProcess) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens a page; at the end, no script has failed and nothing came from elsewhere."""
-    contexts = []
-    failures: list[str] = []
-    asked: list[str] = []
-    origin = []
+    """Opens a page; see `checked_pages`."""
+    with checked_pages(browser) as new_page:
 
-    def open_page(url: str, run: str | None = None, clock: bool = False, **options: Any) -> Page:
-        context = browser.new_context(**options)
-        context.set_default_timeout(DEADLINE)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: failures.append(str(error)))
-        page.on("console", lambda message: failures.append(message.text) if "policy" in message.text.lower() else None)
-        page.on("request", lambda request: asked.append(request.url))
-        origin.append(url)
-        if clock:  # time stands still for the page, but for `run_for`
-            page.clock.install()
-            page.clock.pause_at(time.time() + 1)
-        page.goto(url + (f"/?run={run}" if run else "/"))
-        return page
+        def open_page(url: str, run: str | None = None, clock: bool = False, **options: Any) -> Page:
+            page = new_page(url, **options)
+            if clock:  # time stands still for the page, but for `run_for`
+                page.clock.install()
+                page.clock.pause_at(time.time() + 1)
+            page.goto(url + (f"/?run={run}" if run else "/"))
+            return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert failures == []
-    assert [url for url in asked if not url.startswith((origin[0], "data:"))] == []
+        yield open_page
 
 
 def row_of(page: Page, env: str) -> dict[str, str]:

@@ -20,13 +20,13 @@ class Collecting:
         machine: whose collectors they are.
 
     Attributes:
-        answers: of collectors.
-        paced_answers: of these, such as said that they wait.
+        seconds: of collectors' calls.
+        paced_seconds: of these, such as they waited: for newer parameters, or for room.
     """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.answers = self.paced_answers = 0
+        self.seconds = self.paced_seconds = 0.0
         self._row_at, self._row_totals, self._row_began = 0, dict.fromkeys(COUNTERS, 0.0), machine.now
 
     def to_json(self) -> list[Any]:
@@ -40,12 +40,17 @@ class Collecting:
     def collected(self, worker: Worker, reply: Collected) -> None:
         """Takes what a collector said of itself."""
         machine = self._machine
-        self.answers, self.paced_answers = self.answers + 1, self.paced_answers + reply.waits
+        self.note_pace(worker, reply.waits)
         machine.accounts.collect(reply)
         worker.counts = {name: reply.stats[name] for name in COUNTERS}
-        worker.params_version, worker.waits = reply.params_version, reply.waits
+        worker.params_version = reply.params_version
         if machine.accounts.env_steps >= self._row_at + machine.limits.row_every:
             self.write_row()
+
+    def note_pace(self, worker: Worker, waits: bool) -> None:
+        """A collector answered: whether it could collect since it was called, or had to wait."""
+        seconds, worker.waits = max(self._machine.now - worker.said_at, 0.0), waits
+        self.seconds, self.paced_seconds = self.seconds + seconds, self.paced_seconds + seconds * waits
 
     def write_row(self) -> None:
         """Emits a row of what was done since the last one."""

@@ -220,6 +220,8 @@ class Work:
                 worker.call = None
                 self.drive(worker)
                 return
+        if call.method == "get_data" and task.kind == "collect":
+            self._machine.collecting.note_pace(worker, reply.why in _WAITS_FOR)
         self._say_again(worker, call, _AGAIN)
 
     def _started(self, worker: Worker, task: Task, reply: Started) -> None:

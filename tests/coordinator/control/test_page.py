@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,31 +9,24 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from rlframe.coordinator.control.serving import ControlServer, serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError
+from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
 from tests.coordinator.control.coordinators import MAX_ACTORS, ScriptedCoordinator
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="The page's tests need Chromium: apt-get install chromium, or make chromium"
-)
-DEADLINE = 20_000  # ms
+pytestmark = NEEDS_CHROMIUM
 MARKUP = "<img/src=x/onerror=window.injected=true>"
-expect.set_options(timeout=DEADLINE)
 
 Open = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # it may be root, in a container
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+    with running_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -50,29 +42,15 @@ def server(coordinator: ScriptedCoordinator) -> Iterator[ControlServer]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens a page; at the end, no script has failed and nothing came from elsewhere."""
-    contexts = []
-    failures: list[str] = []
-    asked: list[str] = []
-    origins: list[str] = []
+    """Opens a page; see `checked_pages`."""
+    with checked_pages(browser) as new_page:
 
-    def open_page(url: str, path: str = "/", **options: Any) -> Page:
-        context = browser.new_context(**options)
-        context.set_default_timeout(DEADLINE)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: failures.append(str(error)))
-        page.on("console", lambda message: failures.append(message.text) if "policy" in message.text.lower() else None)
-        page.on("request", lambda request: asked.append(request.url))
-        origins.append(url)
-        page.goto(url + path)
-        return page
+        def open_page(url: str, path: str = "/", **options: Any) -> Page:
+            page = new_page(url, **options)
+            page.goto(url + path)
+            return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert failures == []
-    assert [url for url in asked if not url.startswith((*origins, "data:"))] == []
+        yield open_page
 
 
 def tile(page: Page, name: str) -> str | None:

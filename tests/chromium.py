@@ -1,0 +1,59 @@
+"""The browser in which pages are tested: the system's, driven by Playwright."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("playwright", reason="playwright is not installed: pip install rlframe[test]")
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NEEDS_CHROMIUM = pytest.mark.skipif(
+    CHROMIUM is None, reason="The page's tests need Chromium: apt-get install chromium, or make chromium"
+)
+DEADLINE = 20_000  # ms
+expect.set_options(timeout=DEADLINE)
+
+
+@contextlib.contextmanager
+def running_browser() -> Iterator[Browser]:
+    """A browser for the tests of a module."""
+    with sync_playwright() as driver:
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # it may be root, in a container
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def checked_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Gives `f(url, **options of a context)`: a new page that is to go there.
+
+    At the end no script of any has failed, and nothing came from elsewhere.
+    """
+    contexts = []
+    failures: list[str] = []
+    asked: list[str] = []
+    origins: list[str] = []
+
+    def new_page(url: str, **options: Any) -> Page:
+        context = browser.new_context(**options)
+        context.set_default_timeout(DEADLINE)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        page.on("console", lambda message: failures.append(message.text) if "policy" in message.text.lower() else None)
+        page.on("request", lambda request: asked.append(request.url))
+        origins.append(url)
+        return page
+
+    yield new_page
+    for context in contexts:
+        context.close()
+    assert failures == []
+    assert [url for url in asked if not url.startswith((*origins, "data:"))] == []
