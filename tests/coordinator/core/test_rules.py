@@ -1,0 +1,423 @@
+"""Rules of the machine that whole jobs and random schedules seldom meet, one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.accounts import Accounts
+from rlframe.coordinator.core.tasks import Board
+from rlframe.coordinator.messages import Collected, Evaluated, Learn, Learned, NotReady, StartTask, Update
+from rlframe.coordinator.states import JobState, TaskState, WorkerState
+from tests.coordinator.core.test_machine import at_work, learner, running, state
+from tests.coordinator.core.world import LIMITS, SimWorker, World
+
+
+def calls(world: World, worker_id: str, since: int = 0) -> list[str]:
+    return [s.method for s in world.sent[since:] if s.worker_id == worker_id and s.header is not None]
+
+
+# --- what comes next
+
+
+def test_a_collector_that_comes_in_a_pause_waits_for_its_end() -> None:
+    world = running(1)
+    world.deliver(ev.Paused())
+    world.deliver(ev.Scaled("collector", 2))
+    world.run(20.0)
+    assert state(world, "collector/1") is WorkerState.IDLE and not calls(world, "collector/1")
+    world.deliver(ev.Resumed())
+    assert world.run(10.0, lambda: at_work(world) == 2)
+
+
+def test_a_learner_that_is_to_go_closes_once_its_batches_are_drawn() -> None:
+    world = running(1)
+    (task,) = world.m.tasks.open("learn")
+    assert world.run(20.0, lambda: task.drawing is not None)
+    sent = len(world.sent)
+    world.deliver(ev.Scaled("learner", 0))
+    world.run(10.0)
+    assert set(calls(world, "learner/0", sent)[:2]) <= {"learn", "close_task"}
+    assert "learn" not in calls(world, "learner/0", sent)[calls(world, "learner/0", sent).index("close_task") :]
+    assert task.state is TaskState.SUCCEEDED and not world.buffer.out
+
+
+def test_what_is_drawn_for_a_learner_that_was_lost_meanwhile_is_settled() -> None:
+    world = running(1)
+    (task,) = world.m.tasks.open("learn")
+    assert world.run(20.0, lambda: task.drawing is not None)
+    header, lost = task.drawing, world.m.accounts.lost
+    world.kill(learner(world))
+    world.m.staff.listed(world.operator.list())  # which misses it before the batches are here
+    batch = world.buffer.draw()
+    assert batch is not None and header is not None
+    world.deliver(ev.Drawn(header, (batch,)))
+    assert world.m.accounts.lost == lost + 1 and int(batch.keys[0, 0]) not in world.buffer.out
+
+
+def test_an_answer_that_comes_twice_is_asked_for_once() -> None:
+    world = running(1)
+    worker = world.m.roster.get("collector/0")
+    assert worker is not None
+    assert world.run(5.0, lambda: worker.call is not None and worker.said_at <= world.now)
+    assert worker.call is not None
+    not_yet = ev.Replied("collector/0", 0, worker.call.method, worker.call.header, NotReady("busy"))
+    sent = len(world.sent)
+    world.deliver(not_yet)
+    world.deliver(not_yet)
+    assert calls(world, "collector/0", sent) == [worker.call.method]
+
+
+def starving(by_key: bool) -> World:
+    """The learner waits for data: nothing that is collected reaches the buffer."""
+    world = running(1, by_key=by_key)
+    world.buffer.add = lambda count, source: None  # type: ignore[method-assign]
+    assert world.run(30.0, lambda: world.m.learning.waits_for == "data")
+    world.run(5.0)
+    return world
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
+    world = starving(by_key)
+    waited = world.m.learning.waited
+    world.run(LIMITS.progress_deadline + 100.0)
+    assert world.m.accounts.restarts == 0 and world.m.accounts.retries == 0
+    assert world.m.learning.waited - waited == pytest.approx(LIMITS.progress_deadline + 100.0, abs=0.5)
+
+
+def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
+    world = starving(by_key=False)
+    assert world.m.tasks.open("learn")[0].granted > 0
+    world.deliver(ev.Cancelled("enough"))
+    assert world.run(20.0, lambda: world.is_over)
+    accounts = world.m.accounts
+    assert accounts.lost == 0 and accounts.granted == accounts.learned + accounts.dropped
+
+
+def test_nothing_is_drawn_once_the_job_is_paused() -> None:
+    world = running(1)
+    worker = world.m.roster.get("learner/0")
+    assert worker is not None
+    assert world.run(20.0, lambda: worker.call is not None and worker.call.method == "data_demand")
+    world.deliver(ev.Paused())
+    drawn = world.buffer.drawn
+    world.run(5.0)
+    assert world.buffer.drawn == drawn
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_batches_that_a_learner_does_not_tell_of_are_counted_as_dropped_or_were_never_granted(by_key: bool) -> None:
+    world = running(1, by_key=by_key)
+    (task,), worker = world.m.tasks.open("learn"), world.m.roster.get("learner/0")
+    assert worker is not None
+    assert world.run(30.0, lambda: task.granted > 1 and worker.call is not None and worker.call.method == "learn")
+    assert worker.call is not None
+    accounts, granted = dataclasses.replace(world.m.accounts), task.granted
+    one = (Update(task.batches[0].keys if by_key else np.zeros((1, 3), np.int64)),)
+    version, steps = accounts.params_version + 1, accounts.learner_steps + 1
+    world.deliver(ev.Replied("learner/0", 0, "learn", worker.call.header, Learned(version, steps, one)))
+    now = world.m.accounts
+    assert now.learned == accounts.learned + 1 and now.lost == accounts.lost
+    assert now.dropped - accounts.dropped == (granted - 1 if by_key else 0)
+    assert accounts.granted - now.granted == (0 if by_key else granted - 1)
+
+
+def test_a_collector_takes_the_task_of_its_own_index() -> None:
+    world = running(3)
+    for _ in range(4):
+        for worker in world.live("collector"):
+            world.kill(worker)
+        assert world.run(30.0, lambda: at_work(world) == 0)
+        assert world.run(30.0, lambda: at_work(world) == 3)
+        assert {t.worker_id for t in world.m.tasks.open("collect")} == {f"collector/{i}" for i in range(3)}
+        assert all(task.worker_id == f"collector/{task.index}" for task in world.m.tasks.open("collect"))
+
+
+def test_a_learner_is_told_above_which_version_to_publish() -> None:
+    world = running(1)
+    version = world.m.accounts.params_version
+    world.kill(learner(world))
+    assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
+    version = world.m.accounts.params_version
+    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
+    start = next(s for s in world.sent if (s.worker_id, s.method, s.incarnation) == ("learner/0", "start_task", 1))
+    assert start.args[0].options == {"min_version": version} and version > 0
+
+
+def test_a_learner_is_granted_so_many_batches_at_once() -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, grant=2))
+    world.run(20.0)
+    granted = [send.args[0].count for send in world.sent if send.method == "learn"]
+    assert max(granted) == 2
+
+
+def test_a_checkpoint_that_was_asked_for_is_written_once() -> None:
+    world = running(1)
+    sent = len(world.sent)
+    world.deliver(ev.CheckpointAsked())
+    world.run(10.0)
+    learns: dict[int, Learn] = {s.header.seq: s.args[0] for s in world.sent[sent:] if s.method == "learn" and s.header}
+    assert [learn.save for learn in learns.values()].count(True) == 1 and len(learns) > 2
+
+
+def test_there_is_one_learner_for_each_policy() -> None:
+    class Eager(TrainOne):
+        def task(self, role: Any, index: int, view: Any) -> StartTask | None:
+            return StartTask("learn" if role == "learner" else "collect", "main")
+
+    world = World(commander=Eager(env_steps=10**9))
+    world._wanted["learner"] = 2
+    world.kill_coordinator()
+    world.journal = None
+    world.start_coordinator()
+    world.run(30.0)
+    assert len(world.live("learner")) == 2 and len(world.m.tasks.open("learn")) == 1
+    assert sorted(state(world, f"learner/{index}").name for index in (0, 1)) == ["BUSY", "IDLE"]
+
+
+# --- who is there
+
+
+def test_a_worker_more_than_is_wanted_is_sent_away() -> None:
+    world = running(1)
+    world.operator.wanted["collector"] = 2  # as one that another coordinator asked for
+    assert world.run(20.0, lambda: world.m.roster.newest("collector/1") is not None)
+    world.run(5.0)
+    assert state(world, "collector/1") is WorkerState.GONE and not calls(world, "collector/1")
+
+
+def test_a_lost_worker_is_reported_and_one_that_is_not_wanted_is_released() -> None:
+    world = running(2)
+    told: list[tuple[str, Any]] = []
+    for name in ("report_failed", "release"):
+        tell = getattr(world.operator, name)
+        setattr(world.operator, name, lambda key, name=name, tell=tell: (told.append((name, key)), tell(key)))
+    world.kill(world.live("collector")[0])
+    assert world.run(10.0, lambda: bool(told)) and told == [("report_failed", ("collector/0", 0))]
+    assert world.run(30.0, lambda: at_work(world) == 2)
+    world.deliver(ev.Scaled("collector", 1))
+    assert world.run(10.0, lambda: len(told) == 2) and told[1] == ("release", ("collector/1", 0))
+
+
+def test_workers_are_pinged_every_few_seconds() -> None:
+    world = running(1)
+    sent = len(world.sent)
+    world.run(30.0)
+    pings = [send for send in world.sent[sent:] if (send.worker_id, send.method) == ("collector/0", "ping")]
+    assert 9 <= len(pings) <= 11
+
+
+def test_a_worker_that_has_an_address_and_never_answers_there_is_replaced() -> None:
+    world = running(1)
+    world.deliver(ev.Scaled("collector", 2))
+    assert world.run(10.0, lambda: len(world.live("collector")) == 2)
+    world.stop(world.live("collector")[1])
+    assert world.run(LIMITS.lost_after_starting + 5.0, lambda: world.m.accounts.restarts == 1)
+    assert any("collector/1 (incarnation 0) is lost: it did not come within 6" in note.text for note in world.notes)
+
+
+def test_a_worker_may_be_silent_for_longer_while_its_task_starts() -> None:
+    world = running(1)
+    world.deliver(ev.Scaled("collector", 2))
+    assert world.run(20.0, lambda: bool(calls(world, "collector/1")))
+    worker = world.live("collector")[1]
+    world.stop(worker)
+    world.run(LIMITS.lost_after + 20.0)
+    assert state(world, "collector/1") is WorkerState.BUSY
+    world.resume(worker)
+    assert world.run(10.0, lambda: at_work(world) == 2)
+    assert world.m.accounts.restarts == 0
+
+
+def test_starts_that_failed_are_forgotten_once_the_worker_came() -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, starting_deadline=10.0, max_failures=1))
+    for _ in range(3):
+        world.operator.never_comes.add("collector")
+        world.kill(world.live("collector")[0])
+        lost = world.m.accounts.restarts
+        assert world.run(30.0, lambda: world.m.accounts.restarts >= lost + 2)  # it, and one that did not come
+        world.operator.never_comes.clear()
+        assert world.run(30.0, lambda: at_work(world) == 1)
+    assert world.m.state is JobState.RUNNING
+
+
+def test_a_collector_may_be_lost_as_often_as_it_likes() -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
+    for _ in range(4):
+        world.kill(world.live("collector")[0])
+        assert world.run(30.0, lambda: at_work(world) == 0)
+        assert world.run(30.0, lambda: at_work(world) == 1)
+    assert world.m.state is JobState.RUNNING
+
+
+def test_failures_are_forgotten_after_a_while_of_work() -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=5.0))
+    for _ in range(4):
+        world.kill(learner(world))
+        assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
+        assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
+        world.run(8.0)
+    assert world.m.state is JobState.RUNNING and world.m.accounts.retries == 4
+
+
+def test_a_learner_that_is_lost_again_and_again_fails_the_job() -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
+    world.kill(learner(world))
+    assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
+    assert world.m.learning.waits_for == "learner"
+    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
+    world.kill(learner(world))
+    assert world.run(60.0, lambda: world.is_over)
+    assert world.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
+
+
+# --- evaluations
+
+
+def test_an_evaluation_of_another_version_is_none() -> None:
+    world = running(1)
+    world.deliver(ev.EvaluationAsked())
+
+    def working() -> bool:
+        worker = world.m.roster.get("evaluator/0")
+        return worker is not None and worker.call is not None and worker.call.method == "get_data"
+
+    assert world.run(30.0, working)
+    worker = world.m.roster.get("evaluator/0")
+    assert worker is not None and worker.call is not None
+    values = {"return_mean": 500.0, "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0}
+    world.deliver(ev.Replied("evaluator/0", 0, "get_data", worker.call.header, Evaluated(10**6, values)))
+    assert world.m.accounts.evaluations == []
+    assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
+    assert world.m.accounts.evaluations[0][1] != 500.0
+
+
+def test_a_version_that_is_pinned_too_late_is_let_go() -> None:
+    world = running(1)
+    world.store.pins.append(3)
+    world.deliver(ev.Pinned("evaluate/99", "main", 3))
+    assert world.store.pins == []
+
+
+def test_an_evaluation_of_a_policy_that_has_no_version_is_cancelled() -> None:
+    world = running(1)
+    task = world.m.evaluating.begin("other")
+    world.deliver(ev.Pinned(task.task_id, "other", -1))
+    assert task.state is TaskState.CANCELLED
+
+
+def test_evaluations_are_as_far_apart_as_they_should_be() -> None:
+    world = running(1, commander=TrainOne(env_steps=10**9, eval_every=200))
+    world.run(60.0)
+    began = [note for note in world.notes if note.kind == "evaluation"]
+    assert 2 <= len(began) <= world.m.accounts.env_steps // 200
+    assert world.m.evaluating.began_at > 0
+
+
+# --- how it ends
+
+
+@pytest.mark.parametrize("what", ["collectors", "learner", "evaluation"])
+def test_each_step_of_the_ending_has_a_deadline(what: str) -> None:
+    world = running(1, commander=TrainOne(env_steps=400))
+    seconds = world.work_seconds
+    hangs = {"collectors": ("close_task", "collector"), "learner": ("close_task", "learner")}
+    method, role = hangs.get(what, ("get_data", "evaluator"))
+
+    def never(called: str, worker: SimWorker) -> float:
+        world.rng.random()
+        return 1e9 if (called, worker.role) == (method, role) else seconds(called, worker)
+
+    world.work_seconds = never  # type: ignore[method-assign]
+    assert world.run(400.0, lambda: world.is_over)
+    (over,) = world.over
+    why = {
+        "collectors": "400 of 400 environment steps were taken",
+        "learner": "; but learn/1 did not close within 30 s",
+        "evaluation": "; but the last evaluation was not done within 120 s",
+    }[what]
+    assert over.failed == (what != "collectors") and why in over.reason
+
+
+def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
+    world = running(1)
+    world.stop(world.live("collector")[0])
+    world.deliver(ev.Cancelled("enough", 2.0))
+    assert world.run(6.0, lambda: world.is_over)
+
+
+def test_an_operator_that_never_lets_go_does_not_keep_the_job_from_ending() -> None:
+    world = running(1)
+    world.operator.disconnect = lambda: None  # type: ignore[method-assign]
+    deliver = world.deliver
+    world.deliver = lambda event: None if isinstance(event, ev.Disconnected) else deliver(event)  # type: ignore
+    world.deliver(ev.Cancelled("enough"))
+    assert world.run(LIMITS.close_deadline + 10.0, lambda: world.is_over)
+    assert any("did not answer within 30 s" in note.text for note in world.notes)
+
+
+def test_nobody_is_scaled_once_the_job_ends() -> None:
+    world = running(1)
+    world.deliver(ev.Cancelled("enough"))
+    world.deliver(ev.Scaled("collector", 5))
+    assert world.m.wanted["collector"] == 1
+
+
+def test_the_rows_of_training_are_of_what_was_done_since_the_last() -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, row_every=100), commander=TrainOne(env_steps=450))
+    assert world.run(200.0, lambda: world.is_over)
+    rows = [row for row in world.rows if "steps_per_second" in row.values]
+    assert [row.env_steps for row in rows] == [100, 200, 300, 400, world.m.accounts.env_steps]
+    assert [row.values["episodes"] for row in rows] == [10, 10, 10, 10, world.m.accounts.env_steps // 10 - 40]
+    assert {(row.values["episode_return"], row.values["episode_length"]) for row in rows} == {(5.0, 10.0)}
+    assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take a quarter of a second
+
+
+# --- accounts
+
+
+def collected(steps: float, rank: int = 0) -> Collected:
+    counts = {"env_steps": steps, "episodes": 1.0, "return_sum": steps, "length_sum": steps}
+    return Collected({**counts, "rank": rank, "incarnation": 0}, 0)
+
+
+def test_less_than_a_collector_said_before_is_an_old_answer() -> None:
+    accounts = Accounts()
+    for steps, rank in [(10.0, 0), (5.0, 1), (7.0, 0), (8.0, 1)]:
+        accounts.collect(collected(steps, rank))
+    assert accounts.env_steps == 18 and accounts.totals["return_sum"] == 18.0
+    assert accounts.census == {"0.0": [10.0, 1.0, 10.0, 10.0], "1.0": [8.0, 1.0, 8.0, 8.0]}
+
+
+def test_an_answer_without_logs_leaves_those_that_were() -> None:
+    accounts = Accounts()
+    accounts.learn(Learned(3, 5, (), 2, {"loss": 0.5}))
+    accounts.learn(Learned(2, 6, (), 1))
+    assert accounts.logs == {"loss": 0.5} and accounts.dropped == 3
+    assert (accounts.params_version, accounts.learner_steps) == (3, 6)  # a version never falls
+
+
+def test_long_curves_keep_their_span() -> None:
+    accounts = Accounts()
+    for number in range(1300):
+        accounts.census = {"0.0": [float(number), 0.0, 0.0, 0.0]}
+        accounts.note_return(float(number))
+        accounts.note_evaluation(float(number), number)
+    for curve in (accounts.returns, accounts.evaluations):
+        assert 250 <= len(curve) <= 500 and curve[0][0] == 0.0 and curve[-1][0] > 1280.0
+        assert all(row[0] == row[1] for row in curve)
+
+
+def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
+    board = Board()
+    for _ in range(200):
+        board.add(StartTask("evaluate", "main")).become(TaskState.CANCELLED)
+    kept = [task.task_id for task in board]
+    assert len(kept) <= 52 and kept[-1] == "evaluate/200" and board.open("evaluate") == []
+    assert board.add(StartTask("learn", "main")).task_id == "learn/201"
