@@ -19,7 +19,6 @@ pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rl
 DQN = ("--agent", "dqn", "--env", "CartPole-v1")
 STEADY_DQN = (*DQN, "--update-period", "4", "--target-update-period", "400", "--discount", "0.99")
 IMPALA = ("--agent", "impala", "--env", "CartPole-v1")
-PPO = ("--agent", "ppo", "--env", "CartPole-v1")
 FEW = ("--num-actors", "1", "--min-actors", "1", "--max-actors", "2", "--eval-episodes", "2")
 LONG = ("--steps", "100000000", "--log-every", "500")
 
@@ -29,6 +28,7 @@ def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path) -
         program.wait_for_collectors(1)
         program.scale(2)
         os.kill(program.worker("collector/0")["pid"], signal.SIGKILL)
+        program.wait_for(lambda status: status["job"]["restarts"] > 0)
         program.kill_coordinator()
         program.worker("collector/0", above=0)
         code, result = program.finish()
