@@ -1,0 +1,144 @@
+"""What a coordinator tells of its job."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from rlframe.coordinator import status as statuses
+from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.control import prometheus
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.accounts import Accounts
+from rlframe.coordinator.status import Rates
+from tests.coordinator.core.world import World
+
+PAGE = pathlib.Path(statuses.__file__).parent / "control" / "page.html"
+DESCRIBES = {"id": "a", "agent": "dqn", "env": "CartPole-v1", "run_dir": "/runs/a", "until": 100}
+
+
+def accounts(env_steps: float, learned: int) -> Accounts:
+    return Accounts(census={"0.0": [env_steps, 1.0, 1.0, 1.0]}, learned=learned)
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    rates = Rates()
+    assert rates.per_second() == (0.0, 0.0)
+    rates.add(100.0, accounts(1000, 10))
+    assert rates.per_second() == (0.0, 0.0)
+    rates.add(102.0, accounts(1200, 14))
+    assert rates.per_second() == (100.0, 2.0)
+    rates.add(106.0, accounts(1600, 14))
+    assert rates.per_second() == (100.0, 0.0)  # of the 4 s that are less than 5 old
+    rates.add(120.0, accounts(9999, 99))
+    assert rates.per_second() == (0.0, 0.0)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(collectors=2, commander=TrainOne("mine", env_steps=10**9))
+    assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.accounts.env_steps > 100)
+    return world
+
+
+def status(world: World) -> dict[str, Any]:
+    found = statuses.status(
+        world.m,
+        world.m.accounts.to_json(),
+        describes=DESCRIBES,
+        limits={"collector": [1, 8]},
+        operator={"kind": "LocalOperator", "problems": {}},
+        replay={"items": 3},
+        rates=Rates(),
+        now=world.now,
+    )
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def test_it_tells_of_job_workers_and_tasks(world: World) -> None:
+    found, job = status(world), status(world)["job"]
+    assert {name: job[name] for name in DESCRIBES} == DESCRIBES
+    assert (job["state"], job["policy_id"], job["reason"]) == ("RUNNING", "mine", "")
+    assert job["env_steps"] == world.m.accounts.env_steps and job["learner_steps"] == world.m.accounts.learner_steps
+    assert job["params_version"] == world.store.newest
+    assert job["seconds"] == pytest.approx(world.now - 1000.0)
+    assert (found["wanted"], found["scaling"]) == ({"learner": 1, "collector": 2, "evaluator": 0}, "auto")
+    assert found["limits"] == {"collector": [1, 8]} and found["replay"] == {"items": 3}
+    workers = {worker["worker_id"]: worker for worker in found["workers"]}
+    assert list(workers) == ["learner/0", "collector/0", "collector/1"]
+    steps = [worker.counts["env_steps"] for worker in world.live("collector")]
+    told = [workers[f"collector/{index}"]["env_steps"] for index in (0, 1)]
+    assert all(0 <= counted - said <= 10 for counted, said in zip(steps, told)) and min(told) > 0
+    assert workers["collector/1"]["return_mean"] == 5.0 and workers["learner/0"]["return_mean"] is None
+    assert workers["learner/0"]["task_id"] == "learn/1" and workers["learner/0"]["attempt"] == 0
+    assert workers["learner/0"]["params_version"] == world.m.accounts.params_version
+    assert [task["task_id"] for task in found["tasks"]] == ["learn/1", "collect/2", "collect/3"]
+    assert {task["state"] for task in found["tasks"]} == {"RUNNING"}
+
+
+def test_it_tells_what_the_learner_waits_for(world: World) -> None:
+    def waits() -> Any:
+        return status(world)["job"]["waits_for"]
+
+    world.m.learning.waits(None)
+    assert waits() is None
+    world.m.learning.waits("data")
+    assert waits() == "data"
+    for worker in world.m.roster.of("collector"):
+        worker.waits = True
+    assert waits() == "pacing"
+    world.m.learning.waits("learner")
+    assert waits() == "learner"
+    world.deliver(ev.Paused())
+    assert waits() == "paused"
+    world.deliver(ev.Resumed())
+    world.deliver(ev.EvaluationAsked())
+    assert waits() == "learner"  # it goes on beside an evaluation
+    world.deliver(ev.Cancelled("enough"))
+    assert waits() == "evaluation"
+    assert world.run(60.0, lambda: world.is_over) and waits() is None
+
+
+def test_it_tells_of_an_evaluation_and_of_a_lost_worker(world: World) -> None:
+    world.deliver(ev.EvaluationAsked())
+    assert world.run(60.0, lambda: bool(world.m.accounts.evaluations))
+    version = world.m.accounts.evaluations[-1][2]
+    job = status(world)["job"]
+    assert (job["evaluated_version"], job["eval_return"]) == (version, float(version))
+    assert status(world)["evaluations"] == world.m.accounts.evaluations
+    world.kill(world.live("collector")[0])
+    assert world.run(5.0, lambda: status(world)["job"]["restarts"] == 1)
+    assert [w["state"] for w in status(world)["workers"] if w["worker_id"] == "collector/0"] == ["LOST"]
+
+
+def test_it_tells_that_the_operator_is_away_and_that_a_person_scales(world: World) -> None:
+    assert status(world)["operator"] == {"kind": "LocalOperator", "problems": {}, "connected": True, "problem": ""}
+    world.operator.is_out = True
+    world.run(1.0)
+    operator = status(world)["operator"]
+    assert (operator["connected"], operator["problem"]) == (False, "it is away")
+    world.deliver(ev.Scaled("collector", 3))
+    assert status(world)["scaling"] == "manual" and status(world)["wanted"]["collector"] == 3
+
+
+def test_a_job_that_has_not_begun_has_a_status_as_well() -> None:
+    world = World()
+    world.machine = type(world.m)(world.commander, world.limits, {"learner": 1}, by_key=True, now=world.now)
+    found = status(world)
+    assert found["job"]["state"] == "INIT" and found["workers"] == [] and not found["operator"]["connected"]
+    assert found["job"]["return_mean"] is None and found["job"]["evaluated_version"] is None
+
+
+def test_what_the_page_and_prometheus_read_is_there(world: World) -> None:
+    found, page = status(world), PAGE.read_text()
+    of_all = set(re.findall(r"\blive\??\.(\w+)", page))
+    assert of_all and of_all - {"jobs", "service"} <= set(found)
+    of_job = set(re.findall(r"\bjob\??\.(\w+)", page))
+    assert {"state", "env_steps", "waits_for"} <= of_job <= set(found["job"])
+    gauges = {key for _, _, key in (*prometheus._GAUGES, *prometheus._COUNTERS)}
+    assert gauges <= set(found["job"])
