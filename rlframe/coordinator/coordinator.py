@@ -78,6 +78,9 @@ class Coordinator:
         )
         if saved is None:
             self._machine.accounts.census = dict(cfg.before)
+        # A coordinator may be killed between the job's last step and the writing of what came of it.
+        self._is_finished = saved is None or saved.get("is_finished", False)
+        self._evaluation = saved["ending"]["evaluation"] if saved is not None and saved["ending"] else None
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the machine and the journal
         self._noted = threading.Condition(self._lock)
@@ -134,6 +137,8 @@ class Coordinator:
                 gc.freeze()
                 self.submit()
                 self._over.wait()
+            elif not self._is_finished:
+                self._finish_late()
         self._end()
         if self._failure is not None:
             raise self._failure
@@ -141,8 +146,15 @@ class Coordinator:
             raise JobFailedError(f"The job failed: {self._machine.reason.rstrip('.')}.")
 
     def wait(self, timeout: float) -> bool:
-        """Whether the job is over, after `timeout` seconds (1 at most) at the latest."""
-        return self._over.wait(min(timeout, 1.0)) or is_over(self._machine.state)
+        """Whether the job is over, after `timeout` seconds (1 at most) at the latest.
+
+        Raises:
+            Exception: the coordinator itself failed, so the job is not over, and nobody runs it.
+        """
+        came = self._over.wait(min(timeout, 1.0))
+        if self._failure is not None:
+            raise self._failure
+        return came or is_over(self._machine.state)
 
     def close(self) -> None:
         """Ends the job, if it goes on, and the workers. Bounded; may be called again."""
@@ -296,7 +308,7 @@ class Coordinator:
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
             self._journaled_at = now
-            state = {**self._machine.to_json(), "job_id": self._cfg.job_id}
+            state = {**self._machine.to_json(), "job_id": self._cfg.job_id, "is_finished": False}
             if state != self._journal.state:
                 self._journal.write(state)
             self._published = state["accounts"]
@@ -323,6 +335,13 @@ class Coordinator:
         elif isinstance(effect, ev.Over):
             self._finish(effect)
 
+    def _finish_late(self) -> None:
+        """As `_finish`, for a coordinator that was killed before it had done so."""
+        self._replay.start()
+        if self._recorder is not None:
+            self._recorder.begin(self._machine.accounts.env_steps)
+        self._finish(ev.Over(self._machine.state is JobState.FAILED, self._machine.reason))
+
     def _finish(self, over: ev.Over) -> None:
         """Nobody works any more: what it has come to is written down."""
         self._replay.close()
@@ -335,9 +354,11 @@ class Coordinator:
         os.replace(temporary, path)
         if self._recorder is not None:
             ending = self._machine.ending
-            evaluation = ending.evaluation if ending is not None else None
+            evaluation = ending.evaluation if ending is not None else self._evaluation
             summary = {**status["job"], "failed": over.failed, "reason": over.reason, "evaluation": evaluation}
             self._recorder.finish(summary)
+        with self._lock:
+            self._journal.write({**(self._journal.state or {}), "is_finished": True})
 
     def _send(self, effect: ev.Send) -> None:
         def answer(reply: Reply | None, why: str) -> None:
