@@ -15,6 +15,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.coordinator import status as statuses
+from rlframe.coordinator.clock import Clock
 from rlframe.coordinator.commander import Commander
 from rlframe.coordinator.config import CoordinatorConfig, Recorder
 from rlframe.coordinator.core import events as ev
@@ -95,7 +96,7 @@ class Coordinator:
         self._rates = statuses.Rates()
         self._published = self._machine.accounts.to_json()
         self._journaled_at = 0.0
-        self._submitted, self._over = threading.Event(), threading.Event()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -210,7 +211,7 @@ class Coordinator:
         self._events.put(ev.EvaluationAsked())
 
     def checkpoint(self) -> None:
-        """Has the learner save, and writes the journal."""
+        """Has the learner save with its next update, and the replay where this coordinator keeps it."""
         self._check_runs()
         self._events.put(ev.CheckpointAsked())
 
@@ -367,29 +368,6 @@ class Coordinator:
 
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         self._links.call(effect.worker_id, effect.incarnation, effect.method, args, answer)
-
-
-class Clock:
-    """Seconds since the epoch by which workers are judged: it rises while the coordinator listens to them.
-
-    Where this process was stopped, or its machine was, the clock was too: that nobody was heard meanwhile is no
-    worker's fault.
-    """
-
-    _LONGEST = 2.0  # seconds between two ticks that may pass
-
-    def __init__(self) -> None:
-        self._ticked = time.monotonic()
-        self._offset = time.time() - self._ticked
-
-    def __call__(self) -> float:
-        return self._offset + time.monotonic()
-
-    def tick(self) -> None:
-        """The coordinator listens."""
-        now = time.monotonic()
-        self._offset -= max(now - self._ticked - self._LONGEST, 0.0)
-        self._ticked = now
 
 
 def _is_plain(value: Any) -> bool:
