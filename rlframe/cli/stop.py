@@ -8,8 +8,8 @@ from typing import Any
 from rlframe.cli.control import ControlOptions, run_command
 
 DESCRIPTION = (
-    "End a run under a coordinator in good order: what is under way is taken to its end, the policy is saved and "
-    "evaluated. It cannot be undone."
+    "End a run under a coordinator in good order: what is under way is taken to its end and the policy is saved, "
+    "without a last evaluation. It cannot be undone."
 )
 
 

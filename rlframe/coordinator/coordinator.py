@@ -15,6 +15,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.coordinator import status as statuses
+from rlframe.coordinator.clock import Clock
 from rlframe.coordinator.commander import Commander
 from rlframe.coordinator.config import CoordinatorConfig, Recorder
 from rlframe.coordinator.core import events as ev
@@ -78,6 +79,9 @@ class Coordinator:
         )
         if saved is None:
             self._machine.accounts.census = dict(cfg.before)
+        # A coordinator may be killed between the job's last step and the writing of what came of it.
+        self._is_finished = saved is None or saved.get("is_finished", False)
+        self._evaluation = saved["ending"]["evaluation"] if saved is not None and saved["ending"] else None
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the machine and the journal
         self._noted = threading.Condition(self._lock)
@@ -92,7 +96,7 @@ class Coordinator:
         self._rates = statuses.Rates()
         self._published = self._machine.accounts.to_json()
         self._journaled_at = 0.0
-        self._submitted, self._over = threading.Event(), threading.Event()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -134,6 +138,8 @@ class Coordinator:
                 gc.freeze()
                 self.submit()
                 self._over.wait()
+            elif not self._is_finished:
+                self._finish_late()
         self._end()
         if self._failure is not None:
             raise self._failure
@@ -141,8 +147,15 @@ class Coordinator:
             raise JobFailedError(f"The job failed: {self._machine.reason.rstrip('.')}.")
 
     def wait(self, timeout: float) -> bool:
-        """Whether the job is over, after `timeout` seconds (1 at most) at the latest."""
-        return self._over.wait(min(timeout, 1.0)) or is_over(self._machine.state)
+        """Whether the job is over, after `timeout` seconds (1 at most) at the latest.
+
+        Raises:
+            Exception: the coordinator itself failed, so the job is not over, and nobody runs it.
+        """
+        came = self._over.wait(min(timeout, 1.0))
+        if self._failure is not None:
+            raise self._failure
+        return came or is_over(self._machine.state)
 
     def close(self) -> None:
         """Ends the job, if it goes on, and the workers. Bounded; may be called again."""
@@ -198,7 +211,7 @@ class Coordinator:
         self._events.put(ev.EvaluationAsked())
 
     def checkpoint(self) -> None:
-        """Has the learner save, and writes the journal."""
+        """Has the learner save with its next update, and the replay where this coordinator keeps it."""
         self._check_runs()
         self._events.put(ev.CheckpointAsked())
 
@@ -296,7 +309,7 @@ class Coordinator:
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
             self._journaled_at = now
-            state = {**self._machine.to_json(), "job_id": self._cfg.job_id}
+            state = {**self._machine.to_json(), "job_id": self._cfg.job_id, "is_finished": False}
             if state != self._journal.state:
                 self._journal.write(state)
             self._published = state["accounts"]
@@ -323,6 +336,13 @@ class Coordinator:
         elif isinstance(effect, ev.Over):
             self._finish(effect)
 
+    def _finish_late(self) -> None:
+        """As `_finish`, for a coordinator that was killed before it had done so."""
+        self._replay.start()
+        if self._recorder is not None:
+            self._recorder.begin(self._machine.accounts.env_steps)
+        self._finish(ev.Over(self._machine.state is JobState.FAILED, self._machine.reason))
+
     def _finish(self, over: ev.Over) -> None:
         """Nobody works any more: what it has come to is written down."""
         self._replay.close()
@@ -335,9 +355,11 @@ class Coordinator:
         os.replace(temporary, path)
         if self._recorder is not None:
             ending = self._machine.ending
-            evaluation = ending.evaluation if ending is not None else None
+            evaluation = ending.evaluation if ending is not None else self._evaluation
             summary = {**status["job"], "failed": over.failed, "reason": over.reason, "evaluation": evaluation}
             self._recorder.finish(summary)
+        with self._lock:
+            self._journal.write({**(self._journal.state or {}), "is_finished": True})
 
     def _send(self, effect: ev.Send) -> None:
         def answer(reply: Reply | None, why: str) -> None:
@@ -346,29 +368,6 @@ class Coordinator:
 
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         self._links.call(effect.worker_id, effect.incarnation, effect.method, args, answer)
-
-
-class Clock:
-    """Seconds since the epoch by which workers are judged: it rises while the coordinator listens to them.
-
-    Where this process was stopped, or its machine was, the clock was too: that nobody was heard meanwhile is no
-    worker's fault.
-    """
-
-    _LONGEST = 2.0  # seconds between two ticks that may pass
-
-    def __init__(self) -> None:
-        self._ticked = time.monotonic()
-        self._offset = time.time() - self._ticked
-
-    def __call__(self) -> float:
-        return self._offset + time.monotonic()
-
-    def tick(self) -> None:
-        """The coordinator listens."""
-        now = time.monotonic()
-        self._offset -= max(now - self._ticked - self._LONGEST, 0.0)
-        self._ticked = now
 
 
 def _is_plain(value: Any) -> bool:

@@ -76,9 +76,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise UsageError(
-                f"Port {port} of {host} is in use. Choose another with --port, or 0 for a free one."
-            ) from error
+            raise UsageError(f"Port {port} of {host} is in use. Choose another one, or 0 for a free one.") from error
         raise UsageError(f"{host}:{port} cannot be listened at: {error.strerror}.") from error
     listener.setblocking(False)
     return listener

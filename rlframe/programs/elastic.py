@@ -156,7 +156,7 @@ def serve_control_of(run_dir: pathlib.Path, address: str, control: Control | Non
         yield
         return
     try:
-        from rlframe.coordinator.control.address import make_token, write_control
+        from rlframe.coordinator.control.address import make_token, remove_control, write_control
         from rlframe.coordinator.control.serving import serve_control
         from rlframe.http.token_file import read_token
     except ModuleNotFoundError as error:
@@ -171,7 +171,10 @@ def serve_control_of(run_dir: pathlib.Path, address: str, control: Control | Non
         # What is not a terminal may be a log that others read.
         link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url
         print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)
-        yield
+        try:
+            yield
+        finally:
+            remove_control(run_dir)
 
 
 class _Records:

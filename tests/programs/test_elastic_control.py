@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +19,16 @@ import pytest
 pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
 pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
 
+pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
+from playwright.sync_api import expect
+
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.errors import PeerError, UnavailableError
+from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
 from tests.programs.elastic import ElasticProgram
 from tests.programs.running import ROOT
 
 pytestmark = pytest.mark.system
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SPEC = {"agent": "dqn", "env": "CartPole-v1", "num_actors": 1, "max_actors": 2, "eval_episodes": 2}
 
 
@@ -122,48 +124,43 @@ def test_a_queue_runs_what_is_submitted_and_survives_its_own_death(tmp_path: pat
         assert not (tmp_path / "runs" / second / "config.json").exists() or not service.job(second)["sessions"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium, or make chromium")
+@NEEDS_CHROMIUM
 def test_the_page_shows_a_real_run_and_steers_it(tmp_path: pathlib.Path) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    sync_api.expect.set_options(timeout=60_000)
     few = ["--agent", "dqn", "--env", "CartPole-v1", "--num-actors", "1", "--max-actors", "2", "--log-every", "300"]
     with (
         ElasticProgram(tmp_path / "run", *few, "--steps", "100000000") as program,
-        sync_api.sync_playwright() as driver,
+        running_browser() as browser,
+        checked_pages(browser) as new_page,
     ):
         program.wait_for_collectors(1)
         control = json.loads((tmp_path / "run" / "coordinator" / "control.json").read_text())
         token = pathlib.Path(control["token_file"]).read_text().strip()
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1400})
-        failures: list[str] = []
-        page.on("pageerror", lambda error: failures.append(str(error)))
+        page = new_page(control["url"], viewport={"width": 1280, "height": 1400})
         page.goto(f"{control['url']}/#token={token}")
-        sync_api.expect(page.locator("#state")).to_have_text("RUNNING")
-        sync_api.expect(page.locator("#name")).to_have_text("dqn on CartPole-v1")
+        expect(page.locator("#state")).to_have_text("RUNNING")
+        expect(page.locator("#name")).to_have_text("dqn on CartPole-v1")
         curve = page.locator("#plot polyline.curve").first
-        sync_api.expect(curve).to_have_attribute("points", re.compile(r"(\S+,\S+\s*){5,}"))
+        expect(curve).to_have_attribute("points", re.compile(r"(\S+,\S+\s*){5,}"))
         page.get_by_role("button", name="One collector more").click()
         program.wait_for_collectors(2)
         rows = page.locator("#workers tbody tr th")
-        sync_api.expect(rows).to_have_text(["learner/0", "collector/0", "collector/1"])
+        expect(rows).to_have_text(["learner/0", "collector/0", "collector/1"])
         page.get_by_role("button", name="Pause").click()
         program.wait_for(lambda status: status["job"]["state"] == "PAUSED")
-        sync_api.expect(page.locator("#state")).to_have_text("PAUSED")
+        expect(page.locator("#state")).to_have_text("PAUSED")
         look(page, "paused")
         page.get_by_role("button", name="Resume").click()
         program.wait_for(lambda status: status["job"]["state"] == "RUNNING")
-        sync_api.expect(page.locator("#state")).to_have_text("RUNNING")
+        expect(page.locator("#state")).to_have_text("RUNNING")
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             look(page, scheme)
         page.set_viewport_size({"width": 390, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         look(page, "phone")
-        browser.close()
         program.ask(lambda client: client.cancel("seen enough"))
         code, _ = program.finish()
-    assert code == 0 and failures == []
+    assert code == 0
 
 
 def look(page: Any, name: str) -> None:

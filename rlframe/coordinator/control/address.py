@@ -2,11 +2,13 @@
 
     {"version": 1, "url": "http://127.0.0.1:40123", "token_file": "/.../coordinator/token" or null, "pid": 1234}
 
-It is written by who serves the control, once it answers, and stays behind when that is killed: `pid` tells.
+It is written by who serves the control, once it answers, and removed when that ends; it stays behind where that is
+killed: `pid` tells.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -49,6 +51,13 @@ def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) 
     _write(path, json.dumps({"version": _VERSION, **dataclasses.asdict(known)}) + "\n")
 
 
+def remove_control(run_dir: str | os.PathLike) -> None:
+    """Removes what this process wrote: its port may be another's soon. What another one has written stays."""
+    with contextlib.suppress(UsageError):
+        if read_control(run_dir).pid == os.getpid():
+            control_file(run_dir).unlink(missing_ok=True)
+
+
 def read_control(run_dir: str | os.PathLike) -> ControlAddress:
     """Raises `UsageError` where the run has no such file, or it is no such file."""
     path = control_file(run_dir)
@@ -59,8 +68,9 @@ def read_control(run_dir: str | os.PathLike) -> ControlAddress:
         return ControlAddress(str(read["url"]), read["token_file"], int(read["pid"]))
     except FileNotFoundError:
         raise UsageError(
-            f"There is no {path}: the run in {os.fspath(run_dir)} has no control, or has not begun. Start it by "
-            "`rlframe train --topology elastic --control-port 0`."
+            f"There is no {path}: the run in {os.fspath(run_dir)} has no control, has not begun, or is over (then "
+            f"{path.with_name('status.json')} is its last status). Start it by `rlframe train --topology elastic "
+            "--control-port 0`."
         ) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error

@@ -170,7 +170,7 @@ def command_router(calls: Calls) -> APIRouter:
 
     @router.post("/stop", response_model=Done, responses=WRITES)
     async def stop(body: Stop) -> Response:
-        """Ends the job: it drains, saves, evaluates the last version and lets its workers go. It cannot be undone."""
+        """Ends the job: it saves and lets its workers go; nothing is evaluated any more. It cannot be undone."""
         return await call("cancel", body.reason)
 
     return router

@@ -52,6 +52,7 @@ class Job:
         sessions: processes that it has had.
         pid, started: of its process, the last one (see `ProcessId`).
         told_at: when it was told to stop (unix s).
+        is_terminated: whether it got SIGTERM.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Job:
     pid: int = 0
     started: int = -1
     told_at: float | None = None
+    is_terminated: bool = False
 
     @property
     def id(self) -> str:
@@ -74,7 +76,7 @@ class Job:
     def view(self) -> dict[str, Any]:
         """What clients see."""
         values = dataclasses.asdict(self)
-        for hidden in ("number", "started", "told_at", "what"):
+        for hidden in ("number", "started", "told_at", "is_terminated", "what"):
             del values[hidden]
         return {"id": self.id, **self.what, **values}
 
@@ -264,8 +266,11 @@ class JobQueue:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
         elif waited > _DRAIN:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(job.pid, signal.SIGTERM)
+            if not job.is_terminated:  # a second SIGTERM would end the run before it has saved
+                job.is_terminated = True
+                self._save()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(job.pid, signal.SIGTERM)
         elif self._asked is None or not self._asked.is_alive():  # beside the queue: it may take seconds
             self._asked = threading.Thread(target=self._ask_to_stop, args=(job.run_dir, job.reason), daemon=True)
             self._asked.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from rlframe.coordinator.control.address import control_file, make_token, read_c
 from rlframe.coordinator.control.serving import ControlServer, serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
+from rlframe.programs.elastic import Control, serve_control_of
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 
 
@@ -166,6 +168,17 @@ def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, t
         assert told == f"{server.url} wants a token, and this is not it: name its file by --token-file."
         assert main(["pause", "--url", server.url, "--token-file", token]) == 0
     assert coordinator.calls == [("scale", "collector", 3), ("pause",)]
+
+
+def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_path, capsys):
+    with serve_control_of(tmp_path, "localhost:1", Control()):
+        assert read_control(tmp_path).pid == os.getpid()
+    capsys.readouterr()
+    assert "is over (then" in refused(capsys, "stop", "--run-dir", str(tmp_path))
+    with serve_control_of(tmp_path, "localhost:1", Control()):
+        content = control_file(tmp_path).read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
+        control_file(tmp_path).write_text(content)  # of a session that came later
+    assert read_control(tmp_path).pid == 1
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])

@@ -136,6 +136,23 @@ def test_a_queued_job_can_be_cancelled_and_one_that_is_over_cannot(runs):
         assert queue.running() is None and sessions(runs, second) == []
 
 
+def test_a_run_that_does_not_stop_gets_one_sigterm_as_a_second_would_end_it_unsaved(runs, monkeypatch):
+    monkeypatch.setattr("rlframe.coordinator.control.jobs._DRAIN", 0.0)
+    queue = JobQueue(runs)  # not started: it looks when it is told to
+    with contextlib.closing(queue), subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
+        sent = []
+        monkeypatch.setattr("rlframe.coordinator.control.jobs.os.kill", lambda pid, number: sent.append((pid, number)))
+        monkeypatch.setattr(queue, "_child", process)
+        job = Job(1, {"agent": "dqn", "env": "x"}, "", "stopping", pid=process.pid, told_at=time.time() - 1.0)
+        queue._jobs.append(job)
+        for _ in range(3):
+            queue._step()
+        assert sent == [(process.pid, signal.SIGTERM)]
+        job.told_at = time.time() - 1000.0
+        queue._step()
+        assert process.wait(DEADLINE) == -signal.SIGKILL
+
+
 def test_a_run_that_died_is_started_again_from_its_checkpoint(runs):
     with running(runs) as (queue, client):
         job = submit(client)

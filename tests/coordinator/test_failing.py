@@ -1,0 +1,73 @@
+"""A Coordinator that is killed, or fails, where the job's own states do not show it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from rlframe.coordinator import Coordinator, CoordinatorConfig
+from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.core import events as ev
+from rlframe.errors import CheckpointError
+from tests.coordinator.fakes import Scene, until
+
+
+class Results:
+    """A recorder that keeps what it is told at the end."""
+
+    def __init__(self) -> None:
+        self.finished: list[dict[str, Any]] = []
+
+    def begin(self, env_steps: int) -> None:
+        self.env_steps = env_steps
+
+    def write(self, env_steps: int, values: dict[str, Any], census: dict[str, list[float]]) -> None:
+        pass
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.finished.append(summary)
+
+
+class KilledAtTheEnd(Coordinator):
+    """Is killed when the job is over, and before it has written what came of it."""
+
+    def _finish(self, over: ev.Over) -> None:
+        self._replay.close()
+
+
+def make(cls: type[Coordinator], path: pathlib.Path, scene: Scene, results: Results, **until: Any) -> Coordinator:
+    cfg = CoordinatorConfig(str(path))
+    return cls(TrainOne(**until), scene.operator, scene.replay, scene.store, cfg, results)
+
+
+def test_the_result_of_a_job_is_written_by_the_next_coordinator_where_the_last_one_was_killed_before(
+    tmp_path: pathlib.Path,
+) -> None:
+    scene, results = Scene(), Results()
+    make(KilledAtTheEnd, tmp_path, scene, results, learner_steps=20).run()
+    assert not results.finished and not (tmp_path / "status.json").exists()
+
+    make(Coordinator, tmp_path, scene, results, learner_steps=20).run()
+    (result,) = results.finished
+    assert result["evaluation"]["return_mean"] == 7.0 and result["learner_steps"] >= 20
+    assert results.env_steps == result["env_steps"] > 0 and not result["failed"]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["job"]["state"], status["replay"]["added"]) == ("CLOSED", scene.replay.added)
+
+    make(Coordinator, tmp_path, scene, results, learner_steps=20).run()
+    assert len(results.finished) == 1
+
+
+def test_who_waits_hears_that_the_coordinator_itself_failed(tmp_path: pathlib.Path) -> None:
+    class FullDisk(Results):
+        def begin(self, env_steps: int) -> None:
+            raise CheckpointError("there is no room")
+
+    coordinator = make(Coordinator, tmp_path, Scene(), FullDisk(), learner_steps=20)
+    coordinator.submit()
+    with pytest.raises(CheckpointError, match="there is no room"):
+        until(lambda: coordinator.wait(1.0), "the failure")
+    coordinator.close()
