@@ -241,7 +241,7 @@ def test_starts_that_failed_are_forgotten_once_the_worker_came() -> None:
         world.operator.never_comes.add("collector")
         world.kill(world.live("collector")[0])
         lost = world.m.accounts.restarts
-        assert world.run(30.0, lambda: world.m.accounts.restarts >= lost + 2)  # it, and one that did not come
+        assert world.run(30.0, lambda lost=lost: world.m.accounts.restarts >= lost + 2)  # it, and one that did not come
         world.operator.never_comes.clear()
         assert world.run(30.0, lambda: at_work(world) == 1)
     assert world.m.state is JobState.RUNNING
