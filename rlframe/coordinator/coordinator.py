@@ -224,6 +224,10 @@ class Coordinator:
         if self._thread is None or is_over(self._machine.state):
             state = self._machine.state.value if self._thread is not None else "not submitted"
             raise UsageError(f"The job is {state}: there is nothing to change. {self._machine.reason}".rstrip())
+        if self._machine.ending is not None:  # it would be dropped
+            raise UsageError(
+                f"The job is about to end: nothing can be changed any more. {self._machine.reason}".rstrip()
+            )
 
     def status(self) -> dict[str, Any]:
         """All that there is to see of the job; see docs/coordinator.md."""

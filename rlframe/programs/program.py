@@ -50,25 +50,31 @@ def train(
     ProgramError says that a node failed more often than it may, or did not save when the program was stopped.
     """
     described, directory = open_session(described, run_dir, resume, stop_at)
-    with contextlib.ExitStack() as undo:
-        if not resume:
-            undo.callback(directory.remove)
-        run = Run(
-            described,
-            agent_of(described),
-            directory.path.absolute(),
-            until=min(described.steps, stop_at or described.steps),
-            began=time.time(),
-            resumed_at=int(Census(directory.progress, "").total()["env_steps"]),
-            listen=listen,
-        )
-        engine = make_engine(described, listen)
-        topology_of(described)(engine, run)
-        directory.write_config(described, notes or {})
-        more = list(open_loggers(directory.path)) if open_loggers is not None else []
-        undo.pop_all()
-    loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
-    with controlled(directory, engine, control) if described.topology == "elastic" else contextlib.nullcontext():
+    with contextlib.ExitStack() as served:
+        with contextlib.ExitStack() as undo:
+            if not resume:
+                undo.callback(directory.remove)
+            run = Run(
+                described,
+                agent_of(described),
+                directory.path.absolute(),
+                until=min(described.steps, stop_at or described.steps),
+                began=time.time(),
+                resumed_at=int(Census(directory.progress, "").total()["env_steps"]),
+                listen=listen,
+            )
+            engine = make_engine(described, listen)
+            topology_of(described)(engine, run)
+            directory.write_config(described, notes or {})
+            if described.topology == "elastic":
+                served.enter_context(controlled(directory, engine, control))
+            more = list(open_loggers(directory.path)) if open_loggers is not None else []
+            undo.pop_all()
+        loggers = [
+            *([progress] if progress is not None else []),
+            *more,
+            *([CallbackLogger(callback)] if callback else []),
+        ]
         return conduct(directory, loggers, engine.run, lambda: _read_result(directory, run))
 
 

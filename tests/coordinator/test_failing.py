@@ -11,7 +11,8 @@ import pytest
 from rlframe.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
-from rlframe.errors import CheckpointError
+from rlframe.coordinator.messages import NotReady
+from rlframe.errors import CheckpointError, UsageError
 from tests.coordinator.fakes import Scene, until
 
 
@@ -59,6 +60,25 @@ def test_the_result_of_a_job_is_written_by_the_next_coordinator_where_the_last_o
 
     make(Coordinator, tmp_path, scene, results, learner_steps=20).run()
     assert len(results.finished) == 1
+
+
+def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib.Path) -> None:
+    scene = Scene()
+    coordinator = make(Coordinator, tmp_path, scene, Results(), env_steps=10**9)
+    coordinator.submit()
+    until(lambda: scene.steps > 5, "training")
+    scene.worker("learner/0").scripts["close_task"] = lambda: NotReady("busy")
+    coordinator.cancel("enough")
+    until(lambda: coordinator.status()["job"]["state"] == "DRAINING", "the ending")
+    for ask in (coordinator.pause, coordinator.evaluate_now, coordinator.checkpoint, coordinator.restore):
+        with pytest.raises(UsageError, match="about to end: nothing can be changed any more. enough"):
+            ask()
+    with pytest.raises(UsageError, match="about to end"):
+        coordinator.scale("collector", 2)
+    coordinator.cancel("once more")  # that is no change
+    scene.worker("learner/0").scripts.clear()
+    until(lambda: coordinator.wait(1.0), "the end")
+    coordinator.close()
 
 
 def test_who_waits_hears_that_the_coordinator_itself_failed(tmp_path: pathlib.Path) -> None:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rl
 pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
 from playwright.sync_api import expect
 
+from rlframe.cli import main
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.errors import PeerError, UnavailableError
 from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
@@ -168,3 +170,14 @@ def look(page: Any, name: str) -> None:
     folder = os.environ.get("RLFRAME_PICTURES")
     if folder:
         page.screenshot(path=str(pathlib.Path(folder) / f"real-{name}.png"), full_page=True)
+
+
+def test_a_run_whose_control_cannot_listen_leaves_nothing_behind(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--agent", "dqn", "--topology", "elastic", "--quiet", "--run-dir", str(tmp_path / "run")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*command, "--control-port", str(port)]) == 2
+    assert f"Port {port} of 127.0.0.1 is in use. Choose another one" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()  # so that the same command, with another port, begins
