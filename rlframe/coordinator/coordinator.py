@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import heapq
 import itertools
@@ -31,6 +32,7 @@ from rlframe.errors import JobFailedError, UsageError, suggest
 
 _TICK = 0.05  # seconds between two looks at what is due
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
+_HEARD_WITHIN = 1.0  # seconds for the loop to take what a person wants
 _STOP_WITHIN = 6.0  # seconds for tasks to close when the program is told to end
 _CLOSE_WITHIN = 20.0  # seconds that `close` waits for that, and for the operator
 
@@ -79,6 +81,9 @@ class Coordinator:
         )
         if saved is None:
             self._machine.accounts.census = dict(cfg.before)
+            if self._journal.state is not None:  # of the job before, in the same folder
+                before = self._journal.state
+                self._machine.min_version = max(before["accounts"]["params_version"], before["min_version"])
         # A coordinator may be killed between the job's last step and the writing of what came of it.
         self._is_finished = saved is None or saved.get("is_finished", False)
         self._evaluation = saved["ending"]["evaluation"] if saved is not None and saved["ending"] else None
@@ -178,17 +183,17 @@ class Coordinator:
         self._cancel(reason or "it was cancelled", None)
 
     def _cancel(self, reason: str, within: float | None) -> None:
-        self._events.put(ev.Cancelled(reason, within))
+        self._ask(ev.Cancelled(reason, within))
 
     def pause(self) -> None:
         """Has collectors and the learner stand still, once what is under way is done."""
         self._check_runs()
-        self._events.put(ev.Paused())
+        self._ask(ev.Paused())
 
     def resume(self) -> None:
         """Goes on after `pause`."""
         self._check_runs()
-        self._events.put(ev.Resumed())
+        self._ask(ev.Resumed())
 
     def scale(self, role: Role, n: int) -> None:
         """Says how many workers of a role there are to be; of collectors nothing else says so from then on.
@@ -203,22 +208,33 @@ class Coordinator:
             bounds = f"{least} to {most}" if least < most else f"{least}"
             raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
         self._check_runs()
-        self._events.put(ev.Scaled(role, n))
+        self._ask(ev.Scaled(role, n))
 
     def evaluate_now(self) -> None:
         """Has the newest version evaluated."""
         self._check_runs()
-        self._events.put(ev.EvaluationAsked())
+        with self._lock:
+            if self._machine.tasks.open("evaluate"):
+                raise UsageError("An evaluation is under way already.")
+        self._ask(ev.EvaluationAsked())
 
     def checkpoint(self) -> None:
         """Has the learner save with its next update, and the replay where this coordinator keeps it."""
         self._check_runs()
-        self._events.put(ev.CheckpointAsked())
+        self._ask(ev.CheckpointAsked())
 
     def restore(self) -> None:
         """Has the learner go back to its latest checkpoint. Versions go on rising."""
         self._check_runs()
-        self._events.put(ev.RestoreAsked())
+        self._ask(ev.RestoreAsked())
+
+    def _ask(self, event: Any) -> None:
+        """Has the loop take what a person wants, and waits until it is in the journal, so that it is not forgotten."""
+        written = threading.Event()
+        self._events.put(event)
+        self._events.put(_Written(written))
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            written.wait(_HEARD_WITHIN)
 
     def _check_runs(self) -> None:
         if self._thread is None or is_over(self._machine.state):
@@ -296,11 +312,15 @@ class Coordinator:
         effects: list[Any] = []
         with self._lock:
             for event in happened:
-                effects += self._machine.handle(event, self._clock())
+                if not isinstance(event, _Written):
+                    effects += self._machine.handle(event, self._clock())
             wanted = self._watch.wanted(self._machine, self._clock())
             if wanted is not None:
                 effects += self._machine.handle(ev.Scaled("collector", wanted, "load"), self._clock())
             self._write_down(effects)
+        for event in happened:
+            if isinstance(event, _Written):
+                event.done.set()
         for effect in effects:
             self._execute(effect)
 
@@ -372,6 +392,13 @@ class Coordinator:
 
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         self._links.call(effect.worker_id, effect.incarnation, effect.method, args, answer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """Not an event: what came before it in the line is in the journal once `done` is set."""
+
+    done: threading.Event
 
 
 def _is_plain(value: Any) -> bool:

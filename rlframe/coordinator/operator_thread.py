@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -10,7 +11,9 @@ from typing import Any, cast
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import Role
-from rlframe.coordinator.operators.base import Operator, WorkerInfo
+from rlframe.coordinator.operators.base import Operator, OperatorError, WorkerInfo
+
+_log = logging.getLogger(__name__)
 
 _LIST_EVERY = 0.25  # seconds
 _BACKOFF, _LONGEST_BACKOFF = 0.25, 5.0  # seconds between two tries to reach it
@@ -24,7 +27,7 @@ class OperatorThread:
 
     Args:
         operator: see `rlframe.coordinator.operators`.
-        happened: is called with `OperatorAnswered`, `OperatorFailed` and `Disconnected`.
+        happened: is called with `OperatorAnswered`, `OperatorFailed`, `OperatorBroke` and `Disconnected`.
 
     Attributes:
         problems: what the operator says is wrong, by worker_id, or "" for all of it.
@@ -78,7 +81,11 @@ class OperatorThread:
                     self._answer(self._operator.list())
                 effect, backoff = None, _BACKOFF
             except Exception as error:
-                self._happened(ev.OperatorFailed(f"{type(error).__name__}: {error}"))
+                why = f"{type(error).__name__}: {error}"
+                is_outage = isinstance(error, (OperatorError, OSError))
+                if not is_outage:
+                    _log.error("The operator raised what is no outage.", exc_info=error)
+                self._happened(ev.OperatorFailed(why) if is_outage else ev.OperatorBroke(why))
                 self._stop.wait(backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
                 if self._is_to_disconnect():
@@ -124,4 +131,4 @@ class OperatorThread:
 
 def _seen(info: WorkerInfo) -> ev.Seen:
     role = cast(Role, info.role)
-    return ev.Seen(info.worker_id, role, info.index, info.incarnation, info.address, info.host, info.pid)
+    return ev.Seen(info.worker_id, role, info.index, info.incarnation, info.address, info.host, info.pid, info.stays)

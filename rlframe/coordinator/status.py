@@ -11,6 +11,7 @@ from rlframe.coordinator.core.roster import Worker
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
+_ACCOUNTS = ("granted", "learned", "dropped", "lost", "updates", "learns", "discarded", "stale")
 _SPAN = 5.0  # seconds that rates are of
 
 
@@ -127,9 +128,7 @@ def status(
             "connected": not machine.operator_problem and machine.state is not JobState.INIT,
             "problem": machine.operator_problem,
         },
-        "accounts": {
-            name: counters[name] for name in ("granted", "learned", "dropped", "lost", "updates", "learns", "stale")
-        },
+        "accounts": {name: counters[name] for name in _ACCOUNTS},
         "returns": returns,
         "evaluations": evaluations,
     }

@@ -118,9 +118,16 @@ def make_coordinator(
             "env": described.env,
             "until": run.until,
         },
-        limits=Limits(row_every=described.row_every, max_failures=max(described.max_restarts, 1)),
+        limits=Limits(row_every=described.row_every, max_failures=described.max_restarts),
     )
-    commander = TrainOne(POLICY, env_steps=run.until, eval_every=described.eval_every)
+    commander = TrainOne(
+        POLICY,
+        env_steps=run.until,
+        learner_steps=described.until_learner_steps,
+        seconds=described.until_seconds,
+        eval_return=described.until_return,
+        eval_every=described.eval_every,
+    )
     operator = LocalOperator(path, owner=owner, env={"learner": learner_env})
     return Coordinator(commander, operator, replay_buffer, param_store, cfg, _Records(run, census))
 

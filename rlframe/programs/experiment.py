@@ -37,6 +37,9 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "min_actors": ("elastic",),
     "max_actors": ("elastic",),
     "mean_staleness": ("elastic",),
+    "until_learner_steps": ("elastic",),
+    "until_seconds": ("elastic",),
+    "until_return": ("elastic",),
     "engine": _PROGRAMS,
     "max_restarts": (*_PROGRAMS, "elastic"),
     "num_inferencers": _WITH_SERVICES,
@@ -62,6 +65,9 @@ class Experiment:
     num_actors: int = 2  # of a topology of several processes; of elastic to begin with
     min_actors: int = 1  # of elastic: there are never fewer
     max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
+    until_learner_steps: Union[int, None] = None  # of elastic: updates at which it ends, if not before
+    until_seconds: Union[float, None] = None  # of elastic: wall time at which it ends, if not before
+    until_return: Union[float, None] = None  # of elastic: mean return of an evaluation at which it ends
     mean_staleness: Union[float, None] = None  # of elastic: versions above which there are fewer actors; None: no bound
     num_inferencers: int = 1  # services, of light_env and distributed
     num_pools: int = 1  # of each actor's environments; of 2 one steps while a service answers for the other
@@ -103,8 +109,14 @@ class Experiment:
         if self.num_workers is not None and self.num_workers < 1:
             raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
 
-        if self.mean_staleness is not None and self.mean_staleness <= 0:
-            raise UsageError(f"mean_staleness must be more than 0 versions, got {self.mean_staleness}.")
+        for name in ("mean_staleness", "until_learner_steps", "until_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} must be more than 0, got {value}.")
+        if self.until_return is not None and self.topology == "elastic" and not self.eval_every:
+            raise UsageError(
+                "until_return is of evaluations during the run: say by eval_every how often there are some."
+            )
         self._check_is_read()
         if self.max_actors < self.min_actors:
             raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
@@ -244,7 +256,7 @@ def complete(described: Any) -> Any:
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
 _CHANGEABLE |= {"engine", "max_restarts", "checkpoint_every", "replay_checkpoint_every"}
-_CHANGEABLE |= {"min_actors", "mean_staleness"}
+_CHANGEABLE |= {"min_actors", "mean_staleness", "until_learner_steps", "until_seconds", "until_return"}
 _CHANGEABLE |= {"slots", "service_port", "policy_port"}  # of a `LanguageExperiment`
 
 

@@ -1,4 +1,4 @@
-"""What a job has done so far. Counters never go back, whoever is restarted."""
+"""What a job has done so far. Counters never go back, whoever is restarted, but for `learner_steps`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class Accounts:
 
     Attributes:
         census: "rank.incarnation" -> its counters, in the order of `COUNTERS`.
+        learner_steps: of the parameters that are learned on: a restarted learner goes on from its checkpoint.
         granted: batches that learners were told to learn from.
         learned: of these, those that they did learn from.
         dropped: those that they said they dropped.
         lost: those that were out with a learner, or a coordinator, that died.
         updates: sets of priorities (or of keys alone) that came back: one for each batch that was learned from.
         learns: answers of learners that told of at least one batch.
+        discarded: open fragments of collectors that were lost: one of each of their environments.
     """
 
     census: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -36,6 +38,7 @@ class Accounts:
     lost: int = 0
     updates: int = 0
     learns: int = 0
+    discarded: int = 0
     stale: int = 0  # answers to calls that were not waited for
     retries: int = 0  # of tasks
     restarts: int = 0  # of workers

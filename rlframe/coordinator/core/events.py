@@ -19,6 +19,7 @@ class Seen:
     address: Any = None  # where it is called; None while it starts
     host: str = ""
     pid: int | None = None
+    stays: bool = False  # its operator does not end it: it may be let go, and be wanted again
 
 
 # --- events
@@ -39,6 +40,13 @@ class OperatorAnswered:
 @dataclasses.dataclass(frozen=True)
 class OperatorFailed:
     """The operator cannot be reached."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorBroke:
+    """The operator raised what is no outage: to ask again would end in the same way."""
 
     why: str
 

@@ -28,8 +28,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) <= 0:
-                raise UsageError(f"Limits.{field.name} must be more than 0, got {getattr(self, field.name)}.")
+            value = getattr(self, field.name)
+            if value < 0 or (value == 0 and field.name != "max_failures"):
+                raise UsageError(f"Limits.{field.name} must be more than 0, got {value}.")
         if not self.ping_every < self.suspect_after < self.lost_after <= self.lost_after_starting:
             raise UsageError(
                 "Limits must rise from ping_every over suspect_after and lost_after to lost_after_starting, got "

@@ -43,6 +43,7 @@ class Machine:
     Attributes:
         now: when the newest event happened.
         manual: whether a person said how many collectors there are.
+        min_version: that learners publish above, whatever this job has seen: the newest of the job before.
         paused: whether nothing is to be collected or learned for now.
         operator_answered: whether it has, since this coordinator began.
         operator_problem: why it cannot be reached; empty where it can.
@@ -66,6 +67,7 @@ class Machine:
         self.manual = self.paused = False
         self.operator_answered, self.operator_problem = False, ""
         self.learner_came = False
+        self.min_version = -1
         self.ending: Ending | None = None
         self._epoch = saved["epoch"] + 1 if saved is not None else 0  # how often a coordinator took it up
         self._out: list[Any] = []
@@ -77,6 +79,7 @@ class Machine:
             ev.Submitted: self._submitted,
             ev.OperatorAnswered: self._operator_has,
             ev.OperatorFailed: self._operator_failed,
+            ev.OperatorBroke: lambda event: self.end(True, f"the operator raised {event.why}"),
             ev.Replied: self.work.replied,
             ev.Unanswered: self.work.unanswered,
             ev.Drawn: self.learning.drawn,
@@ -119,6 +122,7 @@ class Machine:
             "began": self.began,
             "paused": self.paused,
             "learner_came": self.learner_came,
+            "min_version": self.min_version,
             "evaluated_at": self.evaluating.began_at,
             "epoch": self._epoch,
             "row": self.collecting.to_json(),
@@ -132,7 +136,7 @@ class Machine:
         state = JobState(saved["state"])
         self.reason, self.wanted, self.manual = saved["reason"], dict(saved["wanted"]), saved["manual"]
         self.began, self.paused, self.learner_came = saved["began"], saved["paused"], saved["learner_came"]
-        self.evaluating.began_at = saved["evaluated_at"]
+        self.evaluating.began_at, self.min_version = saved["evaluated_at"], saved["min_version"]
         self.collecting.restore(saved["row"])
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
@@ -299,7 +303,7 @@ class Machine:
             self.ending.hurry(event.within)
 
     def _evaluation_asked(self, event: ev.EvaluationAsked) -> None:
-        if self.ending is None:
+        if self.ending is None and not self.tasks.open("evaluate"):
             self.evaluating.begin(self.commander.final_policy())
 
     def _checkpoint_asked(self, event: ev.CheckpointAsked) -> None:

@@ -44,6 +44,7 @@ class Worker:
     said_at: float = 0.0  # when the call was, or is to be, sent
     leaves: bool = False  # it is to go once its task is closed
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last
+    num_envs: int = 0  # a collector's
     params_version: int = -1
     waits: bool = False  # a collector: for newer parameters, or for room
 

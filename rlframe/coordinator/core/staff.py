@@ -45,14 +45,19 @@ class Staff:
         newest = machine.roster.newest(seen.worker_id)
         if newest is not None and newest.incarnation >= seen.incarnation:
             worker = newest
-            if newest.incarnation > seen.incarnation or is_over(newest.state):
+            if newest.incarnation > seen.incarnation or (is_over(newest.state) and not seen.stays):
                 return  # it has not gone yet
+            if is_over(newest.state):
+                if newest.state is WorkerState.LOST or self._is_enough(seen.role):
+                    return
+                worker = machine.roster.add(seen, machine.now)  # it was let go, and waits for being wanted again
+        elif seen.stays and self._is_enough(seen.role):
+            return
         else:
             if newest is not None and not is_over(newest.state):
                 self.lose(newest, "its process was replaced")
             worker = machine.roster.add(seen, machine.now)
-            here = len([each for each in machine.roster.of(worker.role) if each.is_here])
-            if here > machine.wanted[worker.role] and machine.ending is None:
+            if self._here(worker.role) > machine.wanted[worker.role] and machine.ending is None:
                 self.remove(worker)
                 return
         if worker.state is WorkerState.REQUESTED and seen.address is not None:
@@ -60,6 +65,12 @@ class Staff:
             worker.become(WorkerState.CONNECTING)
             machine.emit(ev.Open(worker.worker_id, worker.incarnation, seen.address))
             self._ping(worker)
+
+    def _here(self, role: Role) -> int:
+        return len([worker for worker in self._machine.roster.of(role) if worker.is_here])
+
+    def _is_enough(self, role: Role) -> bool:
+        return self._here(role) >= self._machine.wanted[role]
 
     def answered_ping(self, worker: Worker, reply: Reply) -> None:
         """Takes the answer to a call that is of no task: `ping` or `resources`."""
@@ -208,6 +219,7 @@ class Staff:
         )
         task, worker.task_id, worker.call = machine.tasks.get(worker.task_id), None, None
         if task is not None and not task.is_over:
+            machine.accounts.discarded += worker.num_envs
             # A collector that ran may be lost as often as its machine likes: others go on.
             counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
             machine.outcomes.retry(task, why, counts=counts)

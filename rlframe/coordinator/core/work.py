@@ -56,7 +56,8 @@ class Work:
         elif task.state is TaskState.ASSIGNED:
             start = task.start
             if task.kind == "learn":
-                options = {**start.options, "min_version": self._machine.accounts.params_version}
+                above = max(self._machine.accounts.params_version, self._machine.min_version)
+                options = {**start.options, "min_version": above}
                 start = dataclasses.replace(start, options=options)
             self.call(worker, task, "start_task", start)
         elif task.state is TaskState.RUNNING:
@@ -228,6 +229,7 @@ class Work:
         machine = self._machine
         task.become(TaskState.RUNNING)
         task.started_at = machine.now
+        worker.num_envs = int(reply.info.get("num_envs", 0))
         machine.note("started", f"{worker.worker_id} is at {task.task_id}.", worker_id=worker.worker_id, **reply.info)
         if task.kind == "learn":
             machine.learning.began(reply)

@@ -26,6 +26,7 @@ class WorkerInfo:
     address: str | None  # "host:port" of its Courier server; None until it serves
     host: str
     pid: int | None  # on that host; None where it is not known
+    stays: bool = False  # `release` does not end it: it is listed on, and may be wanted again
 
     @property
     def key(self) -> WorkerKey:

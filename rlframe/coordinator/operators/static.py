@@ -20,7 +20,7 @@ class StaticOperator(Operator):
     """Lists, of the workers at these addresses, those that answer. Starts and ends none.
 
     A worker says itself which it is, and of which incarnation: who starts it again gives it a higher one. One that
-    was released or reported is listed no more; its next incarnation is.
+    was reported is listed no more; its next incarnation is. One that was released is: it may be wanted again.
 
     Args:
         addresses: by role, "host:port" of each worker; the first is to be that role's index 0, and so on.
@@ -66,8 +66,7 @@ class StaticOperator(Operator):
                 self._refused[worker_id] = max(incarnation, self._refused.get(worker_id, -1))
 
     def release(self, ids: Iterable[WorkerKey]) -> None:
-        """Lists these no more."""
-        self.report_failed(ids)
+        """Changes nothing: they wait where they are."""
 
     def disconnect(self, end_workers: bool = True) -> None:
         """Stops asking; the workers are not this operator's to end."""
@@ -117,4 +116,6 @@ class _Worker:
         if self.problem:
             return None
         host = self.address.rpartition(":")[0]
-        return WorkerInfo(self.worker_id, self.role, self.index, self._incarnation, self.address, host, None)
+        return WorkerInfo(
+            self.worker_id, self.role, self.index, self._incarnation, self.address, host, None, stays=True
+        )

@@ -87,7 +87,8 @@ class CollectorWorker(Worker):
         if self._stop.is_set():
             actor.stop()
         actor.warm_up()
-        return Started({"params_version": self._inferencer.params_version, "rank": actor.rank})
+        version = self._inferencer.params_version
+        return Started({"params_version": version, "rank": actor.rank, "num_envs": actor.num_envs})
 
     def _wait_for_params(self, source: Any) -> None:
         self._waits_for = "params"

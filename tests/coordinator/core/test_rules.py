@@ -11,8 +11,9 @@ import pytest
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts
+from rlframe.coordinator.core.machine import Machine
 from rlframe.coordinator.core.tasks import Board
-from rlframe.coordinator.messages import Collected, Evaluated, Learn, Learned, NotReady, StartTask, Update
+from rlframe.coordinator.messages import Alive, Collected, Evaluated, Learn, Learned, NotReady, StartTask, Update
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 from tests.coordinator.core.world import LIMITS, SimWorker, World
@@ -421,3 +422,53 @@ def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
     kept = [task.task_id for task in board]
     assert len(kept) <= 52 and kept[-1] == "evaluate/200" and board.open("evaluate") == []
     assert board.add(StartTask("learn", "main")).task_id == "learn/201"
+
+
+# --- who comes, and who is asked for
+
+
+def test_workers_that_their_operator_does_not_end_come_back_when_they_are_wanted_again() -> None:
+    machine = Machine(TrainOne(env_steps=10), LIMITS, {"learner": 1, "collector": 1}, by_key=False, now=0.0)
+    seen = tuple(ev.Seen(f"collector/{i}", "collector", i, 0, "there", stays=True) for i in range(3))
+    machine.handle(ev.Submitted(), 0.0)
+    sizes = []
+    for now, wanted in enumerate((1, 3, 1, 2), 1):
+        machine.handle(ev.Scaled("collector", wanted), float(now))
+        machine.handle(ev.OperatorAnswered(seen), now + 0.5)
+        sizes.append([worker.worker_id for worker in machine.roster.of("collector")])
+    all_three = ["collector/0", "collector/1", "collector/2"]
+    assert sizes == [all_three[:1], all_three, all_three[:1], all_three[:2]]
+
+
+def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> None:
+    world = running(1)
+    world.deliver(ev.OperatorBroke("AttributeError: no such thing"))
+    assert world.run(100.0, lambda: world.is_over)
+    assert world.m.state is JobState.FAILED and "AttributeError: no such thing" in world.m.reason
+
+
+def test_an_evaluation_that_is_asked_for_while_one_is_under_way_is_that_one() -> None:
+    world = running(1)
+    world.run(5.0)
+    world.deliver(ev.EvaluationAsked())
+    world.deliver(ev.EvaluationAsked())
+    assert len(world.m.tasks.open("evaluate")) == 1
+
+
+def test_a_lost_collectors_open_fragments_are_counted() -> None:
+    world = running(2)
+    worker = world.m.roster.get("collector/1")
+    assert worker is not None
+    worker.num_envs = 8
+    world.m.staff.lose(worker, "it was killed")
+    assert world.m.accounts.discarded == 8
+
+
+def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
+    machine = Machine(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0)
+    machine.min_version = 70
+    machine.handle(ev.Submitted(), 0.0)
+    machine.handle(ev.OperatorAnswered((ev.Seen("learner/0", "learner", 0, 0, "there"),)), 1.0)
+    effects = machine.handle(ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
+    (start,) = [effect.args[0] for effect in effects if isinstance(effect, ev.Send) and effect.method == "start_task"]
+    assert start.options["min_version"] == 70 and machine.to_json()["min_version"] == 70

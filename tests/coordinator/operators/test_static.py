@@ -73,7 +73,7 @@ def test_one_that_was_reported_comes_back_as_its_next_incarnation_only(serve):
     wait_for(operator.list)
     assert [each.key for each in operator.list()] == [("collector/0", 1)]
     operator.release([("collector/0", 1)])
-    assert operator.list() == []
+    assert [(each.key, each.stays) for each in operator.list()] == [(("collector/0", 1), True)]
     operator.disconnect()
 
 
