@@ -200,16 +200,18 @@ def test_a_stopped_writer_stalls_nobody(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(1), 64, 400, num_writers=2)
     stopped, other = (scene.process(processes.write_until_stopped, buffer, 4) for _ in range(2))
     assert sorted([stopped.hear(), other.hear()]) == [[0, 0], [1, 0]]
-    sample_until(buffer, lambda: buffer.stats()["steps"] > 500)
+
+    def sample_for(steps: int) -> int:  # until the writers have taken so many more; not until the queue is empty
+        wanted, seen, deadline = buffer.stats()["steps"] + steps, 0, time.monotonic() + DEADLINE
+        while buffer.stats()["steps"] < wanted:
+            batch = buffer.wait_for_batch(0.1)
+            seen += 0 if batch is None else len(assert_whole(batch, Transition(1)))
+            assert time.monotonic() < deadline
+        return seen
+
+    sample_for(2000)
     os.kill(stopped.popen.pid, signal.SIGSTOP)
-    wanted = buffer.stats()["steps"] + 1000
-    seen = 0
-    deadline = time.monotonic() + DEADLINE
-    while buffer.stats()["steps"] < wanted:
-        batch = buffer.wait_for_batch(0.1)
-        seen += 0 if batch is None else len(assert_whole(batch, Transition(1)))
-        assert time.monotonic() < deadline
-    assert seen > 0
+    assert sample_for(4000) > 0
     os.kill(stopped.popen.pid, signal.SIGCONT)
 
 
