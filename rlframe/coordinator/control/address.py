@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import secrets
+from typing import Any
 
 from rlframe.errors import UsageError
 
@@ -32,6 +33,20 @@ class ControlAddress:
 def control_file(run_dir: str | os.PathLike) -> pathlib.Path:
     """The path of the file."""
     return pathlib.Path(run_dir) / "coordinator" / "control.json"
+
+
+def status_file(run_dir: str | os.PathLike) -> pathlib.Path:
+    """The path of what a job's status was when it was over; the coordinator writes it then."""
+    return pathlib.Path(run_dir) / "coordinator" / "status.json"
+
+
+def read_last_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
+    """The status of a job that is over; None where there is none that can be read."""
+    try:
+        read = json.loads(status_file(run_dir).read_text())
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) and isinstance(read.get("job"), dict) else None
 
 
 def make_token(run_dir: str | os.PathLike) -> str:

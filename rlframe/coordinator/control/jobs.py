@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from rlframe.coordinator.control.address import control_file
+from rlframe.coordinator.control.address import control_file, read_last_status, status_file
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.coordinator.control.errors import ConflictError, NotFoundError
+from rlframe.coordinator.states import JobState
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.processes import ProcessId
 
@@ -220,7 +221,8 @@ class JobQueue:
         resume = resume and (run_dir / "config.json").is_file()
         if not resume and run_dir.exists():  # it died before it had begun
             shutil.rmtree(run_dir)
-        control_file(run_dir).unlink(missing_ok=True)  # of the session before
+        for written in (control_file(run_dir), status_file(run_dir), run_dir / "result.json"):
+            written.unlink(missing_ok=True)  # of the session before: what is there later is this one's
         job.state, job.sessions, job.pid, job.started = "running", job.sessions + 1, 0, -1
         job.began = job.began or time.time()
         self._save()  # before there is a process: one that nobody knows of would go on for ever
@@ -248,8 +250,10 @@ class JobQueue:
         self._child = None
         if job.state == "stopping":
             self._end(job, "cancelled", job.reason)
-        elif code == 0 or (code is None and (pathlib.Path(job.run_dir) / "result.json").is_file()):
+        elif code == 0 or (code is None and _has_result(job)):
             self._end(job, "done", "")
+        elif (failure := _failure(job)) is not None:
+            self._end(job, "failed", failure)
         elif code is not None and code > 0 and code not in _INTERRUPTED:
             self._end(job, "failed", self._last_line(job) or f"it ended with the exit code {code}")
         elif job.sessions >= MAX_SESSIONS:
@@ -326,3 +330,23 @@ class JobQueue:
             lines = self._output(job).read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
             return lines[-1].removeprefix("rlframe: ")[:1000] if lines else ""
         return ""
+
+
+def _failure(job: Job) -> str | None:
+    """Why its last session failed, as its coordinator wrote down; None where it did not, or died before it could.
+
+    The exit code of a run that was adopted is unknown: this tells an error of its own from a process that was killed.
+    """
+    told = (read_last_status(job.run_dir) or {}).get("job", {})
+    if told.get("state") != JobState.FAILED.value:
+        return None
+    return str(told.get("reason") or "it failed")[:1000]
+
+
+def _has_result(job: Job) -> bool:
+    """Whether its last session came to its end, and not to that of a signal, which leaves a result too."""
+    try:
+        result = json.loads((pathlib.Path(job.run_dir) / "result.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(result, dict) and result.get("signal") is None

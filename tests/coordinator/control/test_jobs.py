@@ -29,6 +29,7 @@ from rlframe.coordinator.control.jobs import Job, JobQueue, train_command
 from rlframe.coordinator.control.jobs_endpoints import jobs_router
 from rlframe.coordinator.control.serving import ControlServer
 from rlframe.coordinator.control.submission import read_submission
+from rlframe.coordinator.states import JobState
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId
 from rlframe.programs.experiment import load_experiment
@@ -188,6 +189,60 @@ def test_a_service_that_is_started_again_resumes_the_run_that_died_meanwhile(run
     with running(runs) as (_, client):
         eventually(lambda: sessions(runs, job) == ["", "--resume"])
         eventually(lambda: job_state(client) == "RUNNING")
+
+
+def adopted(runs: pathlib.Path) -> tuple[JobQueue, Job]:
+    """A queue that is not started, and a job of it whose process ended meanwhile: its exit code is unknown."""
+    queue = JobQueue(runs, script_command)
+    run_dir = runs / "job-0001"
+    (run_dir / "coordinator").mkdir(parents=True)
+    job = Job(1, {"agent": "dqn", "env": "x"}, str(run_dir), "running", sessions=1, pid=2**30)
+    queue._jobs.append(job)
+    return queue, job
+
+
+def write_status(job: Job, state: JobState, reason: str) -> None:
+    path = pathlib.Path(job.run_dir) / "coordinator" / "status.json"
+    path.write_text(json.dumps({"job": {"state": state.value, "reason": reason}}))
+
+
+def test_an_adopted_run_that_failed_by_itself_is_failed_and_not_run_again(runs):
+    queue, job = adopted(runs)
+    with contextlib.closing(queue):
+        write_status(job, JobState.FAILED, "learner/0 failed: NonFiniteLossError: The loss is nan.")
+        queue._step()
+        assert (job.state, job.sessions) == ("failed", 1)
+        assert job.reason == "learner/0 failed: NonFiniteLossError: The loss is nan."
+
+
+def test_an_adopted_run_that_has_a_result_is_done_unless_a_signal_ended_it(runs):
+    queue, job = adopted(runs)
+    with contextlib.closing(queue):
+        write_status(job, JobState.CLOSED, "100,000 environment steps")
+        result = pathlib.Path(job.run_dir) / "result.json"
+        result.write_text('{"env_steps": 50000, "signal": 15}')
+        queue._step()
+        assert (job.state, job.sessions) == ("running", 2)
+        eventually(lambda: sessions(runs, job.id))
+        os.killpg(job.pid, signal.SIGKILL)
+        assert queue._child is not None
+        queue._child.wait(DEADLINE)
+        queue._child = None  # as a later service would have it
+        result.write_text('{"env_steps": 100000, "signal": null}')
+        queue._step()
+        assert (job.state, job.sessions) == ("done", 2)
+
+
+def test_what_the_session_before_has_left_says_nothing_of_the_next_one(runs):
+    queue, job = adopted(runs)
+    with contextlib.closing(queue):
+        run_dir = pathlib.Path(job.run_dir)
+        (run_dir / "config.json").write_text("{}")
+        write_status(job, JobState.CLOSED, "the program was told to stop")
+        left = [run_dir / "coordinator" / "status.json", run_dir / "result.json"]
+        left[1].write_text('{"signal": 15}')
+        queue._step()
+        assert job.sessions == 2 and not any(path.exists() for path in left)
 
 
 def test_one_service_has_a_folder(runs):
