@@ -24,7 +24,8 @@ class ControlOptions:
 
     url: Union[str, None] = None  # of its control, as http://127.0.0.1:8765
     run_dir: Union[str, None] = None  # directory of a run on this machine, which says where its control is
-    token_file: Union[str, None] = None  # file with the token that the control wants; --run-dir knows its own
+    runs: Union[str, None] = None  # directory of a queue on this machine: that of `rlframe serve coordinator --runs`
+    token_file: Union[str, None] = None  # file with the token that the control wants; --run-dir and --runs know theirs
     json: bool = False  # print one JSON object
     traceback: bool = False  # show where an error came from
 
@@ -35,13 +36,13 @@ def connected(options: ControlOptions) -> ControlClient:
         from rlframe.coordinator.control.client import ControlClient
     except ModuleNotFoundError as error:
         raise UsageError(f"This needs the package {error.name}: pip install 'rlframe[trajectories]'.") from error
-    from rlframe.coordinator.control.address import read_control
+    from rlframe.coordinator.control.address import read_control, read_queue
     from rlframe.http.token_file import read_token
 
-    if options.url is not None and options.run_dir is not None:
-        raise UsageError("Name a run by --url or by --run-dir, not by both.")
-    if options.run_dir is not None:
-        known = read_control(options.run_dir)
+    if sum(named is not None for named in (options.url, options.run_dir, options.runs)) > 1:
+        raise UsageError("Name a run by one of --url, --run-dir and --runs.")
+    if options.run_dir is not None or options.runs is not None:
+        known = read_queue(options.runs) if options.run_dir is None else read_control(options.run_dir)
         return ControlClient(known.url, read_token(options.token_file or known.token_file))
     url = options.url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     return ControlClient(url, read_token(options.token_file))

@@ -22,7 +22,7 @@ class Options:
 
     host: str = "127.0.0.1"  # address to listen at; another one than loopback needs a --token-file
     port: int = 8765  # 0: one that is free
-    token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
+    token_file: Union[str, None] = None  # file with the bearer token that every request has to carry; None: RUNS/token
     runs: str = "runs/coordinator"  # directory of the queue and its runs
     allowed_hosts: tuple[str, ...] = ()  # names that the service is reached under, beside localhost and IP addresses
     max_connections: int = 256  # at the same time; more are refused

@@ -32,6 +32,8 @@ def run(arguments: list[str]) -> int:
     options = parse(Options, arguments, PROG, DESCRIPTION)
     if not 0.1 <= options.interval <= 3600.0:
         raise UsageError(f"--interval must be between 0.1 and 3600 seconds, got {options.interval:g}.")
+    if options.url is None and options.runs is None and _show_last(options):
+        return 0
     with connected(options) as client:
         if options.watch:
             _watch(client, options)
@@ -40,6 +42,21 @@ def run(arguments: list[str]) -> int:
         else:
             console(sys.stdout).print(_shown(client.status()))
     return 0
+
+
+def _show_last(options: Options) -> bool:
+    """Shows the last status of a run that is over; False where there is none."""
+    from rlframe.coordinator.control.address import status_when_over
+
+    status = None if options.run_dir is None else status_when_over(options.run_dir)
+    if status is None:
+        return False
+    print(f"rlframe: The run in {options.run_dir} is over; this is its last status.", file=sys.stderr)
+    if options.json:
+        print(json.dumps(status))
+    else:
+        console(sys.stdout).print(_shown(status))
+    return True
 
 
 def _watch(client: Any, options: Options) -> None:

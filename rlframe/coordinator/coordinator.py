@@ -126,6 +126,7 @@ class Coordinator:
                 raise UsageError(
                     f"The job in {self._cfg.path} is over ({self._machine.reason}). Give another job another folder."
                 )
+            (pathlib.Path(self._cfg.path) / "status.json").unlink(missing_ok=True)  # of a job before: this is not over
             self._thread = threading.Thread(target=self._run, name="rlframe coordinator", daemon=True)
             self._thread.start()
 

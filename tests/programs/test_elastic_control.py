@@ -47,26 +47,26 @@ class Service:
         command = [sys.executable, "-m", "rlframe", "serve", "coordinator", "--port", "0", "--runs", str(self.runs)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().split()[2]
+        assert self.process.stdout.readline().startswith("Coordinator at ")
 
     def ask(self, what: Callable[[ControlClient], Any]) -> Any:
         """What the service answers; None where the job that it asks for that does not answer now."""
         try:
-            with ControlClient(self.url) as client:
+            with ControlClient.of_queue(self.runs) as client:
                 return what(client)
         except (PeerError, UnavailableError):
             return None
 
     def command(self, *arguments: str) -> str:
         """What a command of `rlframe` prints of it."""
-        command = [sys.executable, "-m", "rlframe", *arguments, "--url", self.url]
+        command = [sys.executable, "-m", "rlframe", *arguments, "--runs", str(self.runs)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def job(self, job: str) -> dict[str, Any]:
         """What the queue knows of a job."""
-        with ControlClient(self.url) as client:
+        with ControlClient.of_queue(self.runs) as client:
             return client.get(f"/jobs/{job}")
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 150.0) -> None:
@@ -107,7 +107,7 @@ def test_a_queue_runs_what_is_submitted_and_survives_its_own_death(tmp_path: pat
         service.command("scale", "collector", "2")
         service.wait_until(lambda: service.is_at_work(2))
         assert service.job(second)["state"] == "queued"
-        with ControlClient(service.url) as client:
+        with ControlClient.of_queue(service.runs) as client:
             client.post(f"/jobs/{second}/cancel", {"reason": "not wanted"})
         pid = service.job(first)["pid"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from rlframe.coordinator.control.address import read_control
+from rlframe.coordinator.control.address import read_control, read_queue
 from rlframe.coordinator.control.errors import ConflictError, FieldError, NotFoundError
 from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
 from rlframe.http.token_file import read_token
@@ -50,6 +50,12 @@ class ControlClient:
     def of_run(cls, run_dir: str | pathlib.Path, *, timeout: float = TIMEOUT) -> ControlClient:
         """The control of the run in a directory. Raises `UsageError` where it has none."""
         known = read_control(run_dir)
+        return cls(known.url, read_token(known.token_file), timeout=timeout)
+
+    @classmethod
+    def of_queue(cls, runs: str | pathlib.Path, *, timeout: float = TIMEOUT) -> ControlClient:
+        """The control of the `rlframe serve coordinator` on a directory. Raises `UsageError` where none runs."""
+        known = read_queue(runs)
         return cls(known.url, read_token(known.token_file), timeout=timeout)
 
     def __enter__(self) -> ControlClient:
@@ -113,6 +119,10 @@ class ControlClient:
         """Has the learner save."""
         return self.post("/checkpoint")
 
+    def restore(self) -> Any:
+        """Has the learner go back to its latest checkpoint."""
+        return self.post("/restore")
+
     def get(self, path: str, **query: Any) -> Any:
         """What GET gives at a path of the API."""
         return self._ask("GET", path, params=query)
@@ -151,7 +161,10 @@ class ControlClient:
         if refused is None:
             return read
         if response.status_code == 401:
-            raise UsageError(f"{self.url} wants a token, and this is not it: name its file by --token-file.")
+            raise UsageError(
+                f"{self.url} wants a token, and this is not it: name its file by --token-file, "
+                "or the directory that knows it by --run-dir or --runs."
+            )
         if response.status_code == 422:
             raise FieldError(refused.get("field"), message)
         kinds = {404: NotFoundError, 409: ConflictError, 503: UnavailableError}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 
+from rlframe.coordinator.control.address import make_queue_token, remove_queue, write_queue
 from rlframe.coordinator.control.app import make_app
 from rlframe.coordinator.control.job_target import JobTarget
 from rlframe.coordinator.control.jobs import Command, JobQueue, train_command
@@ -28,7 +30,10 @@ def serve_jobs(
 
     Args:
         runs: directory of the queue and its runs.
-        host, port, token_file, hosts: as `serve_control`.
+        host, port, hosts: as `serve_control`.
+        token_file: with the token that requests have to carry; None: one that is made in `runs`, and only loopback may
+            be listened at. Who reaches the service runs
+            programs as its owner, so there always is one.
         max_connections: at the same time; more are refused.
         command: that runs a job.
 
@@ -36,22 +41,33 @@ def serve_jobs(
         UsageError: it cannot listen there, needs a token, or another service has the folder.
     """
     check_guarded(host, token_file)
-    token = read_token(token_file)
+    token = read_token(token_file)  # before anything is made
     listener = listen(host, port)
     try:
         queue = JobQueue(runs, command)
+        try:
+            token_file = token_file or make_queue_token(runs)  # of whoever has the queue
+            token = read_token(token_file)
+        except BaseException:
+            queue.close()
+            raise
     except BaseException:
         listener.close()
         raise
+    url = f"http://{address_of(listener)}"
     app = make_app(JobTarget(queue), token, hosts=(host, *hosts), routers=[jobs_router(queue)])
 
     def greeting() -> None:
-        print(f"Coordinator at http://{address_of(listener)}  (endpoints: /docs)", flush=True)
+        write_queue(runs, url, token_file)
+        # What is not a terminal may be a log that others read.
+        link = f"{url}/#token={token}" if sys.stdout.isatty() else url
+        print(f"Coordinator at {link}  (endpoints: /docs, token: {token_file})", flush=True)
 
     try:
         queue.start()
         Server(app, max_connections, greeting, let_go=app.state.let_go).run(sockets=[listener])
     finally:
+        remove_queue(runs)
         queue.close()
         running = queue.running()
         if running is not None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from rlframe.cli import main
-from rlframe.coordinator.control.address import control_file, make_token, read_control, write_control
+from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
 from rlframe.coordinator.control.serving import ControlServer, serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
@@ -120,8 +120,12 @@ def test_pause_and_resume(coordinator, server):
         ("scale", "Name a role and a number; there are learner, collector, evaluator."),
         ("resume", "The job is not paused."),
         ("status --interval 0", "--interval must be between 0.1 and 3600 seconds, got 0."),
-        ("status --run-dir x --url http://127.0.0.1:1", "Name a run by --url or by --run-dir, not by both."),
+        ("status --run-dir x --url http://127.0.0.1:1", "Name a run by one of --url, --run-dir and --runs."),
         ("status --url nonsense", "'nonsense' is no URL of a coordinator's control, as http://127.0.0.1:8765 is"),
+        (
+            "pause --runs nowhere",
+            "There is no nowhere/control.json: no `rlframe serve coordinator --runs nowhere`",
+        ),
         ("pause --run-dir nowhere", "There is no nowhere/coordinator/control.json: the run in nowhere has no control"),
     ],
 )
@@ -165,7 +169,7 @@ def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, t
         assert main(["scale", "collector", "3", "--run-dir", str(tmp_path)]) == 0
         capsys.readouterr()
         told = refused(capsys, "pause", "--url", server.url)
-        assert told == f"{server.url} wants a token, and this is not it: name its file by --token-file."
+        assert told.startswith(f"{server.url} wants a token, and this is not it: name its file by --token-file, or")
         assert main(["pause", "--url", server.url, "--token-file", token]) == 0
     assert coordinator.calls == [("scale", "collector", 3), ("pause",)]
 
@@ -179,6 +183,32 @@ def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_pa
         content = control_file(tmp_path).read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
         control_file(tmp_path).write_text(content)  # of a session that came later
     assert read_control(tmp_path).pid == 1
+
+
+def test_the_status_of_a_run_that_is_over_is_its_last(coordinator, tmp_path, capsys):
+    coordinator.become(JobState.DRAINING)
+    coordinator.become(JobState.CLOSED, "100,000 environment steps")
+    with serve_control_of(tmp_path, "localhost:1", Control()):
+        status_file(tmp_path).write_text(json.dumps(coordinator.status()))
+    capsys.readouterr()
+    assert main(["status", "--run-dir", str(tmp_path), "--watch"]) == 0
+    shown = capsys.readouterr()
+    assert "dqn on CartPole-v1   CLOSED: 100,000 environment steps" in shown.out and "learner/0" in shown.out
+    assert shown.err == f"rlframe: The run in {tmp_path} is over; this is its last status.\n"
+    assert main(["status", "--run-dir", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == coordinator.status()
+    assert "is over (then" in refused(capsys, "pause", "--run-dir", str(tmp_path))
+
+
+def test_a_run_whose_control_was_killed_when_it_was_over_has_its_last_status(coordinator, tmp_path, capsys):
+    with serve_control(coordinator, port=0) as server:
+        write_control(tmp_path, server.url, None)
+    os.utime(control_file(tmp_path), (1, 1))
+    status_file(tmp_path).write_text(json.dumps(coordinator.status()))
+    assert main(["status", "--run-dir", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == coordinator.status()
+    os.utime(status_file(tmp_path), (0, 0))  # of the session before the one that was killed
+    assert refused(capsys, "status", "--run-dir", str(tmp_path), code=1).startswith("Nobody listens at")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])

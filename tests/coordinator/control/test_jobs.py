@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import pty
 import signal
 import subprocess
 import sys
@@ -22,7 +23,9 @@ import pytest
 pytest.importorskip("fastapi")
 
 from rlframe.cli import main
+from rlframe.coordinator.control.address import queue_file
 from rlframe.coordinator.control.app import make_app
+from rlframe.coordinator.control.client import ControlClient
 from rlframe.coordinator.control.errors import ConflictError, FieldError
 from rlframe.coordinator.control.job_target import JobTarget
 from rlframe.coordinator.control.jobs import Job, JobQueue, train_command
@@ -323,19 +326,41 @@ def test_no_more_jobs_wait_than_may(runs, monkeypatch):
             queue.submit({"agent": "dqn", "env": "x"}, "{}")
 
 
-def test_the_command_serves_until_it_is_told_to_end(runs):
+def test_the_command_serves_until_it_is_told_to_end(runs, capsys):
     command = [sys.executable, "-m", "rlframe", "serve", "coordinator", "--port", "0", "--runs", str(runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            url = process.stdout.readline().split()[2]
+            greeting = process.stdout.readline()
+            url = greeting.split()[2]
             assert httpx.get(url + "/healthz", timeout=DEADLINE).status_code == 200
-            assert httpx.get(url + "/jobs", timeout=DEADLINE).json() == {"jobs": []}
+            # Whoever else has an account here has no part in it.
+            assert httpx.get(url + "/jobs", timeout=DEADLINE).status_code == 401
+            assert httpx.post(url + "/submit", json=SPEC, timeout=DEADLINE).status_code == 401
+            assert (runs / "token").stat().st_mode & 0o777 == 0o600
+            assert (runs / "token").read_text().strip() not in greeting  # it is no terminal
+            assert main(["status", "--runs", str(runs), "--json"]) == 0
+            assert json.loads(capsys.readouterr().out) == {"job": None, "jobs": []}
+            with ControlClient.of_queue(runs) as client:
+                assert client.get("/jobs") == {"jobs": []}
             process.terminate()
             assert process.wait(DEADLINE) == 0
         finally:
             process.kill()
-    assert (runs / "jobs.lock").exists()
+    assert (runs / "jobs.lock").exists() and not queue_file(runs).exists()
+
+
+def test_a_terminal_gets_a_link_with_the_token(runs):
+    command = [sys.executable, "-m", "rlframe", "serve", "coordinator", "--port", "0", "--runs", str(runs)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdout=theirs) as process:
+        os.close(theirs)
+        try:
+            with open(ours, errors="replace") as terminal:
+                greeting = terminal.readline()
+        finally:
+            process.kill()
+    assert f"/#token={(runs / 'token').read_text().strip()} " in greeting
 
 
 def test_the_service_needs_a_token_where_others_reach_it(runs, capsys):
