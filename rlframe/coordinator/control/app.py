@@ -44,8 +44,8 @@ def make_app(
 
     Args:
         target: an object with the coordinator's methods, which may block: `status`, `events`, `submit`, `cancel`,
-            `pause`, `resume`, `scale`, `evaluate_now`, `checkpoint`. Where it is away (`PeerError`,
-            `UnavailableError`) requests are answered with 503, and the application goes on.
+            `pause`, `resume`, `scale`, `evaluate_now`, `checkpoint`, `restore`. Where it is away
+            (`PeerError`, `UnavailableError`) requests are answered with 503, and the application goes on.
         token: that requests carry, but for the page's static file and /healthz; None: none is needed.
         hosts: names that the service is reached under, beside `localhost` and IP addresses.
         routers: further endpoints.

@@ -156,6 +156,7 @@ def command_router(calls: Calls) -> APIRouter:
     plain("/resume", "resume", "Ends a pause.")
     plain("/evaluate", "evaluate_now", "Has the newest version evaluated, beside the training.")
     plain("/checkpoint", "checkpoint", "Has the learner save.")
+    plain("/restore", "restore", "Has the learner go back to its latest checkpoint; versions go on rising.")
 
     @router.post("/submit", response_model=Done, responses=WRITES)
     async def submit(spec: dict[str, Any]) -> Response:

@@ -79,6 +79,10 @@ class JobTarget:
         """As `Coordinator.checkpoint`."""
         return self._control().checkpoint()
 
+    def restore(self) -> Any:
+        """As `Coordinator.restore`."""
+        return self._control().restore()
+
     def _running(self) -> Job:
         job = self._queue.running()
         if job is None:

@@ -18,6 +18,7 @@ class ScriptedCoordinator:
     Attributes:
         calls: the commands that were called, with their arguments.
         asked: how often the status was.
+        evaluates: whether an evaluation is under way.
         away: raised by every method while it is set.
         gate: methods wait for it: clear it for a coordinator that hangs.
     """
@@ -26,6 +27,7 @@ class ScriptedCoordinator:
         self.calls: list[tuple[Any, ...]] = []
         self.asked = 0
         self.away: Exception | None = None
+        self.evaluates = False
         self.gate = threading.Event()
         self.gate.set()
         self._news = threading.Condition()
@@ -160,7 +162,12 @@ class ScriptedCoordinator:
         self.happen("scale", f"{n} workers of the role {role} are wanted.")
 
     def evaluate_now(self) -> None:
+        if self.evaluates:
+            raise UsageError("An evaluation is under way already.")
         self._command("evaluate_now")
+
+    def restore(self) -> None:
+        self._command("restore")
 
     def checkpoint(self) -> str:
         self._command("checkpoint")

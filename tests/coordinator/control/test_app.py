@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
 
 from rlframe.coordinator.control.app import make_app
 from rlframe.coordinator.control.client import ControlClient
+from rlframe.coordinator.control.errors import ConflictError
 from rlframe.coordinator.control.serving import ControlServer, serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError, UnavailableError, UsageError
@@ -100,6 +101,7 @@ def test_however_many_pages_are_open_the_coordinator_is_asked_once(coordinator, 
         ("/pause", None, ("pause",)),
         ("/evaluate", None, ("evaluate_now",)),
         ("/checkpoint", None, ("checkpoint",)),
+        ("/restore", None, ("restore",)),
         ("/scale", {"role": "collector", "n": 4}, ("scale", "collector", 4)),
         ("/stop", {"reason": "enough"}, ("cancel", "enough")),
     ],
@@ -173,6 +175,22 @@ def test_a_job_that_is_over_takes_no_commands(coordinator, http):
 def test_what_the_coordinator_refuses_is_a_conflict_with_its_sentence(http):
     assert error_of(http.post("/resume"), 409)["message"] == "The job is not paused."
     assert error_of(http.post("/submit", json={"agent": "dqn"}), 409)["message"] == "This coordinator has its job."
+
+
+def test_one_evaluation_at_a_time(coordinator, http):
+    coordinator.evaluates = True
+    error = error_of(http.post("/evaluate"), 409)
+    assert (error["type"], error["message"]) == ("conflict", "An evaluation is under way already.")
+    with ControlClient(str(http.base_url)) as client, pytest.raises(ConflictError, match="is under way already"):
+        client.evaluate_now()
+    coordinator.evaluates = False
+    assert http.post("/evaluate").status_code == 200
+
+
+def test_a_program_has_the_learner_go_back(coordinator, http):
+    with ControlClient(str(http.base_url)) as client:
+        client.restore()
+    assert coordinator.calls == [("restore",)]
 
 
 def test_a_coordinator_that_is_away_is_503_and_found_again(coordinator, http):
@@ -294,7 +312,7 @@ def test_the_end_of_the_service_ends_its_streams_within_seconds(coordinator):
 def test_a_token_is_needed_but_for_the_page_and_health(coordinator, tmp_path):
     (tmp_path / "token").write_text("secret\n")
     guarded = [("GET", path) for path in ("/status", "/events", "/events/stream", "/metrics", "/docs", "/")]
-    guarded += [("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/submit", "/evaluate")]
+    guarded += [("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/submit", "/evaluate", "/restore")]
     with (
         serve_control(coordinator, port=0, token_file=str(tmp_path / "token")) as server,
         httpx.Client(base_url=server.url, timeout=DEADLINE) as http,

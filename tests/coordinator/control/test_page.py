@@ -99,6 +99,14 @@ def test_the_plot_has_its_points_and_tells_their_values(coordinator, server, ope
     expect(page.locator("#plot")).to_have_attribute("aria-label", f"{told} Arrow keys read single ones.")
 
 
+def test_what_the_coordinator_refuses_is_shown_in_its_words(coordinator, server, open_page):
+    coordinator.evaluates = True
+    page = open_page(server.url)
+    expect(page.locator("#state")).to_have_text("RUNNING")
+    page.get_by_role("button", name="Evaluate now").click()
+    expect(page.locator("#said")).to_have_text("An evaluation is under way already.")
+
+
 def test_the_buttons_call_the_coordinator(coordinator, server, open_page):
     page = open_page(server.url)
     page.get_by_role("button", name="Pause").click()
