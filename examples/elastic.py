@@ -6,6 +6,7 @@ A learner, two collectors and an evaluator, each a process that may be killed wh
 """
 
 import functools
+import sys
 import tempfile
 
 from rlframe import Actor, Evaluator, Inferencer, InferencerConfig, LearnerConfig, SharedMemReplayBuffer, SyncEnv
@@ -68,15 +69,24 @@ def main(directory):
         param_store,
         CoordinatorConfig(directory, collectors=NUM_COLLECTORS, max_collectors=NUM_COLLECTORS),
     )
-    coordinator.submit()
     number = 0
-    while not coordinator.wait(0.2):
-        for event in coordinator.events(since=number):
-            number = event["number"]
-            print(event["text"])
-    coordinator.close()
-    print(f"return {coordinator.status()['job']['eval_return']:.1f}")
+    try:
+        coordinator.submit()
+        while not coordinator.wait(0.2):
+            for event in coordinator.events(since=number):
+                number = event["number"]
+                print(event["text"])
+    finally:
+        coordinator.close()
+        replay_buffer.close()
+        param_store.close()
+    job = coordinator.status()["job"]
+    if job["state"] == "FAILED":
+        print(f"The job failed: {job['reason']}", file=sys.stderr)
+        return 1
+    print(f"return {job['eval_return']:.1f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(tempfile.mkdtemp(prefix="rlframe-"))
+    sys.exit(main(tempfile.mkdtemp(prefix="rlframe-")))

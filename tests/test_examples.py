@@ -41,3 +41,15 @@ def test_a_coordinator_made_by_hand_learns_and_leaves_no_process():
     returns = re.findall(r"^return ([\d.]+)$", run.stdout, re.MULTILINE)
     assert float(returns[0]) >= 195.0, run.stdout + run.stderr
     assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+
+
+@pytest.mark.system
+def test_a_coordinator_made_by_hand_says_why_its_job_failed(tmp_path: pathlib.Path):
+    code = (
+        "import dataclasses, sys; sys.path.insert(0, 'examples'); import elastic; "
+        "elastic.config = dataclasses.replace(elastic.config, learning_rate=1e38); "
+        f"sys.exit(elastic.main({str(tmp_path)!r}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240.0)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "The job failed: " in run.stderr and "finite" in run.stderr and "TypeError" not in run.stderr

@@ -44,6 +44,8 @@ class KubernetesConfig:
             name, its owner, `command` and `args` are filled in, and what is added to labels and the environment.
         owner_pod: the name of the coordinator's own Pod (by the downward API). What controls that one, a StatefulSet,
             owns the workers: when it is deleted they are, and not when the Pod is replaced. Empty: nobody owns them.
+        silence: seconds without a call after which a worker ends by itself: longer than the coordinator's Pod takes to
+            move to another node, so that its successor finds them at work.
     """
 
     run: str
@@ -51,6 +53,7 @@ class KubernetesConfig:
     state_dir: str
     templates: Mapping[str, Mapping[str, Any]]
     owner_pod: str = ""
+    silence: float = 600.0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.run):
@@ -58,6 +61,8 @@ class KubernetesConfig:
                 f"The run's name {self.run!r} cannot be part of a Pod's: up to 40 of a-z, 0-9 and '-', the first one "
                 "a letter, the last one no '-'."
             )
+        if not self.silence > 0:
+            raise UsageError(f"KubernetesConfig.silence must be more than 0 seconds, got {self.silence}.")
         for role, template in self.templates.items():
             if not template.get("spec", {}).get("containers"):
                 raise UsageError(
@@ -131,7 +136,8 @@ def manifest(config: KubernetesConfig, start: Start, owner: Mapping[str, Any] | 
     container = spec["containers"][0]
     container["command"] = ["python", "-m", "rlframe.coordinator.workers.process"]
     worker = [config.state_dir, start.role, str(start.index), str(start.incarnation)]
-    container["args"] = [*worker, "--port", str(PORT), "--host", "$(POD_IP)"]
+    options = ["--port", str(PORT), "--host", "$(POD_IP)", "--silence", f"{config.silence:g}"]
+    container["args"] = [*worker, *options]
     container["env"] = [
         *(container.get("env") or []),
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

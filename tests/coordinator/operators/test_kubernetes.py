@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import threading
 import time
@@ -125,6 +126,10 @@ def test_what_a_pod_runs_is_the_worker_that_it_is_called():
         3,
     )
     assert (options.port, options.owner) == (operators.PORT, "")
+    assert options.silence == 600.0  # a Pod of the coordinator may take minutes to move
+    patient = dataclasses.replace(CONFIG, silence=1800.5)
+    container = operators.manifest(patient, Start("learner/0", "learner", 0, 3), None)["spec"]["containers"][0]
+    assert process._parse(container["args"]).silence == 1800.5
     assert container["startupProbe"]["tcpSocket"]["port"] == operators.PORT
 
 
@@ -289,6 +294,8 @@ def test_names_that_kubernetes_would_refuse_are_refused_before(tmp_path):
         KubernetesConfig("My_Run", "rl", "/rlframe", templates())
     with pytest.raises(ValueError, match=r"The template of the role 'learner' has no spec\.containers"):
         KubernetesConfig("train", "rl", "/rlframe", {"learner": {}})
+    with pytest.raises(ValueError, match="silence must be more than 0 seconds, got 0"):
+        dataclasses.replace(CONFIG, silence=0.0)
     with pytest.raises(ValueError, match=r"has no ROLE\.yaml"):
         operators.load_templates(tmp_path)
     for role, template in templates().items():
