@@ -50,6 +50,10 @@ class StoppedError(PeerError):
     """Whoever waited for another process was told to stop."""
 
 
+class FencedError(RlframeError):
+    """Whoever calls was replaced: a newer attempt is at its task, and nothing that the older one does arrives."""
+
+
 class RemoteError(RlframeError):
     """A call raised in the process that it was sent to. Names both, and has the traceback."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 # Resolved on first use: the commands that only talk to a coordinator do not wait for JAX.
 _PUBLIC = {
+    "Attempt": "rlframe.coordinator.param_store",
     "CollectorWorker": "rlframe.coordinator.workers.collector",
     "Coordinator": "rlframe.coordinator.coordinator",
     "CoordinatorConfig": "rlframe.coordinator.config",

@@ -40,7 +40,8 @@ class StartTask:
         kind: learn, collect or evaluate.
         policy_id: whose parameters, in the param store.
         options: of an evaluation `params_version`, the one version that it is of; of a learner `min_version`, which
-            it publishes above.
+            it publishes above, and `epoch`, when the task began, which comes before the attempt's number in the param
+            store's `Attempt`.
     """
 
     kind: Kind

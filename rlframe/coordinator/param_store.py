@@ -9,7 +9,7 @@ import abc
 import json
 from typing import Any, NamedTuple
 
-from rlframe.errors import UsageError
+from rlframe.errors import FencedError, UsageError
 from rlframe.types import Tree
 
 HPARAMS_BYTES = 16 * 1024  # of a version's hyper-parameters, at most, as JSON
@@ -25,11 +25,25 @@ class StoredParams(NamedTuple):
     hparams: dict[str, Any] | None  # what was put with them
 
 
+class Attempt(NamedTuple):
+    """Which of those that put a policy's versions, one after the other, somebody is: the greater is the newer.
+
+    A coordinator numbers the attempts of a task from 0, and so begins anew with each session. Hence the epoch, which
+    comes first: a store that outlives a session lets the next one in.
+    """
+
+    epoch: int  # when the task began, in milliseconds of Unix time; 0 for who numbers attempts across all sessions
+    number: int  # of the attempt at the task, from 0
+
+
 class ParamStore(abc.ABC):
     """The newest versions of each policy. Every method may be called from any thread of any process.
 
     A version is there whole or not at all, whatever happens to the process that puts it, and versions of a policy only
     rise: a learner that was restarted goes on above what it had put.
+
+    Who `open`s a policy fences off all attempts before its own: they may have been stopped or cut off, and wake up at
+    any time. A policy that nobody opened takes what anybody puts.
 
     Attributes:
         kept: how many versions of each policy there are, the newest ones.
@@ -37,7 +51,31 @@ class ParamStore(abc.ABC):
 
     kept: int
 
-    def put(self, policy_id: str, version: int, params: Tree, hparams: dict[str, Any] | None = None) -> None:
+    @abc.abstractmethod
+    def open(self, policy_id: str, attempt: Attempt) -> None:
+        """From now on only this attempt puts, until a newer one does the same. May be said again.
+
+        Raises:
+            FencedError: a newer one has.
+        """
+
+    @abc.abstractmethod
+    def opened(self, policy_id: str) -> Attempt | None:
+        """The attempt that may put; None where the policy was never opened, and everybody may."""
+
+    def check(self, policy_id: str, attempt: Attempt | None) -> None:
+        """Raises `FencedError` where `put` would, by the attempt: for what is written elsewhere than here."""
+        check_attempt(policy_id, attempt, self.opened(policy_id))
+
+    def put(
+        self,
+        policy_id: str,
+        version: int,
+        params: Tree,
+        hparams: dict[str, Any] | None = None,
+        *,
+        attempt: Attempt | None = None,
+    ) -> None:
         """Makes `params` the newest version of a policy, and lets go of the one that is `kept` versions before it.
 
         Args:
@@ -45,16 +83,18 @@ class ParamStore(abc.ABC):
             version: from 0, above all that were put before.
             params: a tree of arrays; device arrays are fetched.
             hparams: what belongs to them, as JSON can say it; `HPARAMS_BYTES` at most.
+            attempt: whose they are; needed where the policy was opened.
 
         Raises:
+            FencedError: a newer attempt has opened the policy. Nothing is changed.
             UsageError: the version is not above the newest; or what is put cannot be.
         """
         if version < 0:
             raise UsageError(f"Versions of a policy start at 0, got {version} for {policy_id!r}.")
-        self._put(policy_id, version, params, _encode(policy_id, hparams))
+        self._put(policy_id, version, params, _encode(policy_id, hparams), attempt)
 
     @abc.abstractmethod
-    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes) -> None:
+    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes, attempt: Attempt | None) -> None:
         """As `put`, which has checked."""
 
     @abc.abstractmethod
@@ -124,6 +164,23 @@ class ParamSource:
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most)."""
         return self._store.wait_for_version(self._policy_id, known_version, timeout)
+
+
+def check_attempt(policy_id: str, attempt: Attempt | None, opened: Attempt | None) -> None:
+    """Raises `FencedError` where `attempt` is older than the one that has `opened` the policy; None is the oldest."""
+    if opened is None or (attempt is not None and attempt >= opened):
+        return
+    whose = f"attempt {opened.number} of epoch {opened.epoch}"
+    if attempt is None:
+        raise FencedError(
+            f"Policy {policy_id!r} was opened by {whose}, and is put by that alone. Who puts it by hand opens "
+            "it first, with a newer Attempt, and puts with that."
+        )
+    raise FencedError(
+        f"Attempt {attempt.number} of epoch {attempt.epoch} is fenced off: policy {policy_id!r} was opened by {whose}, "
+        "which goes on. If nobody does, the clock was set back since that epoch (milliseconds of Unix time): use "
+        "another directory for the param store."
+    )
 
 
 def check_rises(policy_id: str, version: int, newest: int) -> None:

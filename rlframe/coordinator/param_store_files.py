@@ -20,7 +20,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rlframe.coordinator.param_store import LONGEST_WAIT, PINS, ParamStore, StoredParams, check_rises
+from rlframe.coordinator.param_store import (
+    LONGEST_WAIT,
+    PINS,
+    Attempt,
+    ParamStore,
+    StoredParams,
+    check_attempt,
+    check_rises,
+)
 from rlframe.errors import CheckpointError, PeerError, StoppedError, UsageError
 from rlframe.interprocess import locks
 from rlframe.types import Tree
@@ -31,6 +39,7 @@ _POLICY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _NAME = re.compile(r"(\d{12,})\.params")
 _PIN = re.compile(r"(\d{12,})\.pinned")
 _TEMPORARY = re.compile(r"\.\d+\.tmp")
+_OPENED = "opened.json"  # which attempt may put
 _LOOK = 0.02  # seconds between two looks into the directory
 _LOCK_TIMEOUT = 30.0  # seconds; a put takes milliseconds
 
@@ -53,30 +62,51 @@ class FileParamStore(ParamStore):
         except OSError as error:
             raise CheckpointError(f"The param store's directory {directory} cannot be made: {error}.") from error
 
-    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes) -> None:
+    def open(self, policy_id: str, attempt: Attempt) -> None:
+        """See `ParamStore`. It is kept in `POLICY_ID/opened.json`, and so outlives all processes.
+
+        Raises:
+            FencedError: a newer one has.
+            CheckpointError: that file cannot be read or written.
+        """
+        folder = self._folder(policy_id)
+        try:
+            folder.mkdir(exist_ok=True)
+            with _writing(folder):
+                opened = self.opened(policy_id)
+                check_attempt(policy_id, attempt, opened)
+                if attempt != opened:
+                    _write(folder / _OPENED, json.dumps(attempt._asdict()).encode())
+        except OSError as error:
+            raise CheckpointError(f"Policy {policy_id!r} could not be opened in {folder}: {error}.") from error
+
+    def opened(self, policy_id: str) -> Attempt | None:
+        path = self._folder(policy_id) / _OPENED
+        try:
+            saved = json.loads(path.read_bytes())
+            return Attempt(int(saved["epoch"]), int(saved["number"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: {type(error).__name__}: {error}. It says which attempt may put the policy: "
+                '{"epoch": N, "number": N}. Remove it once no learner of it runs any more.'
+            ) from error
+
+    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes, attempt: Attempt | None) -> None:
         if self._closed:
             raise StoppedError(f"The param store was closed before version {version} of {policy_id!r} was put.")
         content = pickle.dumps((policy_id, version, jax.tree.map(np.asarray, params), hparams), protocol=5)
         folder = self._folder(policy_id)
-        temporary = folder / f".{os.getpid()}.tmp"
         try:
             folder.mkdir(exist_ok=True)
             with _writing(folder):
-                there = self._listed(policy_id)
-                check_rises(policy_id, version, max(there, default=-1))
-                for name in os.listdir(folder):  # of processes that died while they wrote
-                    if _TEMPORARY.fullmatch(name):
-                        (folder / name).unlink()
-                with open(temporary, "wb") as file:
-                    file.write(_MAGIC + _LENGTHS.pack(len(content), zlib.crc32(content)))
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self._path(policy_id, version))
+                check_attempt(policy_id, attempt, self.opened(policy_id))
+                check_rises(policy_id, version, max(self._listed(policy_id), default=-1))
+                head = _MAGIC + _LENGTHS.pack(len(content), zlib.crc32(content))
+                _write(self._path(policy_id, version), head, content)
                 self._remove_old(policy_id)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise CheckpointError(
                 f"Version {version} of policy {policy_id!r} could not be written to {folder}: {error}."
             ) from error
@@ -187,6 +217,26 @@ def _writing(folder: Path) -> Iterator[None]:
 
     with open(folder / ".lock", "wb") as file, locks.held(file.fileno(), _LOCK_TIMEOUT, overdue):
         yield
+
+
+def _write(path: Path, *contents: bytes) -> None:
+    """Writes a file in full, or leaves it as it is; the caller holds the right to write."""
+    folder = path.parent
+    for name in os.listdir(folder):  # of processes that died while they wrote
+        if _TEMPORARY.fullmatch(name):
+            (folder / name).unlink()
+    temporary = folder / f".{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            for content in contents:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _read(path: Path, policy_id: str, version: int) -> StoredParams:

@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlframe.coordinator.param_store import HPARAMS_BYTES, LONGEST_WAIT, PINS, ParamStore, StoredParams, check_rises
+from rlframe.coordinator.param_store import (
+    HPARAMS_BYTES,
+    LONGEST_WAIT,
+    PINS,
+    Attempt,
+    ParamStore,
+    StoredParams,
+    check_attempt,
+    check_rises,
+)
 from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.interprocess import locks, memory
 from rlframe.interprocess.futex import Futex, fence
@@ -32,6 +41,7 @@ _FUTEX = 8  # the word that wakes who waits for a version; of any policy
 _SLOTS = 16  # the word at which the slots' begin
 _COUNT, _VERSION, _HPARAMS, _PINNED = 0, 1, 2, 3  # words of a slot: see above; the version; bytes of its hparams; 1
 _LINE = 8  # words of a slot: a line of the cache
+_WHICH, _PAIRS = 0, (1, 3)  # words of a policy, after those of all slots: which of the pairs is its attempt, 1 or 2
 _LOCK_TIMEOUT = 30.0  # seconds; a put takes milliseconds
 
 
@@ -67,7 +77,7 @@ class SharedParamStore(ParamStore):
         if not memory.SUPPORTED:
             raise UsageError("SharedParamStore needs Linux on x86-64 or 64-bit ARM. Use FileParamStore instead.")
         template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), template)
-        size = _layout(Packing(template), len(policy_ids) * _slots_each(kept))[1]
+        size = _layout(Packing(template), len(policy_ids), kept)[1]
         self.__setstate__(_Plan(memory.create(_LABEL, size), template, tuple(policy_ids), kept))
         self._finalizer = weakref.finalize(self, memory.destroy, self._plan.name)
 
@@ -97,12 +107,26 @@ class SharedParamStore(ParamStore):
                 self._opened = self._opened or _Memory(self._plan)
         return self._opened
 
-    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes) -> None:
+    def open(self, policy_id: str, attempt: Attempt) -> None:
+        policy = self._policy(policy_id)
+        with self._lock, self._memory.writing():
+            opened = self._memory.opened(policy)
+            check_attempt(policy_id, attempt, opened)
+            if attempt != opened:
+                self._memory.open(policy, attempt)
+
+    def opened(self, policy_id: str) -> Attempt | None:
+        policy = self._policy(policy_id)
+        with self._lock, self._memory.writing():
+            return self._memory.opened(policy)
+
+    def _put(self, policy_id: str, version: int, params: Tree, hparams: bytes, attempt: Attempt | None) -> None:
         slots = self._slots(policy_id)
         packed = self._packed(params)
         with self._lock, self._memory.writing():
             if self._memory.closed:
                 raise StoppedError(f"The param store was closed before version {version} of {policy_id!r} was put.")
+            check_attempt(policy_id, attempt, self._memory.opened(self._policy(policy_id)))
             whole = self._whole(slots)
             check_rises(policy_id, version, max(whole, default=-1))
             spared = set(self._spared(whole).values())
@@ -168,10 +192,13 @@ class SharedParamStore(ParamStore):
             here.changed.wake()
 
     def _slots(self, policy_id: str) -> range:
-        self._check_policy(policy_id)
         count = _slots_each(self.kept)
-        first = self._plan.policy_ids.index(policy_id) * count
+        first = self._policy(policy_id) * count
         return range(first, first + count)
+
+    def _policy(self, policy_id: str) -> int:
+        self._check_policy(policy_id)
+        return self._plan.policy_ids.index(policy_id)
 
     def _check_policy(self, policy_id: str) -> None:
         if policy_id not in self._plan.policy_ids:
@@ -214,7 +241,8 @@ class _Memory:
 
     def __init__(self, plan: _Plan) -> None:
         self.packing = Packing(plan.template)
-        offsets, size = _layout(self.packing, len(plan.policy_ids) * _slots_each(plan.kept))
+        policies = len(plan.policy_ids)
+        offsets, size = _layout(self.packing, policies, plan.kept)
         try:
             self._descriptor, mapped = memory.attach(plan.name, _LABEL, size)
         except OSError as error:
@@ -223,7 +251,8 @@ class _Memory:
                 f"it, or runs as another user or on another machine ({type(error).__name__}). Start the program anew."
             ) from None
         weakref.finalize(self, os.close, self._descriptor)
-        self._words = memoryview(mapped)[: 8 * (_SLOTS + _LINE * len(offsets))].cast("q")
+        self._words = memoryview(mapped)[: 8 * (_SLOTS + _LINE * (len(offsets) + policies))].cast("q")
+        self._policies = _SLOTS + _LINE * len(offsets)
         self._bytes = memoryview(mapped)
         self.changed = Futex(mapped, 8 * _FUTEX)
         self._hparams = [slot[0] for slot in offsets]
@@ -247,6 +276,24 @@ class _Memory:
             )
 
         return locks.held(self._descriptor, _LOCK_TIMEOUT, overdue)
+
+    def opened(self, policy: int) -> Attempt | None:
+        """The attempt that has opened a policy; the caller holds the right to write."""
+        at = self._policies + _LINE * policy
+        which = self._words[at + _WHICH]
+        if not which:
+            return None
+        pair = at + _PAIRS[which - 1]
+        return Attempt(self._words[pair], self._words[pair + 1])
+
+    def open(self, policy: int, attempt: Attempt) -> None:
+        """Sets it; the caller holds the right to write, and may die at any word."""
+        at = self._policies + _LINE * policy
+        other = 1 if self._words[at + _WHICH] == 2 else 2
+        pair = at + _PAIRS[other - 1]
+        self._words[pair], self._words[pair + 1] = attempt
+        fence()
+        self._words[at + _WHICH] = other
 
     def state(self, slot: int) -> int:
         """The version in a slot; -1 where there is none, or it is being written."""
@@ -301,9 +348,10 @@ def _slots_each(kept: int) -> int:
     return kept + PINS + 1
 
 
-def _layout(packing: Packing, slots: int) -> tuple[list[list[int]], int]:
+def _layout(packing: Packing, policies: int, kept: int) -> tuple[list[list[int]], int]:
     """(of each slot the offsets of its hparams and arrays, total bytes), on lines of their own."""
-    position = -(-8 * (_SLOTS + _LINE * slots) // mmap.PAGESIZE) * mmap.PAGESIZE
+    slots = policies * _slots_each(kept)
+    position = -(-8 * (_SLOTS + _LINE * (slots + policies)) // mmap.PAGESIZE) * mmap.PAGESIZE
     offsets = []
     for _ in range(slots):
         own = [position]

@@ -10,7 +10,7 @@ import pathlib
 import pickle
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -176,9 +176,11 @@ class VersionCounter:
 
     Args:
         directory: where `versions.json` is kept; None keeps nothing.
+        may_write: called before that file is written: what it raises is raised, and nothing is written.
     """
 
-    def __init__(self, directory: str | os.PathLike | None) -> None:
+    def __init__(self, directory: str | os.PathLike | None, may_write: Callable[[], None] | None = None) -> None:
+        self._may_write = may_write or (lambda: None)
         self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
         # The first value needs no reservation: nothing is written before there is something to resume.
         self._reserved = self.value = 1
@@ -217,6 +219,7 @@ class VersionCounter:
 
     def _reserve(self, upto: int) -> None:
         assert self._path is not None
+        self._may_write()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(".tmp")

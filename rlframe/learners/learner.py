@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,9 +40,19 @@ class Learner:
         replay_buffer: where `run()` takes its batches and where priorities go: an object in this process, or a
             `reverb.Client`.
         logger: anything with `write(step, values)`, used by `run()`; None logs nothing.
+        may_write: called before anything is written under `cfg.checkpoint_dir`: what it raises is raised, and nothing
+            is written. For a learner whose successor may be writing there already; None: it always may.
     """
 
-    def __init__(self, cfg: LearnerConfig, agent: Any, replay_buffer: Any, logger: Any = None) -> None:
+    def __init__(
+        self,
+        cfg: LearnerConfig,
+        agent: Any,
+        replay_buffer: Any,
+        logger: Any = None,
+        *,
+        may_write: Callable[[], None] | None = None,
+    ) -> None:
         keep_freed_memory()
         self._cfg = cfg
         self._agent = agent
@@ -57,7 +68,8 @@ class Learner:
         self._dataset: Any = None  # that `run()` takes batches from
         self._logger = logger
         self._checkpointer = Checkpointer(cfg.checkpoint_dir, cfg.checkpoints_kept) if cfg.checkpoint_dir else None
-        self._versions = VersionCounter(cfg.checkpoint_dir)
+        self._may_write = may_write or (lambda: None)
+        self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
         self._learner_steps = 0
         self._logs: Logs = {}  # of the newest update that is known to be done
         self._unchecked: tuple[int, Logs, Any] | None = None  # (learner step, logs, keys) of the update before
@@ -83,7 +95,7 @@ class Learner:
         self._saver: Saver | None = None
         if cfg.checkpoint_dir:
             lock, kept = self._update_lock, cfg.checkpoints_kept
-            self._saver = Saver(self, lock, self._replay_buffer, cfg.checkpoint_dir, kept)
+            self._saver = Saver(self, lock, self._replay_buffer, cfg.checkpoint_dir, kept, may_write)
         if cfg.resume:
             self._resume()
         if self._is_buffer:
@@ -292,6 +304,7 @@ class Learner:
             tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
             check_params(tree[0], self._learner_steps, self._last_good)
             counters = {"learner_steps": self._learner_steps, "version": self.params_version}
+            self._may_write()
             self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "extras": extras})
             if final:
                 self._versions.release()

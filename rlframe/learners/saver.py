@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rlframe.learners.replay_files import ReplayFiles
@@ -26,9 +27,19 @@ class Saver:
         replay_buffer: what it samples.
         directory: of its checkpoints; replays go into `replay` below.
         keep: how many checkpoints stay.
+        may_write: called before anything is written: what it raises, `save` raises, and nothing is written.
     """
 
-    def __init__(self, learner: Any, lock: Any, replay_buffer: Any, directory: str, keep: int) -> None:
+    def __init__(
+        self,
+        learner: Any,
+        lock: Any,
+        replay_buffer: Any,
+        directory: str,
+        keep: int,
+        may_write: Callable[[], None] | None = None,
+    ) -> None:
+        self._may_write = may_write or (lambda: None)
         self._learner, self._lock, self._replay_buffer = learner, lock, replay_buffer
         self._carries_replay = isinstance(replay_buffer, BaseReplayBuffer) and replay_buffer.is_saved_by_learner
         self._files = ReplayFiles(pathlib.Path(directory) / "replay", keep)
@@ -50,6 +61,7 @@ class Saver:
             CheckpointError: it could not be written; the ones before are untouched.
         """
         with self._lock:
+            self._may_write()
             steps = self._learner.learner_steps
             is_new, with_replay = steps != self._saved_step, self._is_replay_due(final)
             # At the end the learner comes first: the program may be killed while a large replay is written.

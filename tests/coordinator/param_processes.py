@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.coordinator.param_store import Attempt
 from rlframe.coordinator.param_store_files import FileParamStore
+from rlframe.errors import RlframeError
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0  # seconds for whatever a test waits for
@@ -68,6 +70,20 @@ def write(store: Any, first: int, last: int) -> None:
     for version in range(first, last + 1):
         store.put("main", version, params(version), {"version": version})
     say(store.versions("main"))
+
+
+def wake(store: Any, version: int, attempt: tuple[int, int]) -> None:
+    """Opens a policy and puts, again and again till that raises: says when it began, and what it raised."""
+    store.open("main", Attempt(*attempt))
+    while True:
+        try:
+            store.put("main", version, params(version), {"version": version}, attempt=Attempt(*attempt))
+        except RlframeError as error:
+            say([type(error).__name__, str(error)])
+            return
+        if not version % 10:
+            say("puts")
+        version += 1
 
 
 def read(store: Any, until: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +17,10 @@ import numpy as np
 import pytest
 
 from rlframe.coordinator import param_store_files, param_store_shared
-from rlframe.coordinator.param_store import HPARAMS_BYTES, ParamStore
+from rlframe.coordinator.param_store import HPARAMS_BYTES, Attempt, ParamStore
 from rlframe.coordinator.param_store_files import FileParamStore
 from rlframe.coordinator.param_store_shared import SharedParamStore
-from rlframe.errors import CheckpointError, StoppedError, UnavailableError, UsageError
+from rlframe.errors import CheckpointError, FencedError, PeerError, StoppedError, UnavailableError, UsageError
 from tests.coordinator import param_processes
 from tests.coordinator.param_processes import DEADLINE, Process, numbers_in, params
 
@@ -121,6 +124,117 @@ def test_a_version_that_does_not_rise_is_refused(make: Make, version: int) -> No
     assert numbers_in(store.get("main").params) == {7}
     with pytest.raises(UsageError, match="start at 0"):
         store.put("main", -1, params(0))
+
+
+def test_an_older_attempt_puts_no_more_once_a_newer_one_has_opened_the_policy(make: Make) -> None:
+    store = make()
+    old, new = Attempt(1, 0), Attempt(1, 1)
+    assert store.opened("main") is None
+    store.open("main", old)
+    store.put("main", 5, params(5), attempt=old)
+    other = pickle.loads(pickle.dumps(store))  # as another process has it
+    other.open("main", new)
+    other.open("main", new)  # a repetition
+    assert store.opened("main") == new
+    for version in (6, 5):  # above the newest, or not: that it is fenced comes first
+        with pytest.raises(FencedError, match="Attempt 0 of epoch 1 is fenced off: policy 'main' was"):
+            store.put("main", version, params(6), attempt=old)
+    for refused in (store.check, store.open):
+        with pytest.raises(FencedError, match="attempt 1 of epoch 1, which goes on"):
+            refused("main", old)
+    assert (store.opened("main"), store.versions("main")) == (new, [5])
+    store.check("main", new)
+    other.put("main", 6, params(6), attempt=new)
+    assert store.versions("main") == [5, 6]
+
+
+def test_attempts_only_rise_and_the_epoch_comes_first(make: Make) -> None:
+    store = make()
+    rising = [Attempt(0, 0), Attempt(0, 7), Attempt(3, 0), Attempt(3, 1), Attempt(2**41, 0)]
+    for i, attempt in enumerate(rising):
+        store.open("main", attempt)
+        assert store.opened("main") == attempt
+        for older in rising[:i]:
+            with pytest.raises(FencedError):
+                store.open("main", older)
+            with pytest.raises(FencedError):
+                store.check("main", older)
+        assert store.opened("main") == attempt
+
+
+def test_a_policy_that_nobody_opened_takes_what_anybody_puts_and_one_that_was_opened_does_not(make: Make) -> None:
+    store = make()
+    store.open("main", Attempt(1, 0))
+    store.put("rival", 1, params(1))
+    store.check("rival", None)
+    store.put("rival", 2, params(2), attempt=Attempt(0, 0))
+    assert (store.opened("rival"), store.versions("rival")) == (None, [1, 2])
+    with pytest.raises(FencedError, match="opened by attempt 0 of epoch 1, and is put by that alone. Who puts it by"):
+        store.put("main", 1, params(1))
+    assert store.versions("main") == []
+
+
+def test_a_process_that_wakes_up_late_is_fenced_and_its_successor_goes_on(
+    make: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (param_store_shared, param_store_files):
+        monkeypatch.setattr(module, "_LOCK_TIMEOUT", 0.2)
+    store = make()
+    old = process(param_processes.wake, store, 1, (1, 0))
+    assert old.hear() == "puts"
+    with stopped_outside_a_put(store, old):
+        new = Attempt(1, 1)
+        store.open("main", new)
+        newest = store.newest("main")
+        store.put("main", newest + 1, params(newest + 1), attempt=new)
+    while (said := old.hear()) == "puts":
+        pass
+    assert said[0] == "FencedError" and "attempt 1 of epoch 1" in said[1]
+    assert store.newest("main") == newest + 1
+    store.put("main", newest + 2, params(newest + 2), attempt=new)
+    assert old.popen.wait(DEADLINE) == 0  # the fence outlives whom it keeps out
+    assert numbers_in(store.get("main").params) == {newest + 2}
+
+
+@contextlib.contextmanager
+def stopped_outside_a_put(store: ParamStore, process: Process) -> Iterator[None]:
+    """SIGSTOP; where it hits a put, which others wait for, the process goes on for a moment."""
+    deadline, here = time.monotonic() + DEADLINE, pickle.loads(pickle.dumps(store))
+    while True:
+        assert time.monotonic() < deadline
+        os.kill(process.popen.pid, signal.SIGSTOP)
+        try:
+            here.pin("main")  # it takes the lock
+            break
+        except PeerError:
+            os.kill(process.popen.pid, signal.SIGCONT)
+    yield
+    os.kill(process.popen.pid, signal.SIGCONT)
+
+
+def test_the_fence_in_files_outlives_those_who_set_it_and_lets_the_next_session_in(tmp_path: Path) -> None:
+    first = FileParamStore(tmp_path)
+    first.open("main", Attempt(1_000, 4))
+    first.put("main", 1, params(1), attempt=Attempt(1_000, 4))
+    first.close()
+    later = FileParamStore(tmp_path)
+    with pytest.raises(FencedError):
+        later.put("main", 2, params(2), attempt=Attempt(1_000, 3))
+    session = Attempt(2_000, 0)  # its attempts begin anew
+    later.open("main", session)
+    later.put("main", 2, params(2), attempt=session)
+    assert later.versions("main") == [1, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2]", b'{"epoch": "x", "number": 1}'])
+def test_a_damaged_fence_is_named_and_lets_nobody_put(tmp_path: Path, content: bytes) -> None:
+    store = FileParamStore(tmp_path)
+    store.open("main", Attempt(1, 0))
+    (tmp_path / "main" / "opened.json").write_bytes(content)
+    for attempt in (None, Attempt(1, 0)):
+        with pytest.raises(CheckpointError, match=r"opened\.json is damaged: .*which attempt may put.*Remove it"):
+            store.put("main", 1, params(1), attempt=attempt)
+    assert store.versions("main") == []
 
 
 def test_policies_do_not_know_of_each_other(make: Make) -> None:

@@ -130,6 +130,11 @@ class Work:
             return None
         if kind == "learn" and any(task.start.policy_id == start.policy_id for task in open_tasks):
             return None  # one learner for each policy
+        if kind == "learn":
+            # Above those of all before, of this session and of others whose param store this one goes on with.
+            epochs = [task.start.options.get("epoch", 0) for task in machine.tasks if task.kind == "learn"]
+            epoch = max([int(machine.now * 1000), *(before + 1 for before in epochs)])
+            start = dataclasses.replace(start, options={**start.options, "epoch": epoch})
         return machine.tasks.add(start, worker.index)
 
     # --- calls

@@ -33,7 +33,7 @@ from rlframe.coordinator.messages import (
     Started,
     StartTask,
 )
-from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
+from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
 
 _ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
 _FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
@@ -50,7 +50,8 @@ class Worker:
     `Refused` and changes nothing.
 
     Subclasses do the work: `_start`, `_learn`, ... run in the worker's thread, may take as long as they need, and
-    raise what goes wrong. Where they wait, they look at `_stop`, or are told by `_interrupt`.
+    raise what goes wrong: `FencedError` ends the task, since another worker is at it. Where they wait, they look at
+    `_stop`, or are told by `_interrupt`.
 
     Args:
         worker_id: its name, "collector/1".
@@ -122,6 +123,12 @@ class Worker:
         self._thread.join(_ENDS_WITHIN)
 
     # --- what subclasses do, in the worker's thread
+
+    @property
+    def _attempt(self) -> int:
+        """The number of the attempt at the task that was started."""
+        assert self._task is not None
+        return self._task.attempt
 
     def _start(self, task: StartTask) -> Started:
         raise NotImplementedError
@@ -252,6 +259,8 @@ class Worker:
         except BaseException as error:  # whatever it is, the coordinator must hear of it, and the thread go on
             if not self._stop.is_set():  # else it was told to end, which may be why
                 traceback.print_exc()
+            if isinstance(error, FencedError):
+                self._leave_task()
             return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
 
     def _begin(self, header: Header, request: StartTask) -> Reply:

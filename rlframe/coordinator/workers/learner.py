@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask
+from rlframe.coordinator.param_store import Attempt
 from rlframe.coordinator.workers.base import Worker
 from rlframe.coordinator.workers.noted_replay import NotedReplay
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
@@ -21,6 +23,9 @@ class LearnerWorker(Worker):
 
     It learns from the batches whose keys it is told, or draws as many as it is granted. Its checkpoints are those of
     `Learner.run()`; a task begins with the latest one where `cfg.resume` is set.
+
+    A start fences off the learners of all attempts before, wherever they are: of what those do from then on, neither
+    parameters nor checkpoints are written. One that was fenced off itself answers Failed (`FencedError`), and is idle.
 
     Args:
         cfg: of the Learner.
@@ -56,11 +61,15 @@ class LearnerWorker(Worker):
 
     def _start(self, task: StartTask) -> Started:
         self._policy_id = task.policy_id
+        self._fence = fence = Attempt(task.options.get("epoch", 0), self._attempt)
+        # First of all: the checkpoint and the versions that this learner goes on from are then the last of the others'.
+        self._store.open(task.policy_id, fence)
         self._buffer = as_replay_buffer(self._given, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
         self._noted = NotedReplay(self._buffer)
         resumed = self._cfg.resume and bool(self._checkpoints())
-        self._learner = learner = Learner(self._cfg, self._agent, self._noted)
+        may_write = functools.partial(self._store.check, task.policy_id, fence)
+        self._learner = learner = Learner(self._cfg, self._agent, self._noted, may_write=may_write)
         learner.publish_above(max(self._store.newest(task.policy_id), task.options.get("min_version", -1)))
         if self._max_staleness is not None:
             self._noted.forget_before(learner.params_version - self._max_staleness)
@@ -141,7 +150,8 @@ class LearnerWorker(Worker):
         learner.settle()
         version, params = learner.get_params(self._published)
         if params is not None:
-            self._store.put(self._policy_id, version, params, {**self._hparams, "learner_steps": learner.learner_steps})
+            hparams = {**self._hparams, "learner_steps": learner.learner_steps}
+            self._store.put(self._policy_id, version, params, hparams, attempt=self._fence)
             self._published, self._published_at = version, time.monotonic()
 
     def _steps_within(self) -> int:

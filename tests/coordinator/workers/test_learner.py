@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from rlframe.actors import Actor
 from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
-from rlframe.coordinator.messages import Closed, Demand, Learn, NotReady, Started, StartTask
+from rlframe.coordinator.messages import Closed, Demand, Learn, NotReady, Refused, Started, StartTask
+from rlframe.coordinator.param_store import Attempt
 from rlframe.coordinator.param_store_files import FileParamStore
+from rlframe.coordinator.workers import learner as learner_module
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.envs import SyncEnv
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import LearnerConfig
 from rlframe.replay import ReplayBuffer
-from tests.coordinator.workers.calling import Caller, wait_until
+from tests.coordinator.workers.calling import PATIENCE, Caller, wait_until
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 
 POLICY = "main"
@@ -303,13 +307,105 @@ def test_a_newer_attempt_fences_the_learner_and_its_versions_rise(make, store):
     assert store.versions(POLICY)[-2:] == [4, 5]
 
 
-def test_a_learner_that_another_one_has_overtaken_publishes_no_more(make, store):
-    call = make(filled())
-    start(call)
-    store.put(POLICY, 10, {"w": np.float32(0.0)})
-    failed = call.until_done("learn", grant(1))
-    assert failed.error == "UsageError" and "version 10" in failed.message
-    assert store.newest(POLICY) == 10
+class Stopping(Drawn):
+    """A buffer in whose `sample` a learner stands still, as one that was stopped does."""
+
+    def __init__(self, agent) -> None:
+        super().__init__(agent)
+        self.stops, self.stands, self.go = False, threading.Event(), threading.Event()
+
+    def sample(self):
+        if self.stops:
+            self.stands.set()
+            assert self.go.wait(PATIENCE)
+        return super().sample()
+
+
+def everything_in(path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # what comes first: a version, or a checkpoint
+def test_of_a_learner_that_wakes_up_in_a_grant_after_its_successor_began_nothing_arrives(
+    make, store, tmp_path, monkeypatch, publish_every
+):
+    config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 1}
+    buffer = filled(Stopping)
+    old = make(buffer, **config)
+    start(old)
+    old.until_done("learn", grant(3))
+    monkeypatch.setattr(learner_module, "_PUBLISH_EVERY", publish_every)
+    buffer.stops = True
+    header = old.header()
+    assert old.worker.learn(header, grant(5)) == NotReady("busy")
+    assert buffer.stands.wait(PATIENCE)
+
+    new = make(filled(), incarnation=1, attempt=1, **config)
+    assert start(new).info["learner_steps"] == 3
+    new.until_done("learn", grant(2))
+    versions, files = store.versions(POLICY), everything_in(tmp_path)
+    buffer.go.set()
+    failed = old.again("learn", grant(5), header)
+    assert (failed.error, failed.for_good) == ("FencedError", False)
+    assert "Attempt 0 of epoch 0 is fenced off" in failed.message
+    assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
+    assert old.worker.ping().phase == "idle"
+    assert isinstance(old.until_done("learn", grant(1)), Refused)
+
+    learned = new.until_done("learn", grant(2))
+    assert (learned.learner_steps, store.newest(POLICY)) == (7, learned.params_version)
+    assert learned.params_version > versions[-1] and steps_saved(tmp_path / "checkpoints")[-1] == 7
+
+
+def test_a_learner_that_was_fenced_off_writes_no_last_checkpoint_either(make, store, tmp_path):
+    config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
+    old = make(filled(), **config)
+    start(old)
+    old.until_done("learn", grant(3))
+    new = make(filled(), incarnation=1, attempt=1, **config)
+    start(new)
+    files = everything_in(tmp_path)
+    assert old.until_done("close_task", True).error == "FencedError"
+    assert everything_in(tmp_path) == files and steps_saved(tmp_path / "checkpoints") == [2]
+    assert old.worker.ping().phase == "idle"
+    assert new.until_done("close_task", True).result["learner_steps"] == 2
+
+
+def test_a_learner_that_was_fenced_off_reserves_no_versions(make, store, tmp_path):
+    config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_seconds": 1e9}
+    old = make(filled(), checkpoint_every=10**6, **config)
+    start(old)  # at version 1, which needs no reservation: the next one does
+    start(make(filled(), incarnation=1, attempt=1, **config))
+    files = everything_in(tmp_path)
+    assert old.until_done("learn", grant(1)).error == "FencedError"
+    assert everything_in(tmp_path) == files
+
+
+def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(make, store):
+    old, open_ = Attempt(0, 0), store.open
+    store.open(POLICY, old)
+
+    def open_late(policy_id, attempt):
+        store.put(POLICY, 50, {"w": np.float32(9.0)}, attempt=old)
+        open_(policy_id, attempt)
+
+    store.open = open_late
+    new = make(filled(), attempt=1)
+    assert start(new, min_version=7).info["params_version"] == 51
+    assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == 52
+
+
+def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store):
+    first = make(filled(), attempt=4)
+    start(first, epoch=1_000)
+    session = make(filled(), incarnation=1, task_id="of the next session")
+    start(session, epoch=2_000)
+    assert store.opened(POLICY) == (2_000, 0)
+    first.attempt = 5
+    failed = first.until_done("start_task", StartTask("learn", POLICY, {"epoch": 1_000}))
+    assert (failed.error, failed.for_good) == ("FencedError", False)
+    assert first.worker.ping().phase == "idle"
+    assert session.until_done("learn", grant(1)).params_version == store.newest(POLICY)
 
 
 def test_closing_ends_a_grant_that_waits_for_data(make):
