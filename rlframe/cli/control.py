@@ -41,8 +41,9 @@ def connected(options: ControlOptions) -> ControlClient:
 
     if sum(named is not None for named in (options.url, options.run_dir, options.runs)) > 1:
         raise UsageError("Name a run by one of --url, --run-dir and --runs.")
-    if options.run_dir is not None or options.runs is not None:
-        known = read_queue(options.runs) if options.run_dir is None else read_control(options.run_dir)
+    known = read_control(options.run_dir) if options.run_dir is not None else None
+    known = read_queue(options.runs) if options.runs is not None else known
+    if known is not None:
         return ControlClient(known.url, read_token(options.token_file or known.token_file))
     url = options.url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     return ControlClient(url, read_token(options.token_file))
