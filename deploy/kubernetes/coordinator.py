@@ -178,9 +178,7 @@ def parse():
     parser.add_argument("--templates", default="/etc/rlframe/workers", help="ROLE.yaml of the workers' Pods")
     parser.add_argument("--token-file", type=pathlib.Path, default="/etc/rlframe/token/token", help="of the control")
     parser.add_argument("--service", default="rlframe-coordinator", help="under whose name the control is reached")
-    parser.add_argument(
-        "--replay", default="rlframe-coordinator:7500", help="HOST:PORT by which Pods reach this one"
-    )
+    parser.add_argument("--replay", default="rlframe-coordinator:7500", help="HOST:PORT by which Pods reach this one")
     parser.add_argument("--host", default="0.0.0.0", help="address that the control listens at")
     parser.add_argument("--control-port", type=int, default=8080)
     parser.add_argument("--learner-steps", type=int, default=config.total_learner_steps)

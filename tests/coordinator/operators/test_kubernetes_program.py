@@ -106,6 +106,11 @@ def test_a_job_is_learned_by_pods_to_its_end_though_the_coordinators_is_replaced
             wait_for(lambda: set(cluster.pods) == {"rlframe-coordinator-0"}, what)  # deleted, and ended
             coordinator.process.send_signal(signal.SIGTERM)
             assert coordinator.process.wait(60.0) == 0
+            coordinator.start()  # the Pod of a job that is over says so, and makes no workers
+            wait_for(lambda: coordinator.job().get("state") == "CLOSED", what)
+            coordinator.process.send_signal(signal.SIGTERM)
+            assert coordinator.process.wait(60.0) == 0
+            assert len(cluster.created) == 3
         finally:
             coordinator.process.kill()
             cluster.close()
