@@ -148,7 +148,29 @@ def test_a_learner_is_told_above_which_version_to_publish() -> None:
     version = world.m.accounts.params_version
     assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
     start = next(s for s in world.sent if (s.worker_id, s.method, s.incarnation) == ("learner/0", "start_task", 1))
-    assert start.args[0].options == {"min_version": version} and version > 0
+    assert start.args[0].options["min_version"] == version > 0
+
+
+def test_a_learners_epoch_and_attempt_rise_with_each_that_follows_another() -> None:
+    world = running(1)
+    world.kill(learner(world))
+    assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
+    assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
+    world.kill_coordinator()
+    world.kill(learner(world))
+    world.start_coordinator()
+    assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
+    world.deliver(ev.Scaled("learner", 0))  # the task is closed: the next one's attempts begin anew
+    assert world.run(30.0, lambda: not world.m.tasks.open("learn"))
+    world.deliver(ev.Scaled("learner", 1))
+    assert world.run(60.0, lambda: world.m.state is JobState.RUNNING)
+    starts = {}
+    for send in world.sent:
+        if send.method == "start_task" and send.args[0].kind == "learn":
+            starts[send.header.task_id, send.header.attempt] = (send.args[0].options["epoch"], send.header.attempt)
+    attempts = list(starts.values())
+    assert [number for _, number in attempts] == [0, 1, 2, 0]
+    assert attempts == sorted(attempts) and attempts[0][0] == attempts[2][0] < attempts[3][0]
 
 
 def test_a_learner_is_granted_so_many_batches_at_once() -> None:

@@ -254,6 +254,9 @@ class SimWorker:
         info: dict[str, Any] = {}
         if self.role == "learner":
             assert start.kind == "learn"
+            attempt, opened = (start.options["epoch"], header.attempt), self.world.opened.get(start.policy_id, (-1, 0))
+            assert attempt > opened, f"{self.key} begins as {attempt}, and {opened} has begun"
+            self.world.opened[start.policy_id] = attempt
             self.steps, saved = self.world.checkpoint
             self.version = max(saved, start.options["min_version"] + 1, self.world.store.newest + 1)
             self.world.store.put(self.version)
@@ -430,6 +433,7 @@ class World:
         self.over: list[ev.Over] = []
         self.old_answers: list[ev.Replied] = []  # that may come again
         self.learner_started = False
+        self.opened: dict[str, tuple[int, int]] = {}  # policy -> (epoch, attempt) of its newest learner
         self.journal: dict[str, Any] | None = None
         self.journaled_at = -1e9
         self.machine: Machine | None = None

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +28,7 @@ from tests.coordinator.workers.calling import PATIENCE, Caller, wait_until
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 
 POLICY = "main"
+ROOT = Path(__file__).parents[3]
 
 
 class Drawn(ReplayBuffer):
@@ -393,6 +400,39 @@ def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(
     new = make(filled(), attempt=1)
     assert start(new, min_version=7).info["params_version"] == 51
     assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == 52
+
+
+def test_a_process_that_was_stopped_and_goes_on_after_its_successor_began_writes_nothing(make, store, tmp_path):
+    command = [sys.executable, "-m", "tests.coordinator.workers.old_learner", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as old:
+        try:
+            assert hear(old) == "started"
+            tell(old)
+            assert hear(old)[0] == "Learned"
+            os.kill(old.pid, signal.SIGSTOP)
+            tell(old)  # which it reads when it goes on
+            config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
+            new = make(filled(), incarnation=1, attempt=1, **config)
+            assert start(new).info["learner_steps"] == 1
+            new.until_done("learn", grant(2))
+            versions, files = store.versions(POLICY), everything_in(tmp_path)
+            os.kill(old.pid, signal.SIGCONT)
+            assert hear(old) == ["Failed", "FencedError", "idle"]
+            tell(old)
+            assert hear(old) == ["Refused", "learn, attempt 0 has ended at learner/0.", "idle"]
+            assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
+            assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == versions[-1] + 1
+        finally:
+            old.kill()
+
+
+def tell(process) -> None:
+    process.stdin.write(b"learn\n")
+    process.stdin.flush()
+
+
+def hear(process):
+    return json.loads(process.stdout.readline())
 
 
 def test_an_attempt_of_a_later_epoch_is_newer_whatever_its_number_is(make, store):
