@@ -107,6 +107,7 @@ class CountingGRPO(GRPO):
         return super().learner_step(params, learner_state, batch)
 
 
+@pytest.mark.system
 def test_an_update_is_compiled_once_for_each_bucket_of_lengths(url, run, client):
     buffer = TrajectoryBuffer(url, run=run, timeout=DEADLINE)
     learner = Learner(LearnerConfig(), CountingGRPO(CONFIG), buffer)

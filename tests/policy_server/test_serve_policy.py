@@ -78,7 +78,8 @@ def refusal(folder, *arguments):
     return done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_published_folder_is_served_until_a_signal_and_what_is_under_way_is_answered(folder, number):
     weights.save(folder, LONG, params_of(0))
     options = {"model": "mine", "prompt": "ab", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}

@@ -40,6 +40,7 @@ def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path) -
     program.check_counters(status)
 
 
+@pytest.mark.system
 def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *DQN, *FEW, *LONG) as program:
         program.wait_for_steps(2_000)

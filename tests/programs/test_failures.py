@@ -29,7 +29,8 @@ def steps_of(program: RunningProgram) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-@pytest.mark.parametrize("topology", GRID)
+@pytest.mark.system  # in `make test` recovery, and the elastic run, have nodes killed
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, topology):
     steps = 200_000  # seconds longer than it takes to kill them
     arguments = [*IMPALA, "--topology", topology, "--steps", str(steps), "--log-every", "500"]

@@ -64,6 +64,7 @@ def test_all_services_in_one_process_learn_after_a_supervised_warm_up(tmp_path):
     assert load_experiment(tmp_path / "run").agent_config.supervised_steps == 3
 
 
+@pytest.mark.system
 def test_a_run_goes_on_where_it_was_stopped(tmp_path):
     train(described(steps=2), run_dir=tmp_path / "run")
     with pytest.raises(UsageError, match="rlframe serve policy --run-dir"):

@@ -77,7 +77,7 @@ def collector(make, buffer=None, **options) -> Caller:
 def test_a_collector_collects_by_the_version_in_the_store_under_its_index(make):
     buffer = RecordingBuffer()
     call = collector(make, buffer, index=2)
-    assert call.until_done("start_task", COLLECT) == Started({"params_version": 3, "rank": 2})
+    assert call.until_done("start_task", COLLECT) == Started({"params_version": 3, "rank": 2, "num_envs": 2})
     assert buffer.steps == []
     collected = call.until_done("get_data", GetData(steps=5, seconds=60.0))
     assert collected == Collected(
