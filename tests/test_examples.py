@@ -52,4 +52,4 @@ def test_a_coordinator_made_by_hand_says_why_its_job_failed(tmp_path: pathlib.Pa
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240.0)
     assert run.returncode == 1, run.stdout + run.stderr
-    assert "The job failed: " in run.stderr and "finite" in run.stderr and "TypeError" not in run.stderr
+    assert "The job failed: " in run.stderr and "NonFiniteLossError" in run.stderr and "TypeError" not in run.stderr
