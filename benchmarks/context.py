@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.report import NotMeasured
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).absolute().parents[1]  # links are not followed: see `benchmarks.against`
 OLD_RUNTIME = {"XLA_FLAGS": "--xla_cpu_use_thunk_runtime=false"}
 
 
@@ -26,6 +26,7 @@ class Context:
     cleanrl: Path | None = None  # a checkout of CleanRL
     repeats: int = 3  # each contender runs so often, in turns; the table shows medians
     quick: bool = False  # one short turn: to see that everything runs
+    only_ours: bool = False  # neither peers nor bare twins
     timeout: float = 900.0  # seconds for one script
 
     def steps(self, full: int, quick: int) -> int:
@@ -37,7 +38,13 @@ class Context:
         return self._run([sys.executable, "-m", f"benchmarks.ours.{name}"], arguments, env)
 
     def bare(self, name: str, *arguments: Any, env: dict[str, str] | None = None) -> dict[str, Any]:
-        """Runs `benchmarks/peers/NAME.py`, a twin without a framework, with this Python."""
+        """Runs `benchmarks/peers/NAME.py`, a twin without a framework, with this Python.
+
+        Raises:
+            NotMeasured: only rlframe is measured, or the script failed.
+        """
+        if self.only_ours:
+            raise NotMeasured("left out")
         return self._run([sys.executable, str(ROOT / "benchmarks/peers" / f"{name}.py")], arguments, env)
 
     def peer(self, name: str, *arguments: Any, env: dict[str, str] | None = None) -> dict[str, Any]:
@@ -46,14 +53,14 @@ class Context:
         Raises:
             NotMeasured: there is no such Python, or the script failed.
         """
-        if self.peers_python is None:
-            raise NotMeasured("--peers-python was not given")
+        if self.peers_python is None or self.only_ours:
+            raise NotMeasured("left out" if self.only_ours else "--peers-python was not given")
         return self._run([str(self.peers_python), str(ROOT / "benchmarks/peers" / f"{name}.py")], arguments, env)
 
     def cleanrl_script(self, script: str, own: tuple[Any, ...], arguments: tuple[Any, ...]) -> dict[str, Any]:
         """Times one of CleanRL's scripts; see `benchmarks/peers/cleanrl_script.py`."""
-        if self.cleanrl is None:
-            raise NotMeasured("--cleanrl was not given")
+        if self.cleanrl is None or self.only_ours:
+            raise NotMeasured("left out" if self.only_ours else "--cleanrl was not given")
         return self.peer("cleanrl_script", self.cleanrl, script, *own, "--", *arguments)
 
     def _run(self, command: list[str], arguments: tuple[Any, ...], env: dict[str, str] | None) -> dict[str, Any]:

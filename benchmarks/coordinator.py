@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 
 WORKERS, WANTED, WORST = 200, 2000.0, 50.0  # workers, messages/s, milliseconds
 FULL, STEADY = "at full speed", "each answer takes 0.09 s"
@@ -28,7 +28,7 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
 
     def row(name: str, what: str, wanted: float | None = None) -> Row:
         values: list[dict[str, Any]] = found[name]
-        return Row(name, middle([value[what] for value in values]) if values else None, wanted, why.get(name, ""))
+        return Row(name, middle(value[what] for value in values), wanted, why.get(name, ""), processor(values))
 
     return [
         Table(f"{WORKERS} workers, messages", "messages/s", row(FULL, "messages_per_second", WANTED)),

@@ -7,7 +7,7 @@ measurement, and the clock starts 2,000 steps after learning does.
 from __future__ import annotations
 
 from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 
 LEARNING_STARTS, WARM_UP = 10_000, 2_000
 
@@ -32,7 +32,7 @@ def run(context: Context, say=print) -> list[Table]:
         Table(
             f"DQN on CartPole-v1, settings of CleanRL, {name.partition(', ')[2]}",
             "environment steps/s",
-            Row(name, values[name], note=failures.get(name, "")),
+            Row(name, values[name], None, failures.get(name, ""), processor(results[name])),
             (Row(peer, values[peer], wanted, failures.get(peer, "")),),
         )
         for name, wanted in (("rlframe, 1 environment", 1.5), ("rlframe, 8 environments", 3.0))

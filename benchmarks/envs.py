@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -20,12 +19,15 @@ import gymnasium
 import numpy as np
 
 from benchmarks.context import Context
-from benchmarks.report import Row, Table
+from benchmarks.processor import Stopwatch
+from benchmarks.report import Row, Table, middle, processor
 from rlframe.envs import AsyncEnv, SyncEnv
 
 WORKERS = 2
-Contender = tuple[str, Callable[[float], float]]  # (name, seconds -> steps per second)
+Rate = dict[str, float]  # as a Stopwatch gives it
+Contender = tuple[str, Callable[[float], Rate]]  # (name, seconds -> steps per second)
 
+OURS = ("SyncEnv", "AsyncEnv")  # the names of our rows begin so
 ALONE = "two processes that do not communicate"
 PROCESSES = "SyncEnv process"
 GYMNASIUM = "gymnasium AsyncVectorEnv"
@@ -60,18 +62,18 @@ class BusyEnv(gymnasium.Env):
         return self.observation, 0.0, False, False, {}
 
 
-def count(step: Callable[[], Any], steps_per_call: int, seconds: float) -> float:
-    """Steps per second of `step` over about `seconds`, after a warm-up."""
+def count(step: Callable[[], Any], steps_per_call: int, seconds: float) -> Rate:
+    """Steps per second of `step` over about `seconds`, after a warm-up, and processor time of a step."""
     for _ in range(3):
         step()
-    calls, start = 0, time.perf_counter()
-    while (now := time.perf_counter()) - start < seconds:
+    calls, watch = 0, Stopwatch()
+    while watch.seconds < seconds:
         step()
         calls += 1
-    return calls * steps_per_call / (now - start)
+    return watch.rate(calls * steps_per_call)
 
 
-def ours(make: Callable[[], Any], seconds: float) -> float:
+def ours(make: Callable[[], Any], seconds: float) -> Rate:
     """A SyncEnv or AsyncEnv under constant actions."""
     with make() as pool:
         batch = pool.num_envs if pool.is_sync else pool.wait_num
@@ -87,7 +89,7 @@ def ours(make: Callable[[], Any], seconds: float) -> float:
         return count(turn, batch, seconds)
 
 
-def gymnasium_async(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> float:
+def gymnasium_async(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> Rate:
     """gymnasium's own process pool: one process for each environment, shared memory for observations."""
     pool = gymnasium.vector.AsyncVectorEnv([make] * size)
     try:
@@ -98,7 +100,7 @@ def gymnasium_async(make: Callable[[], gymnasium.Env], size: int, seconds: float
         pool.close()
 
 
-def sb3_subproc(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> float:
+def sb3_subproc(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> Rate:
     """Stable-Baselines3's process pool, where it is installed."""
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
@@ -124,10 +126,10 @@ def _alone(make: Callable[[], gymnasium.Env], size: int, seconds: float, barrier
                 env.reset()
 
     barrier.wait()
-    results.put(count(turn, size, seconds))
+    results.put(count(turn, size, seconds)["steps_per_second"])
 
 
-def no_communication(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> float:
+def no_communication(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> Rate:
     """The limit: as many processes as workers, each stepping its share in a loop and telling nobody."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(WORKERS), context.Queue()
@@ -138,7 +140,7 @@ def no_communication(make: Callable[[], gymnasium.Env], size: int, seconds: floa
     total = sum(results.get() for _ in processes)
     for process in processes:
         process.join()
-    return total
+    return {"steps_per_second": total}
 
 
 def cart_pole() -> gymnasium.Env:
@@ -174,7 +176,7 @@ def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **opti
 def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
     """EnvPool itself and under SyncEnv."""
 
-    def bare(seconds: float) -> float:
+    def bare(seconds: float) -> Rate:
         with contextlib.redirect_stderr(io.StringIO()):
             import envpool
         pool = envpool.make_gymnasium(task, num_envs=size, num_threads=threads)
@@ -182,7 +184,7 @@ def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
         actions = np.zeros((size, *pool.action_space.shape), pool.action_space.dtype)
         return count(lambda: pool.step(actions), size, seconds)
 
-    def pool(num_workers: int | None) -> Callable[[float], float]:
+    def pool(num_workers: int | None) -> Callable[[float], Rate]:
         return lambda seconds: ours(lambda: SyncEnv(task, size, "envpool", num_workers=num_workers), seconds)
 
     return [
@@ -195,13 +197,18 @@ def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
 def table(title: str, rows: list[Contender], context: Context, say: Callable[[str], None], wanted: Wanted) -> Table:
     """Steps per second of each row, in turns; `wanted` names what is ours and how much is asked of it."""
     say(f"envs: {title}")
-    rates: dict[str, list[float]] = {name: [] for name, _ in rows}
+    rows = [row for row in rows if row[0].startswith(OURS) or not context.only_ours]
+    rates: dict[str, list[Rate]] = {name: [] for name, _ in rows}
     for _ in range(context.repeats):
         for name, rate in rows:
             rates[name].append(rate(0.5 if context.quick else 3.0))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    others = [Row(name, median, wanted.ratios.get(name)) for name, median in medians.items() if name != wanted.of]
-    return Table(title, "steps/s", Row(wanted.of, medians[wanted.of], wanted.least), tuple(others))
+
+    def row(name: str, limit: float | None) -> Row:
+        spent = processor(rates[name]) if name.startswith(OURS) else None
+        return Row(name, middle(rate["steps_per_second"] for rate in rates[name]), limit, processor=spent)
+
+    others = [row(name, wanted.ratios.get(name)) for name in rates if name != wanted.of]
+    return Table(title, "steps/s", row(wanted.of, wanted.least), tuple(others))
 
 
 def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:

@@ -7,7 +7,7 @@ other, each as quick as all cores do it alone; or a bare loop of the three in a 
 from __future__ import annotations
 
 from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 
 TOPOLOGIES = ("heavy_env", "light_env")
 PARTS = {"env": "environments alone", "inference": "inference alone", "learner": "learner steps alone"}
@@ -23,7 +23,7 @@ def run(context: Context, say=print) -> list[Table]:
         topology: lambda topology=topology: context.ours("impala", "program", topology, "--seconds", program)
         for topology in TOPOLOGIES
     }
-    for name in (*PARTS, "loop"):
+    for name in () if context.only_ours else (*PARTS, "loop"):
         for way in WAYS:
             options = ("--processes", way[0], "--threads", way[1], "--seconds", part)
             contenders[f"{name} {way}"] = lambda name=name, options=options: context.ours(
@@ -32,7 +32,7 @@ def run(context: Context, say=print) -> list[Table]:
     results, failures = in_turns(contenders, context.repeats, say)
 
     def value(name: str) -> float | None:
-        return middle(result["steps_per_second"] for result in results[name])
+        return middle(result["steps_per_second"] for result in results.get(name, ()))
 
     def best(name: str, title: str) -> Row:
         values = {way: found for way in WAYS if (found := value(f"{name} {way}"))}
@@ -48,7 +48,7 @@ def run(context: Context, say=print) -> list[Table]:
         Table(
             f"IMPALA on Pong-v5, Nature CNN, 2 actors, {topology}",
             "environment steps/s",
-            Row("rlframe train", value(topology), note=failures.get(topology, "")),
+            Row("rlframe train", value(topology), None, failures.get(topology, ""), processor(results[topology])),
             limits,
         )
         for topology in TOPOLOGIES

@@ -8,7 +8,7 @@ arrays in shared memory, as Actors on the service's machine do.
 from __future__ import annotations
 
 from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 
 WAYS = {
     "courier": "over Courier",
@@ -38,18 +38,19 @@ def _measure(context: Context, workload: str, say) -> list[Table]:
     contenders = {workload: lambda: context.ours("serve", workload, "--seconds", seconds)}
     results, failures = in_turns(contenders, context.repeats, say)
 
-    def row(way: str, wanted: float | None = None) -> Row:
+    def row(way: str, wanted: float | None = None, is_ours: bool = False) -> Row:
         turns = [result.get(way, {}) for result in results[workload]]
         per_call = middle(turn.get("rows_per_call") for turn in turns)
         note = failures.get(workload, f"{per_call:.0f} rows a call" if per_call else "")
-        return Row(WAYS[way], middle(turn.get("rows_per_second") for turn in turns), wanted, note)
+        rate, spent = middle(turn.get("rows_per_second") for turn in turns), processor(turns) if is_ours else None
+        return Row(WAYS[way], rate, wanted, note, spent)
 
     tables = []
     for way, others in OTHERS.items():
         wanted = WANTED.get((workload, way), {})
         title = f"Inference {WAYS[way]}, 8 clients of 8 environments: {TITLES[workload]}"
         rows = tuple(row(other, wanted.get(other)) for other in others)
-        tables.append(Table(title, "rows/s", row(way), rows))
+        tables.append(Table(title, "rows/s", row(way, is_ours=True), rows))
     return tables
 
 
@@ -59,7 +60,12 @@ def _measure_params(context: Context, say) -> Table:
     contenders = {way: lambda way=way: context.ours("params", way, "--reads", reads) for way in ways}
     results, failures = in_turns(contenders, context.repeats, say)
     ours, other = (
-        Row(title, middle(result.get("microseconds") for result in results[way]), note=failures.get(way, ""))
+        Row(
+            title,
+            middle(result.get("microseconds") for result in results[way]),
+            note=failures.get(way, ""),
+            processor=processor(results[way]),
+        )
         for way, title in ways.items()
     )
     title = "A new version of 4 MiB of parameters, from a learner's process to another"

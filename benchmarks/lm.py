@@ -4,7 +4,7 @@ policy server against its engine."""
 from __future__ import annotations
 
 from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 
 MODELS = {"small": "4 layers of 128", "large": "6 layers of 256"}  # of `benchmarks/ours/decode.py`
 WANTED, WANTED_OF_LEARNING, WANTED_OF_ENGINE = 0.7, 0.8, 0.8
@@ -25,7 +25,7 @@ def _decoding(context: Context, model: str, say) -> Table:
     return Table(
         f"Decoding, 32 slots, answers of 32 to 128 tokens: {MODELS[model]}",
         "tokens/s",
-        Row("the engine", engine, note=note),
+        Row("the engine", engine, None, note, processor(results[model])),
         (Row("the jitted step alone", alone, WANTED, note),),
     )
 
@@ -39,7 +39,7 @@ def _serving(context: Context, model: str, say) -> Table:
     return Table(
         f"The policy server, 64 connections, 32 slots: {MODELS[model]}",
         "tokens/s",
-        Row("through HTTP", served, note=note),
+        Row("through HTTP", served, None, note, processor(results[model])),
         (Row("its engine, asked directly", engine, WANTED_OF_ENGINE, note),),
     )
 
@@ -55,7 +55,7 @@ def _learning(context: Context, model: str, say) -> Table:
     return Table(
         f"Learning by GRPO, 32 sequences of 32 to 128 tokens from the service: {MODELS[model]}",
         "tokens/s",
-        Row("the learner", learner, note=note),
+        Row("the learner", learner, None, note, processor(results[model])),
         (Row("the jitted update alone", alone, WANTED_OF_LEARNING, note),),
         note="" if padding is None else f"Not counted: padding, {padding:.0%} of what is computed.",
     )

@@ -7,7 +7,7 @@ libraries (`peers/bare_ppo.py`), under both of XLA's CPU runtimes.
 from __future__ import annotations
 
 from benchmarks.context import OLD_RUNTIME, Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 
 EVALUATE_EVERY = 4096  # environment steps
 ZOO = ("--num-envs", 8, "--num-steps", 32, "--num-minibatches", 1, "--update-epochs", 20, "--gae-lambda", 0.8)
@@ -51,6 +51,7 @@ def _speed(context: Context, say) -> Table:
             middle(result.get("steps_per_second") for result in results[name]),
             wanted.get(name),
             failures.get(name, ""),
+            processor(results[name]),
         )
         for name in contenders
     ]
@@ -85,10 +86,11 @@ def _solving(context: Context, say) -> list[Table]:
         ):
             rows = []
             for name in contenders:
-                values = [found[quantity] if (found := result.get(key)) else None for result in results[name]]
+                solved = [result.get(key) or {} for result in results[name]]
+                values = [found.get(quantity) for found in solved]
                 note = failures.get(name) or _seeds_note(values)
                 wanted = factor if name == "Stable-Baselines3" and key == "last_100" else None
-                rows.append(Row(name, middle(values), wanted, note))
+                rows.append(Row(name, middle(values), wanted, note, processor(solved)))
             title = f"PPO on CartPole-v1 until solved: {measure}"
             tables.append(Table(title, unit, rows[0], tuple(rows[1:]), higher_is_better=False))
     return tables

@@ -7,7 +7,7 @@ newer EnvPool.
 from __future__ import annotations
 
 from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 
 UNROLL = 1024  # 8 environments x 128 steps
 TOTAL = 10_000_000  # steps over which the learning rate falls
@@ -36,6 +36,7 @@ def run(context: Context, say=print) -> list[Table]:
             middle(result.get("steps_per_second") for result in results[name]),
             wanted.get(name),
             failures.get(name, ""),
+            processor(results[name]),
         )
         for name in contenders
     ]

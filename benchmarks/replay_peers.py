@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,19 +19,26 @@ CARTPOLE = ((4,), np.float32, 100_000)
 PONG = ((4, 84, 84), np.uint8, 10_048)
 
 
-def measure(call: Callable[[], Any], seconds: float = 0.4) -> float:
-    """The least microseconds a call takes, over short runs: other work on the machine only ever adds."""
+class Taken(NamedTuple):
+    """What a call takes, in microseconds."""
+
+    least: float  # wall time, over short runs: other work on the machine only ever adds
+    processor: float  # of this process, on average
+
+
+def measure(call: Callable[[], Any], seconds: float = 0.4) -> Taken:
+    """Calls it for about so long."""
     call()
     start = time.perf_counter()
     call()
     repeats = max(1, int(0.004 / max(1e-7, time.perf_counter() - start)))
-    best, until = float("inf"), time.perf_counter() + seconds
+    best, runs, processor, until = float("inf"), 0, time.process_time(), time.perf_counter() + seconds
     while time.perf_counter() < until:
         start = time.perf_counter()
         for _ in range(repeats):
             call()
-        best = min(best, (time.perf_counter() - start) / repeats)
-    return best * 1e6
+        best, runs = min(best, (time.perf_counter() - start) / repeats), runs + 1
+    return Taken(best * 1e6, 1e6 * (time.process_time() - processor) / max(1, runs * repeats))
 
 
 def repeat(insert: Callable[[], None], capacity: int) -> None:
@@ -58,7 +65,7 @@ def data(shape: tuple[int, ...], dtype: Any, count: int = ENVS) -> dict[str, np.
     }
 
 
-def stable_baselines3(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, float]:
+def stable_baselines3(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, Taken]:
     """With its defaults, which tell truncation from termination as rlframe does."""
     import gymnasium
     from stable_baselines3.common import buffers
@@ -80,7 +87,7 @@ def stable_baselines3(name: str, shape: tuple[int, ...], dtype: Any, capacity: i
     return rows
 
 
-def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, float]:
+def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, Taken]:
     """Its n-step buffer knows one environment only, so 3-step sampling is measured on one stream."""
     import cpprb as library
 
@@ -113,7 +120,7 @@ def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[
     return rows
 
 
-def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, float]:
+def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, Taken]:
     """Jitted, with its state donated."""
     import flashbax as fbx
     import jax
@@ -122,7 +129,7 @@ def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> di
     one, key = {field: value[0] for field, value in d.items()}, jax.random.PRNGKey(0)
     priorities = np.random.default_rng(0).random(BATCH).astype(np.float32)
 
-    def measured(buffer: Any, batch: dict[str, np.ndarray], update: bool = False) -> tuple[float, float]:
+    def measured(buffer: Any, batch: dict[str, np.ndarray], update: bool = False) -> tuple[Taken, Taken]:
         """Returns what (an insert, a sample) takes; `update`: a sample and an update of its priorities."""
         add, sample = jax.jit(buffer.add, donate_argnums=0), jax.jit(buffer.sample)
         set_priorities = jax.jit(buffer.set_priorities, donate_argnums=0) if update else None
@@ -162,7 +169,7 @@ def main() -> None:
         try:
             for workload, (shape, dtype, capacity) in {"cartpole": CARTPOLE, "pong": PONG}.items():
                 for row, value in PEERS[name](workload, shape, dtype, capacity).items():
-                    results.setdefault(row, {})[name] = value
+                    results.setdefault(row, {})[name] = value.least
         except ImportError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
     print(json.dumps(results))

@@ -8,6 +8,7 @@ import platform
 import statistics
 from collections.abc import Iterable
 from importlib import metadata
+from typing import Any
 
 
 class NotMeasured(Exception):
@@ -22,6 +23,7 @@ class Row:
     value: float | None  # None: not measured, and `note` says why
     wanted: float | None = None  # the least that our figure is to be, as a multiple of this one
     note: str = ""
+    processor: float | None = None  # microseconds of processor time for one step, where the row is of rlframe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Table:
                 line += self._absolute(row)
             elif row.value is not None:
                 line += self._relative(row)
+            if row.processor is not None:
+                line += f"  processor {number(row.processor)} µs"
             lines.append(f"{line}  {row.note}".rstrip())
         if self.note:
             lines.append(f"  {self.note}")
@@ -101,6 +105,11 @@ def middle(values: Iterable[float | None]) -> float | None:
     """The median of what was measured."""
     measured = [value for value in values if value is not None]
     return statistics.median(measured) if measured else None
+
+
+def processor(results: Iterable[dict[str, Any]]) -> float | None:
+    """The median of the processor time of a step, in microseconds, where the turns' results say it."""
+    return middle(result.get("processor_us") for result in results)
 
 
 def machine() -> str:

@@ -6,7 +6,7 @@ Everything is CartPole's size. The server is a process of its own.
 from __future__ import annotations
 
 from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle
+from benchmarks.report import Row, Table, middle, processor
 from benchmarks.shared_memory import WORKLOADS, shared
 
 INSERTS = {
@@ -32,12 +32,13 @@ def run(context: Context, say=print) -> list[Table]:
 def _inserts(context: Context, say) -> list[Table]:
     seconds = context.steps(3, 1)
     contenders = {way: lambda way=way: context.ours("reverb", "insert", way, "--seconds", seconds) for way in INSERTS}
-    contenders["shared"] = lambda: {"steps_per_second": 64e6 / shared(*WORKLOADS["cartpole"], context.steps(1, 0.1))[0]}
+    contenders["shared"] = lambda: _shared(context.steps(1, 0.1))
     results, failures = in_turns(contenders, context.repeats, say)
 
     def row(way: str, wanted: float | None = None, name: str = "") -> Row:
         value = middle(result["steps_per_second"] for result in results[way])
-        return Row(name or INSERTS[way], value, wanted, failures.get(way, ""))
+        spent = processor(results[way]) if way in ("ours", "shared") else None
+        return Row(name or INSERTS[way], value, wanted, failures.get(way, ""), spent)
 
     unrolls = Table(
         "Reverb: insert", "environment steps/s", row("ours", LEAST), (row("blocks"), row("appends"), row("transitions"))
@@ -45,6 +46,11 @@ def _inserts(context: Context, say) -> list[Table]:
     title = "Shared memory against Reverb's per-step inserts"
     others = (row("appends", AHEAD), row("transitions", AHEAD))
     return [unrolls, Table(title, "environment steps/s", row("shared", name=SHARED), others)]
+
+
+def _shared(seconds: float) -> dict[str, float]:
+    insert, _ = shared(*WORKLOADS["cartpole"], seconds)
+    return {"steps_per_second": 64e6 / insert.least, "processor_us": insert.processor / 64}
 
 
 def _sample(context: Context, workload: str, title: str, say) -> Table:
@@ -55,4 +61,5 @@ def _sample(context: Context, workload: str, title: str, say) -> Table:
     results, failures = in_turns(contenders, context.repeats, say)
     ours, bare = (middle(result[way] for result in results[workload]) for way in ("ours", "bare"))
     note = failures.get(workload, "")
-    return Table(title, "items/s", Row("rlframe's dataset", ours, None, note), (Row("a bare sampler", bare, OF_BARE),))
+    row = Row("rlframe's dataset", ours, None, note, processor(results[workload]))
+    return Table(title, "items/s", row, (Row("a bare sampler", bare, OF_BARE),))

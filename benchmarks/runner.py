@@ -9,13 +9,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import against
 from benchmarks.context import Context
 from benchmarks.report import Table, machine
+from rlframe import extras
+from rlframe.errors import UsageError
 
 # name -> what it compares. Each is a module here with `run(context, say) -> list[Table]`.
 BENCHMARKS = {
     "actor": "where the time of an Actor's step goes",
     "envs": "environment pools, against gymnasium's AsyncVectorEnv",
+    "async_envs": "AsyncEnv against SyncEnv, where some steps take much longer than others",
     "replay": "insert and sample, against Stable-Baselines3, cpprb and flashbax",
     "inference": "the inference service, against its jitted call alone and against unbatched calls",
     "shared_memory": "replay between processes, against the buffer in one process",
@@ -28,15 +32,26 @@ BENCHMARKS = {
     "trajectories": "the trajectory service on disk, against the published server in memory",
     "coordinator": "200 scripted workers on one coordinator",
 }
+NEEDS = {  # name -> extras, for those that need some
+    "inference": ("launchpad",),
+    "reverb": ("reverb",),
+    "impala_pong": ("launchpad",),
+    "lm": ("trajectories",),
+    "trajectories": ("trajectories",),
+}
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Runs the benchmarks named in `arguments`, all if none is.
 
     Returns:
-        0: all that was asked for is reached. 1: something is not. 2: an unknown name or option.
+        0: all that was asked for is reached; with `--against`, no row is slower. 1: something is not, or one is.
+        2: an unknown name or option.
+
+    Raises:
+        UsageError: a benchmark that was named needs an extra which is missing; if none was, such a one is left out.
     """
-    args = _parser().parse_args(list(arguments))
+    args = _arguments(arguments)
     unknown = [name for name in args.names if name not in BENCHMARKS]
     if unknown:
         print(
@@ -46,6 +61,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     if args.list:
         print("\n".join(f"{name:14}{what}" for name, what in BENCHMARKS.items()))
         return 0
+    names = [name for name in args.names or BENCHMARKS if _can_run(name, bool(args.names))]
+    if args.against is not None:
+        return _against(args, names)
     context = Context(
         peers_python=_path(args.peers_python, "RLFRAME_PEERS_PYTHON"),
         cleanrl=_path(args.cleanrl, "RLFRAME_CLEANRL"),
@@ -54,11 +72,31 @@ def main(arguments: Sequence[str] = ()) -> int:
     )
     print(machine(), flush=True)
     tables: list[Table] = []
-    for name in args.names or BENCHMARKS:
+    for name in names:
         found = importlib.import_module(f"benchmarks.{name}").run(context, _say)
         print("", *found, sep="\n\n" if len(found) > 1 else "\n", flush=True)
         tables += found
     return _sum_up(tables)
+
+
+def _can_run(name: str, is_named: bool) -> bool:
+    try:
+        extras.require(f"rlframe bench {name}", *NEEDS.get(name, ()))
+    except UsageError as error:
+        if is_named:
+            raise
+        print(f"Left out: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _against(args: argparse.Namespace, names: list[str]) -> int:
+    print(machine(), flush=True)
+    try:
+        return against.run(names, args.against, args.turns or 5, args.quick, args.json, _say)
+    except UsageError as error:
+        print(f"rlframe bench: {error}", file=sys.stderr)
+        return 2
 
 
 def _sum_up(tables: list[Table]) -> int:
@@ -73,7 +111,7 @@ def _sum_up(tables: list[Table]) -> int:
     return 1 if missed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rlframe bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--list", action="store_true", help="say what there is")
@@ -81,7 +119,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cleanrl", help="a checkout of CleanRL")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each contender; the medians are shown")
     parser.add_argument("--quick", action="store_true", help="one short turn: shows that everything runs")
-    return parser
+    parser.add_argument("--against", metavar="CHECKOUT", help="compare with another checkout, or a git revision")
+    parser.add_argument("--turns", type=int, help="with --against: turns of the old, the new, and the old (default: 5)")
+    parser.add_argument("--json", action="store_true", help="with --against: the last line is one JSON object")
+    args = parser.parse_args(list(arguments))
+    if args.against is None and (args.turns is not None or args.json):
+        parser.error("--turns and --json go with --against.")
+    if args.against is not None and (args.peers_python or args.cleanrl):
+        parser.error("--against leaves the peers out: --peers-python and --cleanrl do not go with it.")
+    if args.turns is not None and args.turns < 1:
+        parser.error(f"--turns {args.turns}: it takes at least one.")
+    return args
 
 
 def _path(option: str | None, variable: str) -> Path | None:

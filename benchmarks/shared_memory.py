@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.context import Context
 from benchmarks.replay import Ours, steps
-from benchmarks.replay_peers import BATCH, CARTPOLE, ENVS, GAMMA, PONG, measure
+from benchmarks.replay_peers import BATCH, CARTPOLE, ENVS, GAMMA, PONG, Taken, measure
 from benchmarks.report import Row, Table
 from rlframe.replay import SharedMemReplayBuffer
 from rlframe.types import ReplaySpec, StepSpec, Transition, specs
@@ -26,8 +26,8 @@ WORKLOADS = {"cartpole": (CARTPOLE, 1), "cartpole 3-step": (CARTPOLE, 3), "pong"
 _ROOT = Path(__file__).parents[1]
 
 
-def shared(workload: Any, n_step: int, seconds: float) -> tuple[float, float]:
-    """(microseconds of an insert of 64 in another process, of a sample of 256 here while that one goes on)."""
+def shared(workload: Any, n_step: int, seconds: float) -> tuple[Taken, Taken]:
+    """(what is taken by an insert of 64 in another process, of a sample of 256 here while that one goes on)."""
     shape, dtype, capacity = workload
     spec = StepSpec(specs.Array(shape, dtype), specs.DiscreteArray(2, dtype="int32"), {}, ())
     replay_spec = ReplaySpec("uniform", Transition(n_step, GAMMA), BATCH, capacity)
@@ -38,7 +38,7 @@ def shared(workload: Any, n_step: int, seconds: float) -> tuple[float, float]:
         assert writer.stdin is not None and writer.stdout is not None
         writer.stdin.write(pickle.dumps((buffer, workload, seconds)))
         writer.stdin.close()
-        insert = json.loads(writer.stdout.readline())
+        insert = Taken(*json.loads(writer.stdout.readline()))
         buffer.sample()
         sample = measure(buffer.sample, seconds)
         buffer.close()
@@ -72,22 +72,23 @@ def write() -> None:
 def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
     """Measures; see `benchmarks.runner`."""
     seconds = 0.05 if context.quick else 0.4
-    best: dict[str, list[float]] = {}
+    best: dict[str, list[Taken]] = {}
     for turn in range(context.repeats):
         say(f"shared_memory: turn {turn + 1} of {context.repeats}")
         for name, (workload, n_step) in WORKLOADS.items():
             ours = Ours(workload, n_step=n_step)
             local = [measure(ours.insert, seconds), measure(ours.sample, seconds)]
             values = [*shared(workload, n_step, seconds), *local]
-            best[name] = [min(pair) for pair in zip(values, best.get(name, values))]
+            best[name] = [Taken(*map(min, zip(*pair))) for pair in zip(values, best.get(name, values))]
     tables = []
     for name, (insert, sample, local_insert, local_sample) in best.items():
         for what, value, other in [
             (f"{name}: insert 64 from another process", insert, local_insert),
             (f"{name}: sample 256 with a writer at full speed", sample, local_sample),
         ]:
-            rows = (Row("in this process, alone", other, WANTED),)
-            tables.append(Table(what, "microseconds", Row("shared memory", value), rows, higher_is_better=False))
+            ours = Row("shared memory", value.least, processor=value.processor)
+            rows = (Row("in this process, alone", other.least, WANTED),)
+            tables.append(Table(what, "microseconds", ours, rows, higher_is_better=False))
     return tables
 
 

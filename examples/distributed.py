@@ -15,21 +15,14 @@ from rlframe import (
     ReverbReplayBuffer,
     SyncEnv,
 )
-from rlframe.agents import IMPALA, IMPALAConfig
+from rlframe.agents import IMPALA
+from rlframe.programs import make_experiment
 
 NUM_ACTORS = 2
 NUM_ENVS = 8
-LEARNER_STEPS = 2_500
+LEARNER_STEPS = 3_750  # of 8 unrolls of 10 steps: the 300,000 steps of the preset
 
-config = IMPALAConfig(  # those of the preset impala/cartpole
-    unroll_length=10,
-    batch_size=8,
-    vtrace_lambda=0.95,
-    optimiser="adam",
-    learning_rate=2e-3,
-    max_grad_norm=None,
-    total_learner_steps=LEARNER_STEPS,
-)
+preset = make_experiment("impala", "CartPole-v1", preset="impala/cartpole", total_learner_steps=LEARNER_STEPS)
 
 
 def env_builder(seed):
@@ -47,7 +40,7 @@ def evaluate(agent, learner):
 
 def make_program():
     env = env_builder(seed=1)
-    agent = IMPALA(config, env.observation_spec, env.action_spec)
+    agent = IMPALA(preset.agent_config, env.observation_spec, env.action_spec)
     env.close()
     program = lp.Program("distributed")
     with program.group("replay"):

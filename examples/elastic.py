@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 from rlframe import Actor, Evaluator, Inferencer, InferencerConfig, LearnerConfig, SharedMemReplayBuffer, SyncEnv
-from rlframe.agents import IMPALA, IMPALAConfig
+from rlframe.agents import IMPALA
 from rlframe.coordinator import (
     CollectorWorker,
     Coordinator,
@@ -21,18 +21,12 @@ from rlframe.coordinator import (
     TrainOne,
     save_workers,
 )
+from rlframe.programs import make_experiment
 
 NUM_COLLECTORS = 2
+LEARNER_STEPS = 3_750  # of 8 unrolls of 10 steps: the 300,000 steps of the preset
 
-config = IMPALAConfig(  # those of the preset impala/cartpole
-    unroll_length=10,
-    batch_size=8,
-    vtrace_lambda=0.95,
-    optimiser="adam",
-    learning_rate=2e-3,
-    max_grad_norm=None,
-    total_learner_steps=2_500,
-)
+preset = make_experiment("impala", "CartPole-v1", preset="impala/cartpole", total_learner_steps=LEARNER_STEPS)
 
 
 def env_builder(seed):
@@ -49,7 +43,7 @@ def make_evaluator(agent, learner):
 
 def main(directory):
     env = env_builder(seed=1)
-    agent = IMPALA(config, env.observation_spec, env.action_spec)
+    agent = IMPALA(preset.agent_config, env.observation_spec, env.action_spec)
     env.close()
     replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_COLLECTORS, come_and_go=True)
     param_store = SharedParamStore.of(agent)
@@ -63,7 +57,7 @@ def main(directory):
     }
     save_workers(directory, workers)
     coordinator = Coordinator(
-        TrainOne(learner_steps=2_500, eval_every=50_000),
+        TrainOne(learner_steps=LEARNER_STEPS, eval_every=50_000),
         LocalOperator(directory),
         replay_buffer,
         param_store,

@@ -15,20 +15,13 @@ from rlframe import (
     SharedMemReplayBuffer,
     SyncEnv,
 )
-from rlframe.agents import IMPALA, IMPALAConfig
+from rlframe.agents import IMPALA
+from rlframe.programs import make_experiment
 
 NUM_ACTORS = 2
-LEARNER_STEPS = 2_500
+LEARNER_STEPS = 3_750  # of 8 unrolls of 10 steps: the 300,000 steps of the preset
 
-config = IMPALAConfig(  # those of the preset impala/cartpole
-    unroll_length=10,
-    batch_size=8,
-    vtrace_lambda=0.95,
-    optimiser="adam",
-    learning_rate=2e-3,
-    max_grad_norm=None,
-    total_learner_steps=LEARNER_STEPS,
-)
+preset = make_experiment("impala", "CartPole-v1", preset="impala/cartpole", total_learner_steps=LEARNER_STEPS)
 
 
 def env_builder(seed):
@@ -46,7 +39,7 @@ def evaluate(agent, learner):
 
 def make_program():
     env = env_builder(seed=1)
-    agent = IMPALA(config, env.observation_spec, env.action_spec)
+    agent = IMPALA(preset.agent_config, env.observation_spec, env.action_spec)
     env.close()
     replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS)
     program = lp.Program("heavy_env")

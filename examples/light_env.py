@@ -15,34 +15,18 @@ from rlframe import (
     SharedMemReplayBuffer,
     SyncEnv,
 )
-from rlframe.agents import DQN, DQNConfig
-from rlframe.agents.networks import MLPConfig
+from rlframe.agents import DQN
+from rlframe.programs import make_experiment
 
 NUM_ACTORS = 2
-LEARNER_STEPS = 20_000
+NUM_POOLS = 2  # of each actor: one steps while the inferencer answers for the other
+LEARNER_STEPS = 25_000
 
-network = MLPConfig(hidden=(128, 128), activation="relu")
-config = DQNConfig(  # those of the preset dqn/cartpole
-    discount=0.995,
-    learning_rate=1e-3,
-    anneal_learning_rate=True,
-    batch_size=64,
-    replay_capacity=100_000,
-    min_replay_size=1_000,
-    update_period=2,
-    target_update_period=300,
-    epsilon_decay_steps=8_000,
-    epsilon_end=0.04,
-    optimiser="adam",
-    max_grad_norm=0.5,
-    n_step=3,
-    double=True,
-    total_learner_steps=LEARNER_STEPS,
-)
+preset = make_experiment("dqn", "CartPole-v1", preset="dqn/cartpole", total_learner_steps=LEARNER_STEPS)
 
 
 def env_builder(seed):
-    return SyncEnv("CartPole-v1", 8, "loop", seed=seed)
+    return SyncEnv("CartPole-v1", preset.num_envs // (NUM_ACTORS * NUM_POOLS), "loop", seed=seed)
 
 
 def evaluate(agent, learner):
@@ -56,7 +40,7 @@ def evaluate(agent, learner):
 
 def make_program():
     env = env_builder(seed=1)
-    agent = DQN(config, env.observation_spec, env.action_spec, network)
+    agent = DQN(preset.agent_config, env.observation_spec, env.action_spec, preset.network_config)
     env.close()
     replay_buffer = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS)
     program = lp.Program("light_env")
@@ -67,7 +51,7 @@ def make_program():
         inferencer = program.add_node(lp.CourierNode(Inferencer, InferencerConfig(), agent, learner))
     with program.group("actor"):
         for _ in range(NUM_ACTORS):
-            program.add_node(lp.CourierNode(Actor, env_builder, inferencer, replay_buffer, num_pools=2))
+            program.add_node(lp.CourierNode(Actor, env_builder, inferencer, replay_buffer, num_pools=NUM_POOLS))
     with program.group("evaluator"):
         program.add_node(lp.PyNode(evaluate, agent, learner))
     return program, replay_buffer  # whose memory goes when nothing holds it any more

@@ -1,37 +1,27 @@
 """PPO on CartPole in one process, from the parts: what `rlframe train` does, without its logs and checkpoints."""
 
 from rlframe import Actor, Evaluator, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
-from rlframe.agents import PPO, PPOConfig
+from rlframe.agents import PPO
+from rlframe.programs import make_experiment
 
-NUM_ENVS = 8
-ENV_STEPS = 100_000
+LEARNER_STEPS = 390  # 100,000 steps of the environments
 
-config = PPOConfig(  # the settings of rl-baselines3-zoo
-    unroll_length=32,
-    num_epochs=20,
-    num_minibatches=1,
-    discount=0.98,
-    gae_lambda=0.8,
-    learning_rate=1e-3,
-    anneal_learning_rate=True,
-    anneal_clip=True,
-    total_learner_steps=ENV_STEPS // (32 * NUM_ENVS),
-)
+preset = make_experiment("ppo", "CartPole-v1", preset="ppo/cartpole", total_learner_steps=LEARNER_STEPS)
 
 
 def env_builder(seed):
-    return SyncEnv("CartPole-v1", NUM_ENVS, "envpool", seed=seed)
+    return SyncEnv("CartPole-v1", preset.num_envs, "envpool", seed=seed)
 
 
 env = env_builder(seed=1)
-agent = PPO(config, env.observation_spec, env.action_spec)
+agent = PPO(preset.agent_config, env.observation_spec, env.action_spec)
 replay_buffer = ReplayBuffer(agent)
 learner = Learner(LearnerConfig(seed=1), agent, replay_buffer)
 inferencer = Inferencer(InferencerConfig(), agent, learner)
 actor = Actor(env, inferencer, replay_buffer)
 
-while actor.env_steps < ENV_STEPS:
-    for _ in range(config.unroll_length):
+while learner.learner_steps < LEARNER_STEPS:
+    for _ in range(preset.agent_config.unroll_length):
         actor.step()
     logs = learner.step(replay_buffer.sample())
     if learner.learner_steps % 40 == 0:

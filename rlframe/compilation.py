@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from rlframe.interprocess.progress import COMPILING
+
 # Handing a call of 30 us over to another thread costs as much again. JAX reads this when its CPU
 # client is made, so this module has to be imported before the first array.
 if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
@@ -42,7 +44,9 @@ class jit:
     def __call__(self, *args: Any) -> Any:
         """Calls the function; compiles it where the shapes are new."""
         if self._jitted is None:
-            self._jitted = self._choose(args)
+            with COMPILING:
+                self._jitted = self._choose(args)
+                return self._jitted(*args)
         return self._jitted(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:

@@ -42,6 +42,10 @@ class StoreError(RlframeError):
     """A store of trajectories is damaged, in use, another program's, or lost what it had acknowledged. Names it."""
 
 
+class CutShortError(RlframeError):
+    """A second Ctrl-C ended a run before it had saved. Names what was saved last."""
+
+
 class PeerError(RlframeError):
     """Another process did not answer within its deadline. Names it, the call, and how long was waited."""
 

@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlframe import errors
+from rlframe import errors, extras
 from rlframe.errors import PeerError, RemoteError, RlframeError, StoppedError, UnavailableError, UsageError
+from rlframe.interprocess.progress import waiting_for
 from rlframe.program_end import program_stop as program_stop
 from rlframe.program_end import stop_program as stop_program
 from rlframe.program_end import stopped_by_program as stopped_by_program
@@ -28,6 +29,8 @@ CALL_TIMEOUT = 5.0  # seconds for one attempt; a stop waits for no longer than t
 DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
 
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two rounds of attempts, doubled from round to round
+_WARN_AFTER = 1.0  # seconds without an answer, of a peer that has answered before
+_STARTS_WITHIN = 60.0  # the same, of one that may still import and compile: no reason to warn of it
 _SHORT = 5.0  # seconds: of calls with no more than that the error tells in time, so nothing warns of it before
 _RETURN_AFTER = 30.0  # seconds after which the first of several peers is tried again
 NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
@@ -37,7 +40,8 @@ _log = logging.getLogger(__name__)
 
 def connect(address: str) -> Any:
     """A Courier client for the node at "host:port": its methods and, in `futures`, the same ones that do not wait."""
-    import courier
+    with extras.needed("A call to another process", "launchpad"):
+        import courier
 
     return courier.Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False)
 
@@ -117,6 +121,7 @@ class Remote:
         self._clients: dict[str, Any] = {}
         self._current = 0
         self._left_at = 0.0
+        self._answered: set[str] = set()  # methods
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):  # nodes do not expose these, and pickle asks for some
@@ -131,23 +136,31 @@ class Remote:
         began = time.monotonic()
         address, client = self._peer()
         try:
-            return getattr(client, method)(*args, **kwargs)
+            answer = getattr(client, method)(*args, **kwargs)
         except Exception as error:
             reason = self._why_again(address, method, error)
+        else:
+            self._answered.add(method)
+            return answer
         return self._repeat(address, method, args, kwargs, began, reason)
 
     def _repeat(self, address: str, method: str, args: Any, kwargs: Any, began: float, reason: str) -> Any:
         """Sends a call that `address` did not answer once more, until it is answered, or the time is up."""
+        with waiting_for(f"the {self._name}"):
+            return self._try_again(address, method, args, kwargs, began, reason)
+
+    def _try_again(self, address: str, method: str, args: Any, kwargs: Any, began: float, reason: str) -> Any:
         pause, warned = _PAUSE, False
+        warn_after = _WARN_AFTER if method in self._answered else _STARTS_WITHIN
         for attempt in itertools.count(1):
             if attempt % len(self._addresses) == 0:
-                waited = time.monotonic() - began
-                if waited > 1.0 and not warned and self._deadline > _SHORT:
+                waited, why = time.monotonic() - began, reason.rstrip(".")
+                if waited > warn_after and not warned and self._deadline > _SHORT:
                     warned = True
-                    _log.warning("%s does not answer %s(): %s. Trying on.", self._who(address), method, reason)
+                    _log.warning("%s does not answer %s(): %s. Trying on.", self._who(address), method, why)
                 if waited >= self._deadline:
                     raise PeerError(
-                        f"{self._who(address)} did not answer {method}() within {self._deadline:g} s ({reason}). "
+                        f"{self._who(address)} did not answer {method}() within {self._deadline:g} s ({why}). "
                         "Look at that node's output: it may have failed, hang, or listen at another address."
                     )
                 self._pause(min(pause, self._deadline - waited), f"{self._who(address)} had not answered {method}()")
@@ -160,9 +173,12 @@ class Remote:
                 reason = f"nothing listens at {address}"
                 continue
             try:
-                return getattr(client, method)(*args, **kwargs)
+                answer = getattr(client, method)(*args, **kwargs)
             except Exception as error:
                 reason = self._why_again(address, method, error)
+            else:
+                self._answered.add(method)
+                return answer
         raise AssertionError
 
     def _pause(self, seconds: float, unanswered: str) -> None:
@@ -198,6 +214,8 @@ class Remote:
         """Why a call is worth repeating; raises what it came to where it is not."""
         if isinstance(error, concurrent.futures.TimeoutError):
             return f"no answer within {CALL_TIMEOUT:g} s"
+        if isinstance(error, UnavailableError):  # which the peer answered, as in `InferencerClient`
+            return str(error)
         code = getattr(getattr(error, "code", None), "name", None)  # of a StatusNotOk
         if code is None:
             raise error
@@ -232,9 +250,12 @@ class Call:
         """What the method returned; raises as `Remote` does."""
         try:
             # Courier ends the call at its timeout. (Cancelling the future would let a late answer fail in C++.)
-            return self._future.result(timeout=CALL_TIMEOUT + 1.0)
+            answer = self._future.result(timeout=CALL_TIMEOUT + 1.0)
         except Exception as error:
             reason = self._remote._why_again(self._address, self._method, error)
+        else:
+            self._remote._answered.add(self._method)
+            return answer
         return self._remote._repeat(self._address, self._method, self._args, {}, self._began, reason)
 
 
@@ -243,17 +264,17 @@ class Poll:
 
     Args:
         peer: what `resolve` gave, for one target.
-        method: takes no arguments.
+        method: of it.
     """
 
     def __init__(self, peer: Any, method: str) -> None:
         self._peer, self._method = peer, method
         self._future: Any = None
 
-    def __call__(self) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """The answer to the call that was sent before, where it has come, and None where not; sends the next one."""
         if not isinstance(self._peer, Remote):
-            return getattr(self._peer, self._method)()
+            return getattr(self._peer, self._method)(*args)
         answer = None
         if self._future is not None:
             if not self._future.done():
@@ -263,7 +284,7 @@ class Poll:
             self._future = None
         address, client = self._peer._peer()
         if answer is not None or _listens(address):  # as in `Remote._repeat`
-            self._future = getattr(client.futures, self._method)()
+            self._future = getattr(client.futures, self._method)(*args)
         return answer
 
 

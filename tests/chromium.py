@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("playwright", reason="playwright is not installed: pip install rlframe[test]")
+from tests.extras import import_or_skip
+
+import_or_skip("playwright", "pip install 'rlframe[test]'")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -12,13 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 
 from rlframe.inferencers import Inferencer, InferencerConfig
+from tests.extras import needs
 from tests.fakes import FixedParams, counting_agent
 
-if importlib.util.find_spec("launchpad") is None:
-    pytest.skip("Launchpad has no wheel for this Python.", allow_module_level=True)
+needs("launchpad")
 
 CHILD_DEADLINE = 120.0  # seconds for a process to start, on a machine that is busy
 

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Iterator
 
 import pytest
+
+from rlframe.learners import Checkpointer
 
 COMMAND = [sys.executable, "-m", "rlframe", "train", "--env-type", "loop", "--steps", "100000000", "--num-envs", "2"]
 COMMAND += ["--unroll-length", "16", "--num-epochs", "1", "--json", "--log-every", "100"]
 
 
-def wait_until(condition, seconds: float = 60.0) -> None:
+def wait_until(condition, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.system)]
+)
 def test_a_signal_saves_everything_and_says_how_to_go_on(tmp_path, number, code):
     run_dir = tmp_path / "run"
     with subprocess.Popen(
@@ -49,6 +59,122 @@ def test_a_signal_saves_everything_and_says_how_to_go_on(tmp_path, number, code)
     again = json.loads(subprocess.run(resumed, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     assert again["env_steps"] >= result["env_steps"] + 50
     assert again["learner_steps"] > result["learner_steps"] > 0
+
+
+@contextlib.contextmanager
+def killed_at_the_end(*args, **kwargs) -> Iterator[subprocess.Popen]:
+    with subprocess.Popen(*args, **kwargs) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+SLOW = """
+import pathlib, time
+import gymnasium
+
+HERE = pathlib.Path(__file__).parent
+
+class Slow(gymnasium.Wrapper):
+    def step(self, action):
+        if (HERE / "be slow").exists():
+            (HERE / "is slow").touch()
+            time.sleep(60.0)
+        return self.env.step(action)
+
+def make():
+    return Slow(gymnasium.make("CartPole-v1"))
+"""
+
+
+def test_a_second_signal_before_it_has_saved_is_a_failure_that_names_what_was_saved_last(tmp_path):
+    run_dir = tmp_path / "run"
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [*COMMAND, "--env", f"{tmp_path / 'slow.py'}:make", "--checkpoint-every", "200", "--quiet"]
+    with killed_at_the_end([*command, "--run-dir", str(run_dir)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        checkpoints = Checkpointer(run_dir / "checkpoints")
+        wait_until(checkpoints.steps)
+        (tmp_path / "be slow").touch()
+        wait_until((tmp_path / "is slow").exists)
+        process.send_signal(signal.SIGINT)
+        assert "SIGINT: saving after the step under way" in process.stderr.readline()
+        time.sleep(0.1)  # Python misses a signal that comes just before a system call begins to wait again
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+    newest = run_dir / "checkpoints" / str(checkpoints.steps()[-1])
+    assert err.splitlines()[-1] == (
+        f"rlframe: Cut short before it had saved. What was saved last is {newest}. "
+        f"Go on from there: rlframe train --resume --run-dir {run_dir}"
+    )
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
+def test_a_terminal_that_is_closed_has_the_run_saved(tmp_path, topology):
+    run_dir = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    with killed_at_the_end(
+        [*COMMAND, "--topology", topology, "--run-dir", str(run_dir)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        os.close(theirs)
+
+        def rows() -> list[dict]:
+            while select.select([ours], [], [], 0.0)[0]:
+                os.read(ours, 2**16)
+            path = run_dir / "metrics.jsonl"
+            return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+        wait_until(lambda: any(row.get("learner_steps", 0) > 0 for row in rows()))
+        os.close(ours)
+        assert process.wait(timeout=30) == 128 + signal.SIGHUP
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["signal"] == signal.SIGHUP
+    assert Checkpointer(run_dir / "checkpoints").steps()[-1] >= result["learner_steps"] > 0
+
+
+@pytest.mark.system
+def test_nohup_leaves_a_run_alone(tmp_path):
+    run_dir = tmp_path / "run"
+    with killed_at_the_end(
+        ["nohup", *COMMAND, "--quiet", "--run-dir", str(run_dir)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ) as process:
+        metrics = run_dir / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 500)
+        process.send_signal(signal.SIGHUP)
+        size = metrics.stat().st_size
+        wait_until(lambda: metrics.stat().st_size > size + 500)
+        process.terminate()
+        assert process.wait(timeout=30) == 143
+
+
+@pytest.mark.system
+def test_a_run_that_goes_on_is_resumed_by_nobody_else_unless_it_is_taken_over(tmp_path):
+    run_dir = tmp_path / "run"
+    resume = [sys.executable, "-m", "rlframe", "train", "--resume", "--run-dir", str(run_dir), "--quiet", "--json"]
+    with subprocess.Popen(
+        [*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        metrics = run_dir / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 500)
+        second = subprocess.run(resume, capture_output=True, text=True)
+        assert second.returncode == 2
+        (sentence,) = second.stderr.splitlines()
+        assert sentence.startswith(f"rlframe: {run_dir} is in use by process {process.pid} on ")
+        subprocess.run([sys.executable, "-m", "rlframe", "plot", str(run_dir)], check=True, capture_output=True)
+        third = subprocess.run([*resume, "--take-over", "--stop-at", "1"], capture_output=True, text=True)
+        result = json.loads(process.communicate(timeout=30)[0].splitlines()[-1])
+    assert process.returncode == 143 and result["learner_steps"] > 0
+    assert third.returncode == 0, third.stderr
+    assert json.loads(third.stdout.splitlines()[-1])["env_steps"] == result["env_steps"]
+    assert not (run_dir / "run.lock").exists()
 
 
 def test_a_closed_pipe_is_no_error(tmp_path):

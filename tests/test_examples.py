@@ -1,55 +1,140 @@
-"""The example pages that launch programs, as a reader would run them."""
+"""The example pages, as a reader would run them: each learns, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+from tests.extras import needs
 
 ROOT = pathlib.Path(__file__).parents[1]
 
+# CartPole's limit is 500, and random actions return about 22. All seeds of these presets end near 500 (their tables
+# say which were tried), so what falls back, as IMPALA did without Adam's epsilon (168.9), is below this.
+LEARNED = 400.0
 
-@pytest.mark.parametrize(
-    "page", ["heavy_env", *(pytest.param(page, marks=pytest.mark.system) for page in ("light_env", "distributed"))]
-)
+
+@pytest.fixture(autouse=True)
+def leaves_no_process():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+
+
+@pytest.fixture()
+def launchpad() -> None:
+    needs("launchpad")
+
+
+def run(*command: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280.0)
+    assert done.returncode == returncode, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("page", ["single_process", pytest.param("async_env", marks=pytest.mark.system)])
+def test_a_script_of_one_process_learns(page: str):
+    done = run(f"examples/{page}.py")
+    assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED
+
+
+@pytest.mark.system
+def test_the_agent_in_one_file_learns(tmp_path: pathlib.Path):
+    page = (ROOT / "examples/custom_agent.py").read_text()
+    command = re.findall(r"^rlframe (train .*)$", page, re.MULTILINE)[0].split()
+    run("-m", "rlframe", *command, "--eval-every", "25000", "--quiet", "--run-dir", str(tmp_path / "run"))
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    # Not the last one: a policy gradient may fall back after it has solved the task.
+    assert max(row["return_mean"] for row in rows if "return_mean" in row) >= LEARNED
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("launchpad")
+@pytest.mark.parametrize("page", ["heavy_env", "light_env", "distributed"])
 def test_a_topology_learns_under_plain_launchpad_and_stops_cleanly(page: str):
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    run = subprocess.run(
-        [sys.executable, f"examples/{page}.py"], cwd=ROOT, capture_output=True, text=True, timeout=240.0
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    returns = [float(value) for value in re.findall(r"return +([\d.]+) after", run.stdout + run.stderr)]
-    assert max(returns) >= 195.0, run.stdout + run.stderr
-    assert "Killing" not in run.stdout + run.stderr  # which is how Launchpad ends nodes that do not stop
-    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+    done = run(f"examples/{page}.py")
+    returns = [float(value) for value in re.findall(r"return +([\d.]+) after", done.stdout + done.stderr)]
+    assert returns[-1] >= LEARNED, done.stdout + done.stderr
+    assert "Killing" not in done.stdout + done.stderr  # which is how Launchpad ends nodes that do not stop
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("launchpad")
 def test_a_coordinator_made_by_hand_learns_and_leaves_no_process():
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    run = subprocess.run(
-        [sys.executable, "examples/elastic.py"], cwd=ROOT, capture_output=True, text=True, timeout=240.0
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "RUNNING → DRAINING" in run.stdout
-    returns = re.findall(r"^return ([\d.]+)$", run.stdout, re.MULTILINE)
-    assert float(returns[0]) >= 195.0, run.stdout + run.stderr
-    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+    done = run("examples/elastic.py")
+    assert "RUNNING → DRAINING" in done.stdout
+    returns = re.findall(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert float(returns[0]) >= LEARNED, done.stdout + done.stderr
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("launchpad")
 def test_a_coordinator_made_by_hand_says_why_its_job_failed(tmp_path: pathlib.Path):
     code = (
-        "import dataclasses, sys; sys.path.insert(0, 'examples'); import elastic; "
-        "elastic.config = dataclasses.replace(elastic.config, learning_rate=1e38); "
+        "import dataclasses, sys; sys.path.insert(0, 'examples'); import elastic; preset = elastic.preset; "
+        "diverges = dataclasses.replace(preset.agent_config, learning_rate=1e38); "
+        "elastic.preset = dataclasses.replace(preset, agent_config=diverges); "
         f"sys.exit(elastic.main({str(tmp_path)!r}))"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240.0)
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert "The job failed: " in run.stderr and "NonFiniteLossError" in run.stderr and "TypeError" not in run.stderr
+    done = run("-c", code, returncode=1)
+    assert "The job failed: " in done.stderr and "NonFiniteLossError" in done.stderr and "TypeError" not in done.stderr
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("launchpad")
+def test_a_language_model_learns_from_services_started_by_hand(tmp_path: pathlib.Path):
+    import portpicker
+
+    llm, folder = ROOT / "examples/llm", tmp_path / "by-hand"
+    service, learner, policy = (portpicker.pick_unused_port() for _ in range(3))
+    page = (llm / "learner.py").read_text()
+    own = {"localhost:8000": f"localhost:{service}", "7000": str(learner), "runs/by-hand": str(folder), "500": "100"}
+    for there, here in own.items():  # ports and a folder of this test, and fewer updates
+        assert page.count(there) >= 1
+        page = page.replace(there, here)
+    (tmp_path / "learner.py").write_text(page)
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"{len(running)}.log").open("wb") as out:
+            child = subprocess.Popen(
+                [sys.executable, *command], cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT
+            )
+        running.append(child)
+        undo.callback(child.wait, 120.0)
+        undo.callback(child.terminate)
+        return child
+
+    running: list[subprocess.Popen[bytes]] = []
+    environment = {**os.environ, "PYTHONPATH": f"{llm}{os.pathsep}{ROOT}"}
+    with contextlib.ExitStack() as undo:
+        start("-m", "rlframe", "serve", "trajectories", "--port", str(service))
+        by_hand = start("learner.py")
+        weights = folder / "weights/config.json"
+        while not weights.exists():
+            assert all(child.poll() is None for child in running), said(tmp_path)
+            time.sleep(0.2)
+        model = ["-m", "rlframe", "serve", "policy", str(weights.parent), "--learner", f"localhost:{learner}"]
+        start(*model, "--port", str(policy))
+        urls = ["--env.rollout_server_url", f"http://localhost:{service}"]
+        start(str(llm / "reverse.py"), "serve", *urls, "--openai.base_url", f"http://localhost:{policy}/v1")
+        assert by_hand.wait(800.0) == 0, said(tmp_path)
+    rewards = [
+        row["reward"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "reward" in row
+    ]
+    assert len(rewards) == 100
+    # Single updates differ by 0.05, means of 20 by 0.01, and 200 updates gain 0.12 to 0.31 (docs/results.md).
+    assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.03, rewards
+
+
+def said(folder: pathlib.Path) -> str:
+    return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(folder.glob("*.log")))

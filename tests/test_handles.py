@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from rlframe import handles
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Call, Remote, resolve
 from tests.serving import client, free_address, serving
@@ -132,6 +133,36 @@ def test_a_peer_that_comes_back_at_its_address_is_found_again(asynchronous):
     finally:
         done.set()
         thread.join()
+
+
+def test_a_peer_that_has_not_answered_yet_may_take_its_time_to_start_and_only_a_silent_one_is_warned_of(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(handles, "_WARN_AFTER", 0.0)
+    looks, listens, address = [], handles._listens, free_address()
+
+    def look(where):
+        looks.append(where)
+        return listens(where)
+
+    monkeypatch.setattr(handles, "_listens", look)
+    remote = resolve(client(address), "learner")
+
+    def call_before_it_serves(condition):
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(remote.name()))
+        thread.start()
+        deadline = time.monotonic() + 60.0
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with serving(Node("here"), address):
+            thread.join(60.0)
+        assert answers == ["here"]
+
+    call_before_it_serves(lambda: len(looks) > 3)
+    assert not caplog.records
+    call_before_it_serves(lambda: caplog.records)
+    assert f"The learner at {address} does not answer name()" in caplog.text
 
 
 def test_of_several_the_preferred_one_is_called_and_the_others_while_it_is_dead():

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.processor import Stopwatch
 from rlframe.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.messages import (
@@ -197,13 +198,14 @@ def main() -> None:
             assert time.monotonic() < deadline, f"{len(workers._steps)} of {collectors} collectors are at work"
             time.sleep(0.05)
         time.sleep(min(1.0, args.seconds / 4))
-        before, began = workers.answers, time.perf_counter()
+        before, watch = workers.answers, Stopwatch()
         workers.waits.clear()
         time.sleep(args.seconds)
-        answers, seconds = workers.answers - before, time.perf_counter() - began
+        measured = watch.rate(workers.answers - before)
         median, worst = np.percentile(np.array(workers.waits) * 1e3, [50, 99])
         coordinator.close()
-    print(json.dumps({"messages_per_second": answers / seconds, "median_ms": median, "worst_ms": worst}))
+    measured["messages_per_second"] = measured.pop("steps_per_second")
+    print(json.dumps({**measured, "median_ms": median, "worst_ms": worst}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import time
 from typing import Any
 
@@ -20,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.processor import Stopwatch
+from benchmarks.report import middle, processor
 from rlframe.lm import Engine, EngineConfig, ModelConfig, SamplingParams, model
 from rlframe.lm.sampling import power_of_two
 
@@ -40,25 +41,26 @@ def main() -> None:
     print(json.dumps(measure(MODELS[args.model], args.seconds)))
 
 
-def measure(config: ModelConfig, seconds: float) -> dict[str, float]:
-    """{way: tokens per second}, each the median of the turns, and the parameters' number."""
+def measure(config: ModelConfig, seconds: float) -> dict[str, Any]:
+    """{way: tokens per second}, each the median of the turns, the engine's processor time for one, and parameters."""
     params = model.init(jax.random.key(0), config)
     length = power_of_two(PROMPTS[1] + ANSWERS[1])
     engine = Engine(config, params, EngineConfig(slots=SLOTS, length=length))
     with engine:
-        ways = {"engine": functools.partial(_decode, engine), "alone": _alone(config, params, length)}
-        measured: dict[str, list[float]] = {way: [] for way in ways}
+        ways = {"engine": functools.partial(decode, engine), "alone": _alone(config, params, length)}
+        measured: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for turn in range(TURNS + 1):
             for way, run in ways.items():
                 rate = run(seconds / TURNS)
                 if turn:  # the first compiles
                     measured[way].append(rate)
-    found = {way: statistics.median(rates) for way, rates in measured.items()}
-    return {**found, "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
+    found = {way: middle(rate["steps_per_second"] for rate in rates) for way, rates in measured.items()}
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return {**found, "processor_us": processor(measured["engine"]), "parameters": parameters}
 
 
-def _decode(engine: Engine, seconds: float) -> float:
-    """Tokens per second of requests of many lengths, of which some always wait."""
+def decode(engine: Engine, seconds: float) -> dict[str, float]:
+    """The rate of tokens of requests of many lengths, of which some always wait."""
     rng = np.random.default_rng(0)
     handles: list[Any] = []
 
@@ -72,12 +74,12 @@ def _decode(engine: Engine, seconds: float) -> float:
     for handle in handles[:SLOTS]:  # by then answers are begun and ended all the time
         handle.result()
         ask()
-    start, before, answered = time.perf_counter(), engine.stats()["tokens"], SLOTS
-    while time.perf_counter() - start < seconds:
+    watch, before, answered = Stopwatch(), engine.stats()["tokens"], SLOTS
+    while watch.seconds < seconds:
         handles[answered].result()
         answered += 1
         ask()
-    rate = (engine.stats()["tokens"] - before) / (time.perf_counter() - start)
+    rate = watch.rate(engine.stats()["tokens"] - before)
     for handle in handles:
         handle.cancel()
     return rate
@@ -89,7 +91,7 @@ def _alone(config: ModelConfig, params: Any, length: int) -> Any:
         logits, cache = model.apply_cached(params, config, token, cache, lengths, span=span)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache, lengths + 1
 
-    def run(seconds: float) -> float:
+    def run(seconds: float) -> dict[str, float]:
         steps, spent = 0, 0.0
         while spent < seconds:
             token = jnp.zeros((SLOTS, 1), jnp.int32)
@@ -101,7 +103,7 @@ def _alone(config: ModelConfig, params: Any, length: int) -> Any:
             jax.block_until_ready(token)
             spent += time.perf_counter() - start
             steps += ANSWERS[1]
-        return steps * SLOTS / spent
+        return {"steps_per_second": steps * SLOTS / spent}
 
     return run
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.processor import Stopwatch
+
 ACTORS = 2
 ENV = "Pong-v5"
 FOREVER = 100_000_000  # environment steps
@@ -61,7 +63,7 @@ def program(topology: str, seconds: float, options: list[str]) -> dict[str, floa
         with open(pathlib.Path(directory) / "output", "w+") as output:
             process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output)
             try:
-                first, last = _watch(process, run_dir / "metrics.jsonl", seconds)
+                first, last, cores = _watch(process, run_dir / "metrics.jsonl", seconds)
             except RuntimeError:
                 output.seek(0)
                 sys.stderr.write(output.read()[-2000:])
@@ -74,24 +76,29 @@ def program(topology: str, seconds: float, options: list[str]) -> dict[str, floa
                     process.kill()
                     process.wait()
     took = last["wall_seconds"] - first["wall_seconds"]
+    rate = (last["step"] - first["step"]) / took
     return {
-        "steps_per_second": (last["step"] - first["step"]) / took,
+        "steps_per_second": rate,
+        "processor_us": 1e6 * cores / rate,
         "updates_per_second": (last["learner_steps"] - first["learner_steps"]) / took,
         "staleness": last["staleness"],
     }
 
 
-def _watch(process: subprocess.Popen, path: pathlib.Path, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the first row after the warm-up, the first so many seconds later)."""
-    deadline, warm = time.monotonic() + START_WITHIN + seconds, None
+def _watch(
+    process: subprocess.Popen, path: pathlib.Path, seconds: float
+) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """(the first row after the warm-up, the first so many seconds later, processors in use between the two)."""
+    deadline, warm, watch = time.monotonic() + START_WITHIN + seconds, None, Stopwatch()
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"The program ended with {process.returncode}.")
         row = _last_row(path)
         if row is not None and row["learner_steps"] >= WARM_UP:
-            warm = warm or row
+            if warm is None:
+                warm, watch = row, Stopwatch()
             if row["wall_seconds"] >= warm["wall_seconds"] + seconds:
-                return warm, row
+                return warm, row, watch.processors()
         time.sleep(0.5)
     raise RuntimeError(f"The program was not through its warm-up within {START_WITHIN:.0f} s.")
 

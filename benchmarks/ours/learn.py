@@ -22,6 +22,8 @@ import numpy as np
 
 from benchmarks.ours.decode import MODELS
 from benchmarks.ours.trajectories import serving
+from benchmarks.processor import Stopwatch
+from benchmarks.report import middle, processor
 from rlframe import compilation
 from rlframe.agents import GRPO, GRPOConfig
 from rlframe.learners import Learner, LearnerConfig
@@ -44,8 +46,11 @@ def main() -> None:
     print(json.dumps(measure(args.model, args.seconds)))
 
 
-def measure(model: str, seconds: float) -> dict[str, float]:
-    """{way: tokens per second, without padding}, each the median of the turns, and the share that is padding."""
+def measure(model: str, seconds: float) -> dict[str, Any]:
+    """{way: tokens per second, without padding}, each the median of the turns, and the share that is padding.
+
+    `processor_us` is what the Learner and the service take for a token.
+    """
     agent = GRPO(GRPOConfig(MODELS[model], max_tokens=MAX_TOKENS, batch_size=GROUPS * GROUP_SIZE))
     with serving(None) as server, Client(server.url) as client:
         client.register(batch_size=GROUPS * GROUP_SIZE, max_token_len=MAX_TOKENS, num_steps=1_000_000)
@@ -70,7 +75,8 @@ def measure(model: str, seconds: float) -> dict[str, float]:
         buffer.close()
     padded = sum(batch.data.tokens.size for batch in batches)
     padding = 1 - sum(int(batch.data.lengths.sum()) for batch in batches) / padded
-    return {"learner": statistics.median(learned), "alone": statistics.median(bare), "padding": padding}
+    found = {"learner": middle(rate["steps_per_second"] for rate in learned), "processor_us": processor(learned)}
+    return {**found, "alone": statistics.median(bare), "padding": padding}
 
 
 def _post(client: Client, rng: np.random.Generator, vocab_size: int, batches: int) -> None:
@@ -89,16 +95,16 @@ def _tokens(batches: list[Batch]) -> float:
     return float(np.mean([batch.data.lengths.sum() for batch in batches]))
 
 
-def _learn(learner: Learner, buffer: TrajectoryBuffer, count: int) -> float:
+def _learn(learner: Learner, buffer: TrajectoryBuffer, count: int) -> dict[str, float]:
     tokens = 0
     with buffer.make_dataset() as dataset:
         learner.step(next(dataset))
-        start = time.perf_counter()
+        watch = Stopwatch()
         for batch in itertools.islice(dataset, count):
             learner.step(batch)
             tokens += int(batch.data.lengths.sum())
         learner.get_params()  # waits for the last update, and fetches what it published
-        return tokens / (time.perf_counter() - start)
+        return watch.rate(tokens)
 
 
 class _Alone:

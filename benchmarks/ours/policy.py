@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ours.posts import Connection
+from benchmarks.processor import Stopwatch
+from benchmarks.report import middle, processor
 
 SETTLING = 1.0  # seconds of a turn through HTTP before the measurement begins
 TURNS = 4
@@ -39,8 +40,8 @@ def main() -> None:
         print(json.dumps(measure(args.model, args.seconds)))
 
 
-def measure(model_name: str, seconds: float) -> dict[str, float]:
-    """{way: tokens per second}, each the median of the turns."""
+def measure(model_name: str, seconds: float) -> dict[str, Any]:
+    """{way: tokens per second}, each the median of the turns, and the processor time for one through HTTP."""
     import jax
 
     from benchmarks.ours import decode
@@ -57,9 +58,9 @@ def measure(model_name: str, seconds: float) -> dict[str, float]:
     thread.start()
     try:
         url, engine = server.url(), server.live_engine()
-        ways = {"engine": lambda: decode._decode(engine, seconds / TURNS)}
+        ways = {"engine": lambda: decode.decode(engine, seconds / TURNS)}
         ways["http"] = lambda: _through_http(url, engine, seconds / TURNS)
-        measured: dict[str, list[float]] = {way: [] for way in ways}
+        measured: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for turn in range(TURNS + 1):
             for way, run in ways.items():
                 rate = run()
@@ -68,19 +69,20 @@ def measure(model_name: str, seconds: float) -> dict[str, float]:
     finally:
         server.stop()
         thread.join(60.0)
-    return {way: statistics.median(rates) for way, rates in measured.items()}
+    found = {way: middle(rate["steps_per_second"] for rate in rates) for way, rates in measured.items()}
+    return {**found, "processor_us": processor(measured["http"])}
 
 
-def _through_http(url: str, engine: Any, seconds: float) -> float:
+def _through_http(url: str, engine: Any, seconds: float) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.ours.policy", "small", "--url", url]
     client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert client.stdin is not None and client.stdout is not None
     try:
         client.stdout.readline()
         time.sleep(SETTLING)
-        start, before = time.perf_counter(), engine.stats()["tokens"]
+        watch, before = Stopwatch(), engine.stats()["tokens"]
         time.sleep(seconds)
-        rate = (engine.stats()["tokens"] - before) / (time.perf_counter() - start)
+        rate = watch.rate(engine.stats()["tokens"] - before)
     finally:
         client.stdin.close()
         client.wait(60.0)

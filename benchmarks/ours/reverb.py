@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.processor import Stopwatch
 from benchmarks.replay import steps
 from rlframe.replay.reverb import ReverbReplayBuffer
 from rlframe.replay.reverb_connection import load
@@ -51,7 +52,7 @@ def main() -> None:
     command.add_argument("--items", type=int, default=64_000, help="unrolls that are drawn")
     args = parser.parse_args()
     if args.command == "insert":
-        result = {"steps_per_second": INSERTS[args.way](args.seconds)}
+        result = INSERTS[args.way](args.seconds)
     elif args.workload == "transitions":
         result = sample_transitions(args.seconds)
     else:
@@ -92,22 +93,22 @@ def bare_table() -> list[Any]:
     ]
 
 
-def rate(call: Callable[[], Any], counts: int, seconds: float, warm_up: float = WARM_UP) -> float:
-    """Counts per second; `call` counts for `counts`."""
+def rate(call: Callable[[], Any], counts: int, seconds: float, warm_up: float = WARM_UP) -> dict[str, float]:
+    """Counts per second, and processor time for each; `call` counts for `counts`."""
     until = time.perf_counter() + warm_up
     while time.perf_counter() < until:
         call()
-    calls, began = 0, time.perf_counter()
-    while (now := time.perf_counter()) < began + seconds:
+    calls, watch = 0, Stopwatch()
+    while watch.seconds < seconds:
         call()
         calls += 1
-    return calls * counts / (now - began)
+    return watch.rate(calls * counts)
 
 
 # Inserting
 
 
-def insert_ours(seconds: float) -> float:
+def insert_ours(seconds: float) -> dict[str, float]:
     """Unrolls of 64 environments through the buffer, as an Actor adds them."""
     agent = AgentSpecs(ReplaySpec("queue", Sequence(LENGTH), batch_size=ENVS, capacity=100 * ENVS * LENGTH), STEP_SPEC)
     with server(ReverbReplayBuffer.tables(agent, block=ENVS, when_full="drop")) as address:
@@ -120,7 +121,7 @@ def insert_ours(seconds: float) -> float:
             buffer.close()
 
 
-def insert_blocks(seconds: float) -> float:
+def insert_blocks(seconds: float) -> dict[str, float]:
     """The same arrays by Reverb's own writer alone, each an append and an item that is waited for."""
     agent = AgentSpecs(ReplaySpec("queue", Sequence(LENGTH), batch_size=ENVS, capacity=ENVS * LENGTH), STEP_SPEC)
     block = np.random.default_rng(0).integers(0, 256, (ENVS, ItemRows(agent).nbytes), np.uint8)  # is not compressed
@@ -134,7 +135,7 @@ def insert_blocks(seconds: float) -> float:
         return rate(insert, LENGTH * ENVS, seconds)
 
 
-def insert_appends(seconds: float, length: int = LENGTH, period: int = LENGTH) -> float:
+def insert_appends(seconds: float, length: int = LENGTH, period: int = LENGTH) -> dict[str, float]:
     """Reverb's published way: an environment's steps appended one by one, and an item of the last `length` of them."""
     step = {
         "observation": np.zeros(SHAPE, np.float32),
@@ -158,7 +159,7 @@ def insert_appends(seconds: float, length: int = LENGTH, period: int = LENGTH) -
         return rate(append, 1, seconds)
 
 
-def insert_transitions(seconds: float) -> float:
+def insert_transitions(seconds: float) -> dict[str, float]:
     """The same with an item of two steps for each append, as DQN's adders insert."""
     return insert_appends(seconds, length=2, period=1)
 
@@ -210,7 +211,7 @@ def sample_transitions(seconds: float) -> dict[str, float]:
             found[way] = rate(draw, spec.batch_size, seconds)
             close()
         buffer.close()
-    return found
+    return _both(found)
 
 
 def sample_unrolls(workload: str, items: int) -> dict[str, float]:
@@ -228,13 +229,19 @@ def sample_unrolls(workload: str, items: int) -> dict[str, float]:
             draw, close = _dataset(buffer) if way == "ours" else _bare_sampler(address, spec.batch_size // block)
             for _ in range(10):
                 draw()
-            batches, began = items // spec.batch_size - 20, time.perf_counter()
+            batches, watch = items // spec.batch_size - 20, Stopwatch()
             for _ in range(batches):
                 draw()
-            found[way] = batches * spec.batch_size / (time.perf_counter() - began)
+            found[way] = watch.rate(batches * spec.batch_size)
             close()
             buffer.close()
-    return found
+    return _both(found)
+
+
+def _both(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """{way: items per second}, and our processor time for an item."""
+    rates = {way: rate["steps_per_second"] for way, rate in found.items()}
+    return {**rates, "processor_us": found["ours"]["processor_us"]}
 
 
 def _dataset(buffer: Any) -> tuple[Callable[[], Any], Callable[[], None]]:

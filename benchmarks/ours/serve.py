@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.processor import Stopwatch
+
 CLIENTS, PROCESSES, ROWS = 8, 2, 8  # clients in all; the processes that they share; environments of each
 TURNS, SETTLING = 5, 0.3  # of each way; seconds of a turn before the measurement begins
 BUCKETS = (8, 16, 24, 32, 48, 64)  # compiled before
@@ -52,7 +54,7 @@ def request(workload: str, rows: int) -> tuple[Any, ...]:
 
 
 def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
-    """{way: {"rows_per_second", "rows_per_call"}}, each the median of all turns."""
+    """{way: {"rows_per_second", "rows_per_call", "processor_us" of a row, clients included}}: medians of all turns."""
     from launchpad.nodes.courier import courier_utils
 
     services = {way: Service(workload, config) for way, config in SERVICES.items() if way != "shared"}
@@ -76,21 +78,27 @@ def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
 
     def turn_of(way: str) -> dict[str, float]:
         if way == ALONE:
-            calls, began = 0, time.perf_counter()
-            while time.perf_counter() < began + seconds / TURNS:
+            calls, watch = 0, Stopwatch()
+            while watch.seconds < seconds / TURNS:
                 alone.inference(*arguments)
                 calls += 1
-            rows, took = calls * CLIENTS * ROWS, time.perf_counter() - began
+            rate = watch.rate(rows := calls * CLIENTS * ROWS)
         else:
             phase.value = list(SERVICES).index(way)
             time.sleep(SETTLING)
-            before, calls, began = answered.value, services[way].calls, time.perf_counter()
+            before, calls, watch = answered.value, services[way].calls, Stopwatch()
             time.sleep(seconds / TURNS)
-            rows, took, calls = answered.value - before, time.perf_counter() - began, services[way].calls - calls
+            rows, calls = answered.value - before, services[way].calls - calls
+            rate = watch.rate(rows)
             phase.value = PAUSE
             for _ in range(CLIENTS):
                 ready.acquire(timeout=30.0)
-        return {"rows_per_second": rows / took, "rows_per_call": rows / max(calls, 1)}
+        per_call = rows / max(calls, 1)
+        return {
+            "rows_per_second": rate["steps_per_second"],
+            "rows_per_call": per_call,
+            "processor_us": rate["processor_us"],
+        }
 
     ways = [ALONE, *SERVICES]
     turns = [{way: turn_of(way) for way in ways} for _ in range(TURNS)]

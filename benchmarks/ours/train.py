@@ -13,7 +13,9 @@ import json
 import os
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
+
+from benchmarks.processor import processor_seconds
 
 STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with the interpreter's own start
 
@@ -63,6 +65,14 @@ class Solved(Exception):
     """Both measures of CartPole's being solved have been seen."""
 
 
+class Moment(NamedTuple):
+    """A row of the logs, and when it came."""
+
+    steps: int
+    time: float
+    processor: float  # seconds
+
+
 class Watch:
     """Reads the rows of the logs: the time of each, and when CartPole is solved by either measure."""
 
@@ -70,34 +80,40 @@ class Watch:
         self._warm_up = warm_up
         self._solve = solve
         self._returns: collections.deque[float] = collections.deque(maxlen=100)
-        self._before = (0, 0.0)
-        self._evaluating = 0.0
-        self.first: tuple[int, float] | None = None
-        self.last: tuple[int, float] = (0, 0.0)
+        self._before = self.last = Moment(0, 0.0, 0.0)
+        self._evaluating = Moment(0, 0.0, 0.0)  # the time that evaluations took
+        self.first: Moment | None = None
         self.evaluated: dict[str, float] | None = None
         self.last_100: dict[str, float] | None = None
 
     def __call__(self, env_steps: int, values: dict[str, Any]) -> None:
-        now = time.time()
+        now = Moment(env_steps, time.time(), processor_seconds())
         if "return_mean" in values:
             # The row of the logs comes right before the evaluation at the same step.
-            self._evaluating += now - self._before[1]
+            _, before, processor = self._before
+            self._evaluating = Moment(
+                0, self._evaluating.time + now.time - before, self._evaluating.processor + now.processor - processor
+            )
             if values["return_mean"] >= 475 and self.evaluated is None:
-                self.evaluated = self._when(env_steps, now)
+                self.evaluated = self._when(now)
         else:
             if self.first is None and env_steps >= self._warm_up:
-                self.first = (env_steps, now)
-            self.last = (env_steps, now)
+                self.first = now
+            self.last = now
             self._returns.extend([values.get("episode_return", 0.0)] * values.get("episodes", 0))
             full = len(self._returns) == 100
             if full and sum(self._returns) / 100 >= 475 and self.last_100 is None:
-                self.last_100 = self._when(env_steps, now)
-        self._before = (env_steps, now)
+                self.last_100 = self._when(now)
+        self._before = now
         if self._solve and self.evaluated and self.last_100:
             raise Solved
 
-    def _when(self, env_steps: int, now: float) -> dict[str, float]:
-        return {"steps": env_steps, "seconds": now - STARTED - self._evaluating}
+    def _when(self, now: Moment) -> dict[str, float]:
+        return {
+            "steps": now.steps,
+            "seconds": now.time - STARTED - self._evaluating.time,
+            "processor_us": 1e6 * (now.processor - self._evaluating.processor) / now.steps,
+        }
 
 
 def main() -> None:
@@ -118,12 +134,12 @@ def main() -> None:
     watch = Watch(args.warm_up, bool(args.solve_every))
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(Solved):
         train(described, run_dir=os.path.join(directory, "run"), callback=watch)
-    result: dict[str, Any] = {"steps": watch.last[0]}
+    result: dict[str, Any] = {"steps": watch.last.steps}
     if args.solve_every:
         result.update(evaluated=watch.evaluated, last_100=watch.last_100)
     elif watch.first is not None:
-        steps, seconds = (end - start for start, end in zip(watch.first, watch.last, strict=True))
-        result["steps_per_second"] = steps / seconds
+        steps, seconds, processor = (end - start for start, end in zip(watch.first, watch.last, strict=True))
+        result.update(steps_per_second=steps / seconds, processor_us=1e6 * processor / steps)
     print(json.dumps(result))
 
 

@@ -24,6 +24,8 @@ import msgspec
 import numpy as np
 import psutil
 
+from benchmarks.processor import processor_seconds
+
 SEQUENCES, TOKENS = 8, 2048
 CLIENTS = 8
 DEADLINE = 60.0  # seconds for the server to start, or to give an answer
@@ -79,8 +81,7 @@ class Server:
 
     def cpu(self) -> float:
         """Seconds of processor time so far."""
-        times = psutil.Process(self.process.pid).cpu_times()
-        return times.user + times.system
+        return processor_seconds(self.process.pid)
 
     def resident(self) -> int:
         """Bytes."""
@@ -88,31 +89,35 @@ class Server:
 
     def status_env(self, seconds: float, pause: float) -> dict[str, float]:
         """Milliseconds of `/status-env`, asked again and again."""
-        times = []
+        times, cpu = [], self.cpu()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(times) < 3:
             start = time.perf_counter()
             self.ask("GET", "/status-env", {"env_id": 0})
             times.append(1e3 * (time.perf_counter() - start))
             time.sleep(pause)
+        cpu = self.cpu() - cpu
         times.sort()
         return {
             "median": statistics.median(times),
             "p99": times[int(0.99 * (len(times) - 1) + 0.5)],
             "asked": len(times),
+            "processor_us": 1e6 * cpu / len(times),
         }
 
-    def batches(self, count: int) -> float | None:
-        """Milliseconds of `/batch`, the median; None where none comes within `GIVE_UP`."""
+    def batches(self, count: int) -> dict[str, float]:
+        """Milliseconds of `/batch`, the median, and processor time of one; nothing where none comes in `GIVE_UP`."""
         self.hang_up()
         self._http.timeout = GIVE_UP
-        times = []
+        times, cpu = [], self.cpu()
         with contextlib.suppress(TimeoutError):
             for _ in range(count):
                 start = time.perf_counter()
                 assert self.ask("GET", "/batch")["batch"], "there is no batch"
                 times.append(1e3 * (time.perf_counter() - start))
-        return statistics.median(times) if len(times) == count else None
+        if len(times) < count:
+            return {}
+        return {"median": statistics.median(times), "processor_us": 1e6 * (self.cpu() - cpu) / count}
 
 
 @contextlib.contextmanager
@@ -166,6 +171,7 @@ def posting(server: Server, packed: bool, seconds: float, result: dict[str, Any]
             result |= json.loads(clients.stdout.readline())
             groups = max(1, result["posts"])
             result["cpu_ms"] = 1e3 * (server.cpu() - cpu) / groups
+            result["processor_us"] = 1e3 * result["cpu_ms"]
             result["memory_per_byte"] = (server.resident() - resident) / (groups * len(body))
 
 
@@ -175,8 +181,8 @@ def ingest(server: Server, packed: bool, seconds: float) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with posting(server, packed, seconds, result):
         pass
-    result["batch"] = server.batches(3)
-    return result
+    batches = server.batches(3)
+    return {**result, "batch": batches.get("median"), "batch_us": batches.get("processor_us")}
 
 
 def queue(server: Server, groups: int, seconds: float) -> dict[str, Any]:
@@ -192,6 +198,7 @@ def queue(server: Server, groups: int, seconds: float) -> dict[str, Any]:
     with posting(server, packed=False, seconds=seconds, result=load):
         time.sleep(1.0)  # the clients' warm-up
         result["loaded"] = server.status_env(seconds, pause=0.005)
+    result["loaded"]["processor_us"] = load["processor_us"]  # of a post, with what is asked beside it
     result["load"] = load
     result["batch"] = server.batches(20)
     return result

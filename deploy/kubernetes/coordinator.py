@@ -112,10 +112,7 @@ def main(options):
             },
         ),
     )
-    names = [options.service, f"{options.service}.{pods.namespace}", f"{options.service}.{pods.namespace}.svc"]
-    with serve_control(
-        coordinator, options.host, options.control_port, str(options.token_file), hosts=names
-    ) as control:
+    with serve_control(coordinator, options.host, options.control_port, str(options.token_file)) as control:
         print(f"control: {control.url}", flush=True)
         threading.Thread(target=run, args=(coordinator,), daemon=True).start()
         told_to_end.wait()  # when the job is over too: a StatefulSet's Pod that ends is started again
@@ -177,7 +174,6 @@ def parse():
     )
     parser.add_argument("--templates", default="/etc/rlframe/workers", help="ROLE.yaml of the workers' Pods")
     parser.add_argument("--token-file", type=pathlib.Path, default="/etc/rlframe/token/token", help="of the control")
-    parser.add_argument("--service", default="rlframe-coordinator", help="under whose name the control is reached")
     parser.add_argument("--replay", default="rlframe-coordinator:7500", help="HOST:PORT by which Pods reach this one")
     parser.add_argument("--host", default="0.0.0.0", help="address that the control listens at")
     parser.add_argument("--control-port", type=int, default=8080)

@@ -11,11 +11,12 @@ import launchpad as lp
 from reverse import Reverse
 
 from rlframe import Learner, LearnerConfig, launch
-from rlframe.agents import GRPO, GRPOConfig
+from rlframe.agents import GRPO
 from rlframe.learners.warm_up import warm_up
-from rlframe.lm import ModelConfig, weights
+from rlframe.lm import weights
 from rlframe.lm.tokenizers import ByteTokenizer
 from rlframe.metrics import CallbackLogger, JSONLLogger, MultiLogger
+from rlframe.programs import make_experiment
 from rlframe.trajectories import Client, TrajectoryBuffer
 
 SERVICE, PORT = "http://localhost:8000", 7000
@@ -23,19 +24,7 @@ FOLDER = pathlib.Path("runs/by-hand")
 STEPS = 500
 BATCHES = 10 * STEPS  # that environments serve: more than steps, since a learner that was killed needs some again
 
-config = GRPOConfig(  # those of the preset grpo/reverse
-    ModelConfig(hidden_size=128, num_hidden_layers=2, num_key_value_heads=4, max_position_embeddings=64),
-    max_tokens=16,
-    batch_size=256,
-    average="token",
-    clip_epsilon_high=0.28,
-    kl_cost=0.0,
-    learning_rate=3e-4,
-    learning_rate_rise=20,
-    supervised_steps=300,
-    supervised_batch_size=32,
-    supervised_learning_rate=1e-3,
-)
+config = make_experiment("grpo", "reverse.py:Reverse", preset="grpo/reverse").agent_config
 
 
 def make_weights(folder):

@@ -17,8 +17,11 @@ from rlframe.actors.pace import Pace
 from rlframe.envs import as_pool
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers.shared_calls import InferencerClient
+from rlframe.metrics.sums import Sums, add_up
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
+
+_LOOK = 0.1  # seconds between two looks at whether it is to stop, while it may not go on
 
 
 class Actor:
@@ -37,6 +40,8 @@ class Actor:
         num_pools: how many pools to build. With two synchronous ones, `run()` steps one while an inferencer in
             another process answers for the other.
         deadline: seconds that a node which this one calls may be out of reach.
+        budget: environment steps that `run()` may take before it is given more, by `allow`. One that was restarted
+            begins with none: what the one before it took, only who counts knows.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Actor:
         seed: int = 0,
         num_pools: int = 1,
         deadline: float = handles.DEADLINE,
+        budget: float = math.inf,
     ) -> None:
         if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
             raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
@@ -68,6 +74,9 @@ class Actor:
         self._inferencer = handles.resolve(
             inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, connect=InferencerClient
         )
+        # Environment steps that it may take in all; and that it has taken at most, which is cheaper than `env_steps`.
+        self._limit = budget if self.incarnation == 0 or budget == math.inf else 0
+        self._taken, self._allowed = 0, threading.Event()
         self._lanes: list[Any] = []
         self._begun = False
         self._max_staleness: int | None = None  # of the replay; known when the first step begins
@@ -78,6 +87,7 @@ class Actor:
                 env = build_pool(env_builder, env_seed(*(parts if number else parts[:3])))
                 env_ids = global_env_ids(self.rank, self.num_envs + np.arange(env.num_envs))
                 self._lanes.append(make_lane(env, env_ids, replay_buffer))
+            self._size = self.num_envs
             replay_buffer.open_segment(self.rank, self.num_envs)
         except BaseException:
             self.close()
@@ -98,14 +108,30 @@ class Actor:
         """Environments in the pools."""
         return sum(lane.env.num_envs for lane in self._lanes)
 
-    def stats(self) -> dict[str, float]:
-        """Counters since this Actor was made: env_steps, episodes, return_sum, length_sum; and rank, incarnation.
+    @property
+    def logged(self) -> Sums:
+        """What the environments logged since they were made: name -> [sum, count]."""
+        return add_up(lane.env.sums() for lane in self._lanes if hasattr(lane.env, "sums"))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since this Actor was made: env_steps, episodes, return_sum, length_sum; logged; rank, incarnation.
 
         Any thread may ask. The sums are over the episodes that ended.
         """
         names = ("env_steps", "episodes", "return_sum", "length_sum")
         counts = {name: sum(getattr(lane.episodes, name) for lane in self._lanes) for name in names}
-        return {"rank": self.rank, "incarnation": self.incarnation, **counts}
+        return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": self.logged}
+
+    def allow(self, incarnation: int, env_steps: float) -> dict[str, float]:
+        """Lets `run()` go on until `env_steps` are that many, where this is that incarnation, and returns `stats()`.
+
+        Who has given no such leave for a while (a monitor that died, or hangs) has the Actor wait where the last ends.
+        Any thread may call it.
+        """
+        if incarnation == self.incarnation:
+            self._limit = env_steps
+            self._allowed.set()
+        return self.stats()
 
     def step(self) -> Logs | None:
         """One step of every environment (of those that are ready, if the pool is asynchronous).
@@ -241,6 +267,9 @@ class Actor:
         while not self._stop.is_set():
             if has_end and (self.env_steps >= env_steps or time.monotonic() >= until):
                 break
+            if self._is_at_limit():
+                self._wait_for_leave()
+                continue
             for pace in self._paces.values():
                 if pace.waits:
                     pace.wait(self._inferencer, self._stop, until)
@@ -253,7 +282,11 @@ class Actor:
         """Steps environments while the inferencer, in another process, answers for others."""
         in_flight: collections.deque[tuple[Any, Any, handles.Call]] = collections.deque()  # oldest first
         while not self._stop.is_set():
-            lane = next((lane for lane in self._lanes if lane.can_ask and not self._waits(lane)), None)
+            lanes = [] if self._is_at_limit() else self._lanes
+            if not lanes and not in_flight:
+                self._wait_for_leave()
+                continue
+            lane = next((lane for lane in lanes if lane.can_ask and not self._waits(lane)), None)
             if lane is None and not in_flight and self._paces:
                 # All that it frees go on together: one that went on alone would have the learner wait for the others.
                 first = min((pace for pace in self._paces.values() if pace.waits), key=lambda pace: pace.too_old)
@@ -262,13 +295,26 @@ class Actor:
                     pace.release(version)
                 continue
             if lane is None and not (in_flight and in_flight[0][2].done()):
-                lane = next((lane for lane in self._lanes if lane.can_wait), None)
+                lane = next((lane for lane in lanes if lane.can_wait), None)
             if lane is not None:
                 request = lane.ask()
                 in_flight.append((lane, request, handles.Call(self._inferencer, "inference", request)))
             else:
                 lane, request, call = in_flight.popleft()
                 self._act(lane, request, *call.result())
+
+    def _is_at_limit(self) -> bool:
+        """Whether no further step may be taken; comes before each."""
+        self._taken += self._size
+        if self._taken < self._limit:
+            return False
+        self._taken = self.env_steps
+        return self._taken >= self._limit
+
+    def _wait_for_leave(self) -> None:
+        self._allowed.clear()
+        if self.env_steps >= self._limit:
+            self._allowed.wait(_LOOK)
 
     def _waits(self, lane: Any) -> bool:
         return lane in self._paces and self._paces[lane].waits

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.actors.actor import build_pool, env_seed
-from rlframe.actors.lanes import zero_at_first
+from rlframe.actors.lanes import stepping, zero_at_first
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.types import LAST, Logs, global_env_ids
 
@@ -72,12 +72,15 @@ class Evaluator:
         returns, lengths, played = np.zeros(num_envs), np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
         done: list[tuple[float, int]] = []
         initial_state = state = self._inferencer.initial_state(num_envs)
-        timestep = self._env.reset()
+        at_work = stepping(self._env)
+        with at_work:
+            timestep = self._env.reset()
         while np.any(played < quota):
             if self._stop.is_set():
                 raise StoppedError("The evaluation was told to stop.")
             output, state = self._inferencer.inference(env_ids, timestep, state)
-            timestep = self._env.step(output.action)
+            with at_work:
+                timestep = self._env.step(output.action)
             self.steps += num_envs
             state = zero_at_first(timestep, state, initial_state)
             returns += timestep.reward

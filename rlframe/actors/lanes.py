@@ -12,7 +12,11 @@ import jax
 import numpy as np
 
 from rlframe.actors.episodes import EpisodeStatistics
+from rlframe.envs.group import ANSWER_TIMEOUT
+from rlframe.interprocess.progress import Phase
 from rlframe.types import FIRST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
+
+_LATER = 5.0  # seconds by which a pool that hangs may raise later than it should
 
 
 class Request(NamedTuple):
@@ -39,6 +43,7 @@ class SyncLane:
         self._state: AgentState = None
         self._is_asking = False
         self.is_adding = False  # to the buffer, which may have no room
+        self._stepping = stepping(env)
 
     @property
     def can_ask(self) -> bool:
@@ -55,7 +60,8 @@ class SyncLane:
         self._initial_state = initial_state
         self._is_recurrent = bool(jax.tree.leaves(initial_state))
         if self._timestep is None:
-            self._timestep, self._state = self.env.reset(), initial_state
+            with self._stepping:
+                self._timestep, self._state = self.env.reset(), initial_state
 
     def ask(self) -> Request:
         """The timestep that came last, to be acted on."""
@@ -69,7 +75,8 @@ class SyncLane:
 
     def act(self, request: Request, output: AgentOutput, next_state: AgentState) -> Logs | None:
         """Steps the environments, and adds the step to the buffer. Logs are those of `Actor.step`."""
-        next_timestep = self.env.step(output.action)
+        with self._stepping:
+            next_timestep = self.env.step(output.action)
         step = Step(request.timestep, output, request.state, output.params_version, next_timestep)
         self.is_adding = True
         self._replay_buffer.add(self._env_ids, step)
@@ -104,6 +111,7 @@ class AsyncLane:
         self._running = len(env_ids)  # environments that have something to do
         self._state: AgentState = None
         self.is_adding = False  # to the buffer, which may have no room
+        self._stepping = stepping(env)
 
     can_ask = False
 
@@ -120,7 +128,8 @@ class AsyncLane:
 
     def ask(self) -> Request:
         """Waits for environments, and adds the steps that they complete to the buffer."""
-        indices, timestep = self.env.recv()
+        with self._stepping:
+            indices, timestep = self.env.recv()
         self._running -= len(indices)
         self.is_adding = True
         self._pending.add_to(self._replay_buffer, self._env_ids, indices, timestep)
@@ -134,7 +143,8 @@ class AsyncLane:
     def act(self, request: Request, output: AgentOutput, next_state: AgentState) -> Logs | None:
         """Sends the actions. Logs are those of `Actor.step`."""
         indices = request.env_ids - self._env_ids[0]
-        self.env.send(indices, output.action)
+        with self._stepping:
+            self.env.send(indices, output.action)
         self._running += len(indices)
         self._pending.keep(indices, request.timestep, output, request.state)
         if self._is_recurrent:
@@ -182,6 +192,14 @@ class _Pending:
 def make_lane(env: Any, env_ids: np.ndarray, replay_buffer: Any) -> SyncLane | AsyncLane:
     """The lane that suits the pool."""
     return (SyncLane if env.is_sync else AsyncLane)(env, env_ids, replay_buffer)
+
+
+def stepping(env: Any) -> Phase:
+    """The phase of who waits for a pool: an asynchronous one may need the answers of several, one after another.
+
+    Pools that see for themselves that an environment of theirs hangs are the first to, and name it.
+    """
+    return Phase("stepping", getattr(env, "answer_timeout", ANSWER_TIMEOUT) * getattr(env, "wait_num", 1) + _LATER)
 
 
 def zero_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:

@@ -1,4 +1,4 @@
-"""What the commands for a run under a coordinator share: which one is meant, and how they reach it."""
+"""What the commands for a run that goes on share: which one is meant, and how they reach it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
+import tyro
+
+from rlframe import extras
 from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError
 
@@ -20,27 +23,32 @@ DEFAULT_URL = "http://127.0.0.1:8765"
 
 @dataclasses.dataclass(frozen=True)
 class ControlOptions:
-    """Which run. Without any: what RLFRAME_COORDINATOR names, else http://127.0.0.1:8765."""
+    """Which control. Without any: what RLFRAME_COORDINATOR names, else http://127.0.0.1:8765."""
 
     url: Union[str, None] = None  # of its control, as http://127.0.0.1:8765
-    run_dir: Union[str, None] = None  # directory of a run on this machine, which says where its control is
     runs: Union[str, None] = None  # directory of a queue on this machine: that of `rlframe serve coordinator --runs`
-    token_file: Union[str, None] = None  # file with the token that the control wants; --run-dir and --runs know theirs
+    token_file: Union[str, None] = None  # file with the token that the control wants; RUN_DIR and --runs know theirs
     json: bool = False  # print one JSON object
     traceback: bool = False  # show where an error came from
 
 
-def connected(options: ControlOptions) -> ControlClient:
-    """A client of the control that is meant. Raises `UsageError` where none can be."""
-    try:
+@dataclasses.dataclass(frozen=True)
+class RunOptions(ControlOptions):
+    """The same, or a run on this machine."""
+
+    run_dir: Annotated[
+        Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR", help="directory of a run")
+    ] = None
+
+
+def connected(options: Any, prog: str) -> ControlClient:
+    """A client of the control that is meant, for the command `prog`. Raises `UsageError` where none can be."""
+    with extras.needed(prog, "trajectories"):
         from rlframe.coordinator.control.client import ControlClient
-    except ModuleNotFoundError as error:
-        raise UsageError(f"This needs the package {error.name}: pip install 'rlframe[trajectories]'.") from error
     from rlframe.coordinator.control.address import read_control, read_queue
     from rlframe.http.token_file import read_token
 
-    if sum(named is not None for named in (options.url, options.run_dir, options.runs)) > 1:
-        raise UsageError("Name a run by one of --url, --run-dir and --runs.")
+    check_named_once(options)
     known = read_control(options.run_dir) if options.run_dir is not None else None
     known = read_queue(options.runs) if options.runs is not None else known
     if known is not None:
@@ -49,21 +57,51 @@ def connected(options: ControlOptions) -> ControlClient:
     return ControlClient(url, read_token(options.token_file))
 
 
+def check_named_once(options: Any) -> None:
+    """Raises `UsageError` where more than one run is named."""
+    if sum(named is not None for named in (options.url, options.run_dir, options.runs)) > 1:
+        raise UsageError("Name a run by one of RUN_DIR, --url and --runs.")
+
+
+def is_steered(run_dir: str) -> bool:
+    """Whether the run in a directory has a coordinator whose control can be asked from here."""
+    from rlframe.coordinator.control.address import control_file
+    from rlframe.programs.run_status import topology_of
+
+    is_elastic = topology_of(run_dir) in (None, "elastic") and control_file(run_dir).exists()
+    return is_elastic and extras.is_installed("trajectories")
+
+
+def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
+    """What gives the status of the run in a directory, whoever answers or does not: a coordinator's last, or now's."""
+    from rlframe.coordinator.control.address import status_when_over
+    from rlframe.programs.run_status import StatusReader
+
+    last = status_when_over(run_dir)
+    return StatusReader(run_dir) if last is None else lambda: last
+
+
 def run_command(
     arguments: list[str],
     prog: str,
     description: str,
     call: Callable[[ControlClient, Any], str],
-    options_class: type = ControlOptions,
+    options_class: type = RunOptions,
 ) -> int:
-    """A command that is one call, and returns its exit code.
+    """A command for runs under a coordinator that is one call; returns its exit code.
 
     Args:
         call: of the client and the options; returns what to tell a person.
-        options_class: `ControlOptions`, or one with more.
+        options_class: `RunOptions`, or another one with what it has.
     """
     options: Any = parse(options_class, arguments, prog, description)
-    with connected(options) as client:
+    if options.run_dir is not None:
+        from rlframe.programs.run_status import topology_of
+
+        topology = topology_of(options.run_dir)
+        if topology not in (None, "elastic"):
+            raise UsageError(f"`{prog}` is for the topology elastic: the run in {options.run_dir} is of {topology}.")
+    with connected(options, prog) as client:
         told = call(client, options)
     print(json.dumps({"status": "ok"}) if options.json else told)
     return 0

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
+from rlframe import extras
 from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError
 
@@ -33,6 +34,8 @@ def run(arguments: list[str]) -> int:
     options = parse(Options, arguments, PROG, DESCRIPTION)
     if options.episodes < 1:
         raise UsageError(f"--episodes must be at least 1, got {options.episodes}.")
+    if options.video is not None:
+        extras.require("--video", "gymnasium")
     from rlframe.programs.experiment import MAX_SEED
 
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:

@@ -22,11 +22,11 @@ COMMANDS = {
     "envs": "list the environments that can be named",
     "agents": "list the agents, their options and their presets",
     "serve": "serve trajectories, a language model that learns, or a queue of runs, over HTTP",
-    "status": "show how a run under a coordinator is",
-    "scale": "change how many collectors such a run has",
+    "status": "show how a run is",
+    "scale": "change how many collectors a run of the topology elastic has",
     "pause": "have such a run hold",
     "resume": "have it go on",
-    "stop": "end it in good order",
+    "stop": "end a run in good order",
     "bench": "measure this project and its peers, side by side in one run",
 }
 
@@ -36,8 +36,8 @@ INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + t
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
-    0: done. 1: a run failed. 2: the input was wrong. 130: Ctrl-C (143: SIGTERM), with everything
-    saved where a run had begun.
+    0: done. 1: a run failed. 2: the input was wrong. 130: Ctrl-C (143: SIGTERM, 129: SIGHUP), with everything
+    saved where a run had begun; 1 where it is not.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlframe.cli.control import run_command
 
-DESCRIPTION = "Have a run under a coordinator hold: nothing is collected or learned until `rlframe resume`."
+DESCRIPTION = "Have a run of the topology elastic hold: nothing is collected or learned until `rlframe resume`."
 
 
 def run(arguments: list[str]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlframe.cli.control import run_command
 
-DESCRIPTION = "Have a run under a coordinator go on after `rlframe pause`."
+DESCRIPTION = "Have a run of the topology elastic go on after `rlframe pause`."
 
 
 def run(arguments: list[str]) -> int:

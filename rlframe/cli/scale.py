@@ -11,17 +11,23 @@ from rlframe.cli.control import ControlOptions, run_command
 from rlframe.coordinator.messages import ROLES
 from rlframe.errors import UsageError, suggest
 
-DESCRIPTION = "Change how many workers of a role a run under a coordinator has, as in `rlframe scale collector 4`."
+DESCRIPTION = "Change how many workers a run of the topology elastic has, as in `rlframe scale RUN_DIR collector 4`."
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(ControlOptions):
     """What `rlframe scale` takes."""
 
-    role: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ROLE", help="collector (learner, evaluator)")] = (
-        ""
-    )
-    n: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="N", help="workers from now on")] = -1
+    words: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="[RUN_DIR] ROLE N", help="directory of a run; collector; workers from now on"),
+    ] = ()
+
+    @property
+    def run_dir(self) -> str | None:
+        """Where it comes before the role and the number."""
+        return self.words[0] if len(self.words) == 3 else None
 
 
 def run(arguments: list[str]) -> int:
@@ -30,10 +36,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _scale(client: Any, options: Options) -> str:
-    if options.role not in ROLES:
-        asked = f"{options.role!r} is no role" if options.role else "Name a role and a number"
-        raise UsageError(f"{asked}; there are {', '.join(ROLES)}.{suggest(options.role, ROLES)}")
-    if options.n < 0:
-        raise UsageError(f"Say how many workers: rlframe scale {options.role} N.")
-    client.scale(options.role, options.n)
-    return f"{options.n} of the role {options.role} from now on."
+    words = options.words[1:] if options.run_dir is not None else options.words
+    role, number = (*words, "", "")[:2]
+    if role not in ROLES:
+        asked = f"{role!r} is no role" if role else "Name a role and a number"
+        raise UsageError(f"{asked}; there are {', '.join(ROLES)}.{suggest(role, ROLES)}")
+    if not number.isdecimal() or len(words) > 2:
+        raise UsageError(f"Say how many workers: rlframe scale [RUN_DIR] {role} N.")
+    client.scale(role, int(number))
+    return f"{number} of the role {role} from now on."

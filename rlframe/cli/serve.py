@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 from rlframe.errors import UsageError, suggest
-from rlframe.http.token_file import is_loopback
 
 # service -> what it does, for the help. Each is a module `serve_SERVICE` here with `run(arguments) -> exit code`.
 SERVICES = {
@@ -27,13 +25,3 @@ def run(arguments: list[str]) -> int:
     asked = f"{arguments[0]!r} is no service" if arguments else "Name a service"
     hint = suggest(arguments[0], SERVICES) if arguments else ""
     raise UsageError(f"{asked}; there are {', '.join(SERVICES)}.{hint}")
-
-
-def warn_if_open(host: str, token_file: str | None, can: str) -> None:
-    """Says on stderr what others `can` do where a service is reached from other machines without a token."""
-    if token_file is None and not is_loopback(host):
-        print(
-            f"rlframe: {host} can be reached from other machines, and there is no --token-file: whoever reaches it "
-            f"can {can}.",
-            file=sys.stderr,
-        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Union
 
+from rlframe import extras
 from rlframe.cli.parsing import parse
-from rlframe.errors import UsageError
 
 PROG = "rlframe serve coordinator"
 DESCRIPTION = (
@@ -24,7 +24,6 @@ class Options:
     port: int = 8765  # 0: one that is free
     token_file: Union[str, None] = None  # file with the bearer token that every request has to carry; None: RUNS/token
     runs: str = "runs/coordinator"  # directory of the queue and its runs
-    allowed_hosts: tuple[str, ...] = ()  # names that the service is reached under, beside localhost and IP addresses
     max_connections: int = 256  # at the same time; more are refused
     traceback: bool = False  # show where an error came from
 
@@ -32,16 +31,14 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     options = parse(Options, arguments, PROG, DESCRIPTION)
-    try:
+    extras.require(PROG, "trajectories", "launchpad")  # with which its runs run
+    with extras.needed(PROG, "trajectories"):
         from rlframe.coordinator.control.job_service import serve_jobs
-    except ModuleNotFoundError as error:
-        raise UsageError(f"The service needs the package {error.name}: pip install 'rlframe[trajectories]'.") from error
     serve_jobs(
         options.runs,
         options.host,
         options.port,
         options.token_file,
-        hosts=options.allowed_hosts,
         max_connections=options.max_connections,
     )
     return 0

@@ -9,8 +9,8 @@ from typing import Annotated, Union
 
 import tyro
 
+from rlframe import extras
 from rlframe.cli.parsing import parse
-from rlframe.cli.serve import warn_if_open
 from rlframe.errors import UsageError
 
 PROG = "rlframe serve policy"
@@ -32,9 +32,13 @@ class Options:
     run_dir: Union[str, None] = None  # directory of a run in place of a folder; its checkpoints are followed
     learner: Union[str, None] = None  # HOST:PORT of a learner's node (trust it), which newer weights come from
     tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; none: the model's own, else byte
-    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks
+    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks, which needs a --token-file or --no-token
     port: int = 8001  # 0: one that is free
     token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
+    # answer other machines without a token: whoever reaches the service can have the model answer
+    no_token: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    # a name that the service is reached under, beside localhost and IP addresses; only without a token
+    allowed_hosts: Annotated[tuple[str, ...], tyro.conf.arg(name="allowed-host"), tyro.conf.UseAppendAction] = ()
     model_name: str = "policy"  # that requests have to ask for
     dtype: Union[str, None] = None  # float32 or bfloat16; none: what the model's config.json says
     slots: int = 32  # answers that are decoded at once
@@ -56,14 +60,11 @@ def run(arguments: list[str]) -> int:
     if options.run_dir is not None and options.dtype is not None:
         raise UsageError("--dtype is for a MODEL_FOLDER: a run's checkpoints have their own.")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before it is imported, by Courier
-    try:
-        from rlframe.policy_server import PolicyServer, PolicyServerConfig
-        from rlframe.policy_server import app as app
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"The policy server needs the package {error.name}: pip install 'rlframe[trajectories,lm]'."
-        ) from error
+    extras.require(PROG, "trajectories", *(["lm"] if options.model is not None else []))
+    if options.learner is not None:
+        extras.require("--learner", "launchpad")
     from rlframe.lm import EngineConfig
+    from rlframe.policy_server import PolicyServer, PolicyServerConfig
     from rlframe.programs import policy
 
     engine = EngineConfig(
@@ -76,7 +77,6 @@ def run(arguments: list[str]) -> int:
     else:
         assert options.model is not None
         made = policy.of_folder(options.model, options.tokenizer, options.learner, options.dtype)
-    warn_if_open(options.host, options.token_file, "have it answer")
     server = PolicyServer(cfg, *made)
     for number in (signal.SIGINT, signal.SIGTERM):  # having drained is a success
         signal.signal(number, lambda *_: server.stop())

@@ -8,9 +8,11 @@ import pathlib
 import sys
 from typing import Any
 
+from rlframe import extras
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
+from rlframe.programs.control import Control
 from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
@@ -20,6 +22,9 @@ from rlframe.programs.run_dir import Result, RunDir, default_path
 
 def run_session(described: Any, session: SessionOptions, preset: Preset | None) -> int:
     """Trains as asked, draws the learning curve, prints the result; returns the exit code."""
+    for tracker in ("wandb", "trackio"):
+        if getattr(session, tracker):
+            extras.require(f"--{tracker}", tracker)
     directory = RunDir(session.run_dir if session.run_dir is not None else default_path(described))
     if described.topology != "single_process" and described.engine == "launchpad":
         _leave_accelerators_to_the_learner()
@@ -36,6 +41,8 @@ def run_session(described: Any, session: SessionOptions, preset: Preset | None) 
             described,
             run_dir=directory.path,
             resume=session.resume,
+            resume_from=session.resume_from,
+            take_over=session.take_over,
             stop_at=session.stop_at,
             open_loggers=lambda path: _trackers(described, session, path),
             progress=progress,
@@ -56,18 +63,17 @@ def run_session(described: Any, session: SessionOptions, preset: Preset | None) 
     return 0 if result.signal is None else 128 + result.signal
 
 
-def _control(described: Any, session: SessionOptions) -> Any:
-    """Where an elastic run can be told what to do."""
-    if described.topology != "elastic":
-        for name in ("control_port", "control_host", "token_file"):
-            if getattr(session, name) != getattr(SessionOptions, name):
-                raise UsageError(f"{name} is for the topology elastic: {described.topology} does not read it.")
-        return None
-    from rlframe.programs.elastic import Control
-
-    if session.control_port is None:
-        return None
-    return Control(session.control_host, session.control_port, session.token_file)
+def _control(described: Any, session: SessionOptions) -> Control | None:
+    """Where the run is shown over HTTP."""
+    port = session.http
+    if port == "auto":
+        port = 0 if described.topology == "elastic" else None
+    if port is not None:
+        return Control(session.http_host, port, session.token_file)
+    for name in ("http_host", "token_file"):
+        if getattr(session, name) != getattr(SessionOptions, name):
+            raise UsageError(f"{name} is of the HTTP service of the run, and there is none: give it a port by --http.")
+    return None
 
 
 def _leave_accelerators_to_the_learner() -> None:

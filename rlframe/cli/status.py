@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from rlframe.cli.control import ControlOptions, connected
+from rlframe.cli.control import RunOptions, check_named_once, connected, is_steered, status_by_files
 from rlframe.cli.parsing import parse
 from rlframe.cli.tables import console
 from rlframe.errors import PeerError, UnavailableError, UsageError
 
 PROG = "rlframe status"
-DESCRIPTION = "Show how a run under a coordinator is: its state, its progress, and every worker."
+DESCRIPTION = "Show how a run is: its state, its progress, and every process."
 _OVER = ("CLOSED", "FAILED")
+_STATES = {  # in the words of who reads
+    "INIT": "starting",
+    "CONNECTING": "starting",
+    "WAITING": "starting (waits for a learner)",
+    "RUNNING": "running",
+    "DEGRADED": "running (the learner is being replaced)",
+    "PAUSED": "paused",
+    "DRAINING": "stopping",
+    "CLOSED": "over",
+    "FAILED": "failed",
+}
+Look = Callable[[], dict[str, Any]]
+
 _AWAY = 60.0  # seconds for which --watch waits for a control that does not answer
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(ControlOptions):
+class Options(RunOptions):
     """What `rlframe status` takes."""
 
     watch: bool = False  # show it again and again, until the run is over
@@ -32,34 +48,31 @@ def run(arguments: list[str]) -> int:
     options = parse(Options, arguments, PROG, DESCRIPTION)
     if not 0.1 <= options.interval <= 3600.0:
         raise UsageError(f"--interval must be between 0.1 and 3600 seconds, got {options.interval:g}.")
-    if options.url is None and options.runs is None and _show_last(options):
-        return 0
-    with connected(options) as client:
-        if options.watch:
-            _watch(client, options)
-        elif options.json:
-            print(json.dumps(client.status()))
+    check_named_once(options)
+    with contextlib.ExitStack() as opened:
+        if options.run_dir is None:
+            look = opened.enter_context(connected(options, PROG)).status
         else:
-            console(sys.stdout).print(_shown(client.status()))
+            look = _look_at(options, options.run_dir, opened)
+        if options.watch:
+            _watch(look, options)
+        elif options.json:
+            print(json.dumps(look()))
+        else:
+            console(sys.stdout).print(_shown(look()))
     return 0
 
 
-def _show_last(options: Options) -> bool:
-    """Shows the last status of a run that is over; False where there is none."""
-    from rlframe.coordinator.control.address import status_when_over
+def _look_at(options: Options, run_dir: str, opened: contextlib.ExitStack) -> Look:
+    """What gives the status of the run in a directory: its coordinator, or the directory's files."""
+    from rlframe.programs.run_lock import holder_of
 
-    status = None if options.run_dir is None else status_when_over(options.run_dir)
-    if status is None:
-        return False
-    print(f"rlframe: The run in {options.run_dir} is over; this is its last status.", file=sys.stderr)
-    if options.json:
-        print(json.dumps(status))
-    else:
-        console(sys.stdout).print(_shown(status))
-    return True
+    if holder_of(pathlib.Path(run_dir)) is not None and is_steered(run_dir):
+        return opened.enter_context(connected(options, PROG)).status
+    return status_by_files(run_dir)
 
 
-def _watch(client: Any, options: Options) -> None:
+def _watch(look: Look, options: Options) -> None:
     """Until the run is over. A control that does not answer is waited for: it may be restarting."""
     from rich.live import Live
 
@@ -72,7 +85,7 @@ def _watch(client: Any, options: Options) -> None:
             live.start()
         while True:
             try:
-                status = client.status()
+                status = look()
             except (UnavailableError, PeerError) as error:
                 away_since = away_since or time.monotonic()
                 if not seen or time.monotonic() - away_since > _AWAY:
@@ -101,7 +114,9 @@ def _shown(status: dict[str, Any]) -> Any:
     job = status.get("job")
     parts: list[Any] = [] if job else ["No job runs."]
     if job:
-        parts += [*_lines(status, job), "", _workers(status.get("workers") or [])]
+        parts += _lines(status, job)
+    if status.get("workers"):
+        parts += ["", _workers(status["workers"])]
     if status.get("jobs"):
         parts += ["", _jobs(status["jobs"])]
     return Group(*parts)
@@ -110,8 +125,8 @@ def _shown(status: dict[str, Any]) -> Any:
 def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
     from rich.text import Text
 
-    waits = job.get("waits_for")
-    state = f"{job['state']}" + (f": {job['reason']}" if job.get("reason") else "")
+    waits, unit = job.get("waits_for"), job.get("unit") or "env steps"
+    state = _STATES.get(job["state"], job["state"]) + (f": {job['reason']}" if job.get("reason") else "")
     if waits and job["state"] == "RUNNING":
         state += f" (waits for {waits})"
     lines = [f"{job.get('agent')} on {job.get('env')}   {state}"]
@@ -119,17 +134,21 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
         left = ""
         if job["state"] == "RUNNING" and job.get("env_steps_per_second"):
             left = f", about {_duration((job['until'] - job['env_steps']) / job['env_steps_per_second'])} left"
-        lines.append(f"env steps      {job['env_steps']:,} of {job['until']:,} ({_percent(job)} %{left})")
-        steps, updates = _number(job, "env_steps_per_second"), _number(job, "updates_per_second")
-        lines.append(f"rates          {steps} env steps/s, {updates} updates/s")
-        evaluated = f" of version {job['evaluated_version']}" if job.get("eval_return") is not None else ""
+        lines.append(f"{unit:14} {job['env_steps']:,} of {job['until']:,} ({_percent(job)} %{left})")
+        steps = f"{_number(job, 'env_steps_per_second')} {unit}/s"
+        if "updates_per_second" in job:
+            steps += f", {_number(job, 'updates_per_second')} updates/s"
+        lines.append(f"rates          {steps}")
+        evaluated = f" of version {job['evaluated_version']}" if job.get("evaluated_version") is not None else ""
         training, evaluation = _number(job, "return_mean"), _number(job, "eval_return")
         lines.append(f"returns        {training} in training, {evaluation} in evaluation{evaluated}")
-        lines.append(f"policy         version {job.get('params_version')}, staleness {_number(job, 'staleness')}")
-        lines.append(
-            f"restarts       {job.get('restarts', 0)} of workers, {job.get('retries', 0)} of tasks, "
-            f"{job.get('coordinator_restarts', 0)} of the coordinator"
-        )
+        version, updates = job.get("params_version"), job.get("learner_steps") or 0
+        stale = _number(job, "staleness")
+        lines.append(f"policy         version {version} after {updates:,} updates, staleness {stale}")
+        restarts = f"{job.get('restarts', 0)} of workers"
+        if "retries" in job:
+            restarts += f", {job['retries']} of tasks, {job['coordinator_restarts']} of the coordinator"
+        lines.append(f"restarts       {restarts}")
     if status.get("wanted"):
         limits = (status.get("limits") or {}).get("collector")
         between = f" (collectors: {limits[0]} to {limits[1]}, {status.get('scaling')})" if limits else ""
@@ -143,17 +162,24 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
 
 
 def _workers(workers: list[dict[str, Any]]) -> Any:
-    rows = [
-        (
-            *(one["worker_id"], one["state"], one.get("incarnation"), one.get("task_id") or "-"),
-            *(f"{one.get('silent_for') or 0:.1f} s", f"{one.get('env_steps') or 0:,}", _number(one, "return_mean")),
-            "-" if one.get("params_version") is None else one["params_version"],
-            f"{one['host']}:{one['pid']}" if one.get("pid") else "-",
-        )
-        for one in workers
-    ]
-    columns = ("worker", "state", "incarnation", "task", "silent for", "env steps", "return", "version", "process")
-    return _table(columns, rows)
+    """A column for all that is known of any of them."""
+    shown = {name: [read(one) for one in workers] for name, read in _COLUMNS.items()}
+    shown = {name: cells for name, cells in shown.items() if name == "worker" or any(cell != "-" for cell in cells)}
+    return _table(tuple(shown), list(zip(*shown.values())))
+
+
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "worker": lambda one: one["worker_id"],
+    "state": lambda one: one["state"],
+    "incarnation": lambda one: str(one.get("incarnation", "-")),
+    "task": lambda one: one.get("task_id") or "-",
+    "phase": lambda one: one.get("phase") or "-",
+    "silent for": lambda one: "-" if one.get("silent_for") is None else f"{one['silent_for']:.1f} s",
+    "env steps": lambda one: "-" if one.get("env_steps") is None else f"{one['env_steps']:,}",
+    "return": lambda one: _number(one, "return_mean"),
+    "version": lambda one: "-" if one.get("params_version") is None else str(one["params_version"]),
+    "process": lambda one: f"{one['host']}:{one['pid']}" if one.get("pid") else "-",
+}
 
 
 def _jobs(jobs: list[dict[str, Any]]) -> Any:

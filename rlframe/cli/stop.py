@@ -3,28 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
 from typing import Any
 
-from rlframe.cli.control import ControlOptions, run_command
+from rlframe.cli.control import RunOptions, check_named_once, connected, is_steered, status_by_files
+from rlframe.cli.parsing import parse
+from rlframe.errors import PeerError, UnavailableError, UsageError
 
+PROG = "rlframe stop"
 DESCRIPTION = (
-    "End a run under a coordinator in good order: what is under way is taken to its end and the policy is saved, "
-    "without a last evaluation. It cannot be undone."
+    "End a run in good order, as Ctrl-C does: what is under way is taken to its end and everything is saved, without a "
+    "last evaluation. Waits for the end of the run in RUN_DIR, and says what is saved."
 )
+_LOOK = 0.1  # seconds between two looks whether it has ended
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(ControlOptions):
+class Options(RunOptions):
     """What `rlframe stop` takes."""
 
-    reason: str = "stopped by hand"  # what the run's state says from then on
+    reason: str = "stopped by hand"  # what the state of an elastic run says from then on
+    within: float = 60.0  # seconds to wait for the end of the run in RUN_DIR
 
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(arguments, "rlframe stop", DESCRIPTION, _stop, Options)
+    options = parse(Options, arguments, PROG, DESCRIPTION)
+    check_named_once(options)
+    if options.run_dir is None:
+        _cancel(options)
+        told = "It is told to stop; `rlframe status --watch` shows its end."
+    else:
+        told = _stop(options, options.run_dir)
+    print(json.dumps({"status": "ok"}) if options.json else told)
+    return 0
 
 
-def _stop(client: Any, options: Options) -> str:
-    client.cancel(options.reason)
-    return "It is told to stop; `rlframe status --watch` shows its end."
+def _cancel(options: Any) -> None:
+    with connected(options, PROG) as client:
+        client.cancel(options.reason)
+
+
+def _stop(options: Options, run_dir: str) -> str:
+    """Ends the run in a directory, and returns what is saved."""
+    from rlframe.programs.run_dir import RunDir
+    from rlframe.programs.run_lock import holder_of
+
+    directory = RunDir(run_dir)
+    directory.check_holds_run()
+    holder = holder_of(directory.path)
+    if holder is None:
+        job = status_by_files(run_dir)()["job"]
+        raise UsageError(f"The run in {run_dir} is over ({job['state']}: {job['reason']}): there is nothing to stop.")
+    try:
+        if is_steered(run_dir):
+            _cancel(options)
+        else:
+            holder.terminate()
+    except (PeerError, UnavailableError):  # nobody is there to take it in its own way
+        holder.terminate()
+    deadline = time.monotonic() + options.within
+    while holder_of(directory.path) == holder:
+        if time.monotonic() > deadline:
+            raise PeerError(f"The run in {run_dir} has not ended within {options.within:g} s; {holder} goes on.")
+        time.sleep(_LOOK)
+
+    job = status_by_files(run_dir)()["job"]
+    told = f"It has ended at {job['env_steps']:,} {job.get('unit') or 'env steps'} ({job['state']}: {job['reason']})."
+    return f"{told} {directory.what_is_saved()}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 
@@ -31,10 +31,13 @@ class SessionOptions:
     config: Union[str, None] = None  # repeat the run of this config.json; other options change it
     run_dir: Union[str, None] = None  # where everything is written; None: a new directory under runs/
     resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
+    resume_from: Union[int, None] = None  # with --resume: go on from this one of RUN_DIR/checkpoints, not the newest
+    take_over: bool = False  # with --resume: end the process that still writes to --run-dir, and go on in its place
     listen: Union[int, None] = None  # distributed: the first of 3 ports at which `rlframe join` reaches this run
-    control_port: Union[int, None] = 0  # elastic: port of its control API and live page; 0: a free one; None: nowhere
-    control_host: str = "127.0.0.1"  # elastic: address that these listen at
-    token_file: Union[str, None] = None  # elastic: the token of these; None: one in RUN_DIR/coordinator
+    # port of /status, /metrics, /healthz and a live page; 0: a free one; None: nowhere; auto: 0 for elastic, else None
+    http: Union[Literal["auto"], int, None] = "auto"
+    http_host: str = "127.0.0.1"  # address that these listen at
+    token_file: Union[str, None] = None  # the token of these; None: one that is made, RUN_DIR/token
     stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
     json: bool = False  # print the result as one JSON object, the last line of stdout
     quiet: bool = False  # show no progress
@@ -48,8 +51,10 @@ class SessionOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentOptions(Experiment):
-    """An experiment whose configs are options of their own; among its fields they would only be noise."""
+    """An experiment whose configs are options of their own; `async` alone is a word that Python keeps for itself."""
 
+    # act on the environments that answer first; not for agents that learn on-policy
+    async_envs: Annotated[bool, tyro.conf.arg(name="async")] = False
     agent_config: Annotated[Any, tyro.conf.Suppress] = None
     network_config: Annotated[Any, tyro.conf.Suppress] = None
 

@@ -20,6 +20,7 @@ class CoordinatorConfig:
     max_collectors: int = 8
     collectors: int = 0  # to begin with; 0: the least
     max_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
+    stop_within: float = 6.0  # seconds for tasks to close when the program is told to end
     describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
     limits: Limits = dataclasses.field(default_factory=Limits)
 

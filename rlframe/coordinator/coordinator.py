@@ -16,7 +16,6 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.coordinator import status as statuses
-from rlframe.coordinator.clock import Clock
 from rlframe.coordinator.commander import Commander
 from rlframe.coordinator.config import CoordinatorConfig, Recorder
 from rlframe.coordinator.core import events as ev
@@ -29,12 +28,15 @@ from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling, Watch, cores_here
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.errors import JobFailedError, UsageError, suggest
+from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.progress import Phase
 
 _TICK = 0.05  # seconds between two looks at what is due
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
+_PLAIN = (str, int, float, bool, type(None))  # what of a note goes into the journal
+_HANDLING = Phase("handling what happened", 300.0)
 _HEARD_WITHIN = 1.0  # seconds for the loop to take what a person wants
-_STOP_WITHIN = 6.0  # seconds for tasks to close when the program is told to end
-_CLOSE_WITHIN = 20.0  # seconds that `close` waits for that, and for the operator
+_CLOSE_WITHIN = 14.0  # seconds more that `close` waits, for the operator
 
 
 class Coordinator:
@@ -136,7 +138,7 @@ class Coordinator:
         Raises:
             JobFailedError: the job failed.
         """
-        with handles.stopped_by_program(lambda: self._cancel("the program was told to stop", _STOP_WITHIN)):
+        with handles.stopped_by_program(lambda: self._cancel("the program was told to stop", self._cfg.stop_within)):
             if not is_over(self._machine.state):
                 # All that was imported will not become garbage: to look through it now and again would take the
                 # coordinator's thread up to a tenth of a second.
@@ -166,8 +168,8 @@ class Coordinator:
     def close(self) -> None:
         """Ends the job, if it goes on, and the workers. Bounded; may be called again."""
         if self._thread is not None and not self._over.is_set():
-            self._cancel("it was closed", _STOP_WITHIN)
-            self._over.wait(_CLOSE_WITHIN)
+            self._cancel("it was closed", self._cfg.stop_within)
+            self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
         self._end()
 
     def _end(self) -> None:
@@ -285,7 +287,8 @@ class Coordinator:
                 if time.monotonic() >= tick_at:
                     happened.append(ev.Ticked())
                     tick_at = time.monotonic() + _TICK
-                self._handle(happened)
+                with _HANDLING:
+                    self._handle(happened)
         except BaseException as error:
             self._failure = error
         finally:
@@ -329,7 +332,7 @@ class Coordinator:
         """Before anything is done about it: what a coordinator that is killed has done, its successor knows."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
-            fields = {name: value for name, value in note.fields.items() if value is None or _is_plain(value)}
+            fields = {name: value for name, value in note.fields.items() if isinstance(value, _PLAIN)}
             number = next(self._numbers)
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
@@ -400,7 +403,3 @@ class _Written:
     """Not an event: what came before it in the line is in the journal once `done` is set."""
 
     done: threading.Event
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool))

@@ -117,6 +117,8 @@ class Alive(Reply):
     task_id: str | None = None
     attempt: int = -1
     progress: int = 0  # rises with everything that is done: a worker that answers, and at which it stands, is stuck
+    within: str = ""  # the phase (`rlframe.interprocess.progress`) of its work, which has a deadline of its own
+    overdue: str = ""  # how that was exceeded: it hangs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Learned(Reply):
 class Collected(Reply):
     """How far a collector is."""
 
-    stats: dict[str, float]  # as `Actor.stats`: counters since it was made, its rank and incarnation
+    stats: dict[str, Any]  # as `Actor.stats`: counters since it was made, its rank and incarnation
     params_version: int  # that acted last
     waits: bool = False  # for newer parameters, or for room in the buffer
 

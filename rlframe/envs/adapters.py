@@ -23,6 +23,7 @@ class SingleEnv(Protocol):
     observation_spec: Any  # a tree of dm_env.specs
     action_spec: specs.Array
     codec: spaces.ActionCodec
+    log: Callable[[Any], None]  # takes what the environment logs; its group sets it
 
     def reset(self, seed: int | None) -> Any:
         """Starts an episode and returns the first observation; a seed is given at the first one only."""
@@ -41,8 +42,17 @@ def env_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence((seed, index)).generate_state(1)[0] >> 1)
 
 
+# What Gymnasium's RecordEpisodeStatistics says at the end of an episode, by our names.
+_EPISODE = {"r": "episode_return", "l": "episode_length", "t": "episode_seconds"}
+
+
 class GymnasiumEnv:
-    """Adapts `gymnasium.Env`: `terminated` is discount 0, `truncated` alone is discount 1."""
+    """Adapts `gymnasium.Env`: `terminated` is discount 0, `truncated` alone is discount 1.
+
+    It logs what a step's `info["log"]` holds, and the `info["episode"]` of RecordEpisodeStatistics.
+    """
+
+    log: Callable[[Any], None]
 
     def __init__(self, env: Any):
         self.env = env
@@ -63,12 +73,21 @@ class GymnasiumEnv:
         return self._from_zero(result[0]) if self._moves else result[0]
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
-        observation, reward, terminated, truncated, _ = self._step(action)
+        observation, reward, terminated, truncated, info = self._step(action)
+        if info and ("log" in info or "episode" in info):
+            self._log_info(info)
         if self._moves:
             observation = self._from_zero(observation)
         if terminated:
             return observation, reward, 0.0, True
         return observation, reward, 1.0, bool(truncated)
+
+    def _log_info(self, info: Mapping[str, Any]) -> None:
+        if "log" in info:
+            self.log(info["log"])
+        episode = info.get("episode")
+        if isinstance(episode, Mapping):  # any other is the environment's own affair
+            self.log({name: episode[key] for key, name in _EPISODE.items() if key in episode})
 
     def _from_zero(self, observation: Any) -> Any:
         leaves = zip(self._layout.flatten(observation), self._starts, strict=True)
@@ -79,10 +98,16 @@ class GymnasiumEnv:
 
 
 class DmEnv:
-    """Adapts `dm_env.Environment`: the discount is the environment's own. It seeds itself when built."""
+    """Adapts `dm_env.Environment`: the discount is the environment's own. It seeds itself when built.
+
+    After each step it logs what the environment's method `log_values()` gives, where it has one.
+    """
+
+    log: Callable[[Any], None]
 
     def __init__(self, env: Any):
         self.env = env
+        self._log_values: Callable[[], Any] | None = getattr(env, "log_values", None)
         self.observation_spec = spaces.observation_spec_of_specs(env.observation_spec())
         self.action_spec, self.codec = spaces.action_spec_of_specs(env.action_spec())
 
@@ -92,6 +117,8 @@ class DmEnv:
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         step_type, reward, discount, observation = self.env.step(action)
+        if self._log_values is not None and (logged := self._log_values()):
+            self.log(logged)
         return (
             observation,
             0.0 if reward is None else reward,

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from rlframe.envs.envpool import EnvPoolAsync
-from rlframe.envs.group import build_group
+from rlframe.envs.group import ANSWER_TIMEOUT, build_group
 from rlframe.envs.handle import PoolHandle
 from rlframe.envs.names import Builder
 from rlframe.envs.process import AsyncProcesses
-from rlframe.envs.sync import check_actions, check_arguments, refuse_builder, split_among, workers_for
+from rlframe.envs.sync import check_arguments, refuse_builder, split_among, workers_for
 from rlframe.envs.thread import AsyncThreads
 from rlframe.errors import UsageError
 from rlframe.types import TimeStep
@@ -43,57 +43,70 @@ class AsyncEnv(PoolHandle):
         seed: int = 0,
         num_workers: int | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
+        answer_timeout: float = ANSWER_TIMEOUT,
+        check_finite: bool | None = None,
     ):
-        check_arguments(size, type, ASYNC_TYPES, seed, num_workers)
+        check_arguments(size, type, ASYNC_TYPES, seed, num_workers, answer_timeout)
         if not isinstance(wait_num, (int, np.integer)) or not 1 <= wait_num <= size:
             raise UsageError(f"wait_num must be between 1 and the size, {size}, got {wait_num!r}.")
-        self._attach(_make_pool(name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs))
+        pool = _make_pool(name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs, answer_timeout)
+        self._attach(pool, answer_timeout, check_finite, is_native=type == "envpool")
         self.wait_num = wait_num
         self._started = False
-        self._running = np.zeros(size, np.bool_)  # sent to, but not yet received
-        self._num_running = 0
+        self._idle: set[int] = set()  # received, but not sent to since: what `send` may name
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         """Waits for `wait_num` environments: (env_ids [wait_num] int32, their timesteps [wait_num, ...])."""
-        if not self._started:
+        if self._closed:
             self._check_open()
+        if not self._started:
             self._pool.start()
             self._started = True
-            self._running[:] = True
-            self._num_running = self.num_envs
-        if self._num_running < self.wait_num:
+        num_running = self.num_envs - len(self._idle)
+        if num_running < self.wait_num:
             raise UsageError(
-                f"recv() waits for {self.wait_num} environments, but only {self._num_running} were sent an action "
+                f"recv() waits for {self.wait_num} environments, but only {num_running} were sent an action "
                 "and not received since: send() to those that were received first."
             )
         env_ids, timestep = self._pool.recv()
-        self._running[env_ids] = False
-        self._num_running -= self.wait_num
-        return env_ids, timestep
+        self._idle.update(env_ids.tolist())
+        return env_ids, timestep if self._check_finite is None else self._check_finite(timestep, env_ids)
 
     def send(self, env_ids: Any, actions: Any) -> None:
-        """Gives `actions` [n, ...] to the environments `env_ids` [n], which were received and not sent to since."""
-        env_ids, actions = np.asarray(env_ids, np.int32), np.asarray(actions)
-        if not self._checked:
+        """Gives `actions` [n, ...] to the environments `env_ids` [n], which were received and not sent to since.
+
+        Ids and actions that do not fit (see `rlframe.envs.actions`) are refused before anything is sent.
+        """
+        if self._closed:
             self._check_open()
-            check_actions(actions, len(env_ids), self.action_spec)
-            self._checked = True
-        if not self._started or self._running[env_ids].any():
-            raise UsageError("send() to an environment that was not received since its last action: recv() first.")
-        self._running[env_ids] = True
-        self._num_running += len(env_ids)
-        self._pool.send(env_ids, actions)
+        env_ids = np.asarray(env_ids)
+        if env_ids.ndim != 1 or env_ids.dtype.kind not in "iu":
+            raise UsageError(f"'env_ids' must be [n] integers, got {env_ids.dtype} of shape {env_ids.shape}.")
+        ids = env_ids.tolist()
+        named = set(ids)
+        if len(named) != len(ids) or not named <= self._idle:
+            self._refuse(ids)
+        actions = self._check_actions(actions, len(ids))
+        self._idle -= named
+        self._pool.send(env_ids.astype(np.int32), actions)
+
+    def _refuse(self, ids: list[int]) -> None:
+        """Raises UsageError for the first of `ids` that cannot be sent to."""
+        for place, env_id in enumerate(ids):
+            if not 0 <= env_id < self.num_envs:
+                raise UsageError(f"send() to environment {env_id}: the ids are 0 to {self.num_envs - 1}.")
+            if env_id in ids[:place]:
+                raise UsageError(f"send() to environment {env_id} twice in one call: give each one action.")
+            if env_id not in self._idle:
+                raise UsageError(
+                    f"send() to environment {env_id}, which was not received since its last action: recv() it first."
+                )
 
     def get_state(self) -> None:
         """None: environments that are in the middle of a step cannot be saved."""
 
     def set_state(self, state: bytes) -> None:
         raise UsageError("An AsyncEnv cannot restore a state: use a SyncEnv of type 'loop' or 'process'.")
-
-    def close(self) -> None:
-        """Ends every thread and process of the pool. May be called twice."""
-        self._started = False
-        super().close()
 
 
 def _make_pool(
@@ -104,6 +117,7 @@ def _make_pool(
     seed: int,
     num_workers: int | None,
     env_kwargs: Mapping[str, Any] | None,
+    answer_timeout: float,
 ) -> Any:
     if type == "envpool":
         refuse_builder(name_or_pybuilder)
@@ -111,5 +125,5 @@ def _make_pool(
     builder = Builder(name_or_pybuilder, seed, env_kwargs)
     workers = workers_for(size, num_workers)
     if type == "thread":
-        return AsyncThreads(build_group(builder, builder.seed_of, 0, size), wait_num, workers)
-    return AsyncProcesses(builder, split_among(size, workers), wait_num)
+        return AsyncThreads(build_group(builder, builder.seed_of, 0, size), wait_num, workers, answer_timeout)
+    return AsyncProcesses(builder, split_among(size, workers), wait_num, answer_timeout)

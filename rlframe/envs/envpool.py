@@ -17,6 +17,7 @@ from rlframe.envs import spaces
 from rlframe.envs.adapters import env_seed
 from rlframe.envs.names import envpool_task
 from rlframe.errors import UsageError
+from rlframe.metrics.sums import Sums
 from rlframe.types import FIRST, TimeStep
 
 # Kept by this file; anything else that EnvPool takes goes through env_kwargs.
@@ -118,6 +119,10 @@ class EnvPoolPool:
     def set_state(self, states: list[Any]) -> None:
         raise UsageError("EnvPool environments cannot restore a state: reset them instead.")
 
+    def sums(self) -> Sums:
+        """EnvPool's environments log nothing."""
+        return {}
+
     def close(self) -> None:
         self._core.close()
 
@@ -142,6 +147,10 @@ class EnvPoolAsync:
 
     def start(self) -> None:
         self._core.pool._reset(np.arange(self.num_envs, dtype=np.int32))
+
+    def sums(self) -> Sums:
+        """EnvPool's environments log nothing."""
+        return {}
 
     def close(self) -> None:
         self._core.close()

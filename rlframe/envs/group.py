@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,13 @@ import numpy as np
 from rlframe.envs import snapshot
 from rlframe.envs.adapters import SingleEnv, wrap
 from rlframe.envs.frames import Rows
+from rlframe.envs.logs import EnvLog
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
+from rlframe.interprocess.progress import advance
 
-ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung
+ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung, by default
+LOOK = 0.5  # seconds between looks at whether those that a pool waits for are alive
 
 # An environment that calls sys.exit() failed; Ctrl-C is no error of an environment.
 _ERRORS = (Exception, SystemExit)
@@ -41,6 +45,7 @@ class EnvGroup:
     def __init__(self, envs: list[SingleEnv], seeds: list[int], first_id: int):
         self.envs = envs
         self.first_id = first_id
+        self.log_to(EnvLog())
         self.observation_spec = envs[0].observation_spec
         self.action_spec = envs[0].action_spec
         self.layout = Layout(self.observation_spec)
@@ -53,10 +58,17 @@ class EnvGroup:
         self._accepted: list[set[np.dtype]] = [set() for _ in self.layout.leaves]
         self._check_specs(envs)
 
+    def log_to(self, log: EnvLog) -> None:
+        """Has the environments log there from now on."""
+        self.log = log
+        for i, env in enumerate(self.envs):
+            env.log = functools.partial(log.add, self.first_id + i)
+
     def reset(self, rows: Rows) -> None:
         """Starts a new episode in every environment."""
         for i in range(len(self.envs)):
             self.reset_one(i, rows, i)
+            advance()
 
     def step(self, actions: np.ndarray, rows: Rows) -> None:
         """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
@@ -73,6 +85,7 @@ class EnvGroup:
                 else:
                     observation, reward, discount, is_last = step(action)
                     step_types.append(2 if is_last else 1)
+                advance()
                 last[i] = is_last
                 rewards.append(reward)
                 discounts.append(discount)
@@ -85,11 +98,11 @@ class EnvGroup:
                     only[i] = observation
                 else:
                     self._write(i, observation, leaves, i)
-            rows.step_type[:] = step_types
-            rows.discount[:] = discounts
-            rows.reward[:] = rewards
         except _ERRORS as error:
             raise self._explain(error, i, "step") from error
+        rows.step_type[:] = step_types
+        self._write_numbers("discount", discounts, rows.discount)
+        self._write_numbers("reward", rewards, rows.reward)
 
     def step_one(self, i: int, action: np.ndarray, rows: Rows, row: int) -> None:
         """Steps environment i (counted in this group) alone and writes row `row`."""
@@ -97,13 +110,13 @@ class EnvGroup:
             self.reset_one(i, rows, row)
             return
         try:
-            observation, rows.reward[row], rows.discount[row], self._last[i] = self._steppers[i](
-                self._decode(action[None])[0]
-            )
+            observation, reward, discount, self._last[i] = self._steppers[i](self._decode(action[None])[0])
             rows.step_type[row] = 2 if self._last[i] else 1
             self._write(i, observation, rows.leaves, row)
         except _ERRORS as error:
             raise self._explain(error, i, "step") from error
+        rows.discount[row] = self._number("discount", discount, i)
+        rows.reward[row] = self._number("reward", reward, i)
 
     def reset_one(self, i: int, rows: Rows, row: int) -> None:
         """Resets environment i (counted in this group) and writes row `row`."""
@@ -130,6 +143,7 @@ class EnvGroup:
         self._last = [last for _, last, _ in states]
         self._seeds = [seed for _, _, seed in states]
         self._steppers = [env.step for env in envs]
+        self.log_to(self.log)
 
     def close(self) -> None:
         for env in self.envs:
@@ -138,6 +152,26 @@ class EnvGroup:
     def _reset_env(self, i: int) -> Any:
         seed, self._seeds[i] = self._seeds[i], None
         return self.envs[i].reset(seed)
+
+    def _write_numbers(self, name: str, values: list[Any], row: np.ndarray) -> None:
+        try:
+            if len(values) > 1:  # numpy takes an array of one number for a number, where it is alone
+                row[:] = values
+                return
+        except (TypeError, ValueError):
+            pass
+        row[:] = [self._number(name, value, i) for i, value in enumerate(values)]
+
+    def _number(self, name: str, value: Any, i: int) -> float:
+        """What environment i gave, if it is one number."""
+        if isinstance(value, (float, int)):
+            return value
+        try:
+            if np.ndim(value) == 0:
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        raise UsageError(f"Environment {self.first_id + i} gave {value!r} as its {name}: expected one number.")
 
     def _write(self, i: int, observation: Any, leaves: list[np.ndarray], row: int) -> None:
         """Writes one observation, of which nothing is known yet, and checks it against the spec."""
@@ -176,6 +210,20 @@ def env_error(sentence: str, traceback_text: str) -> EnvError:
     error.traceback_text = traceback_text  # type: ignore[attr-defined]
     error.__cause__ = RemoteTraceback(traceback_text)
     return error
+
+
+def span(slices: list[tuple[int, int]]) -> str:
+    """The environments start .. stop - 1 of each slice, in words."""
+    parts = [f"{start} to {stop - 1}" if stop - start > 1 else str(start) for start, stop in slices]
+    return f"environment{'s' if len(parts) > 1 or ' ' in parts[0] else ''} {', '.join(parts)}"
+
+
+def silence(slices: list[tuple[int, int]], seconds: float) -> EnvError:
+    """The error for environments that do not answer."""
+    return EnvError(
+        f"No answer from {span(slices)} within {seconds:g} s: it hangs. Correct it, or allow a step more time by "
+        "answer_timeout."
+    )
 
 
 def interrupted() -> EnvError:

@@ -6,6 +6,7 @@ import numpy as np
 
 from rlframe.envs.frames import FrameRing
 from rlframe.envs.group import EnvGroup, EnvState
+from rlframe.metrics.sums import Sums
 from rlframe.types import TimeStep
 
 
@@ -34,6 +35,9 @@ class LoopPool:
 
     def set_state(self, states: list[EnvState]) -> None:
         self._group.set_state(states)
+
+    def sums(self) -> Sums:
+        return self._group.log.sums()
 
     def close(self) -> None:
         self._group.close()

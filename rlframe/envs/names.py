@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlframe import extras
 from rlframe.envs.adapters import SingleEnv, env_seed, wrap
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 
@@ -38,22 +39,21 @@ def envpool_tasks() -> frozenset[str]:
 @functools.lru_cache(maxsize=1)
 def gymnasium_ids() -> frozenset[str]:
     """The ids registered with Gymnasium; none where it is not installed."""
-    try:
-        import gymnasium
-    except ImportError:
+    if not extras.has("gymnasium"):
         return frozenset()
+    with extras.needed("An environment of Gymnasium", "gymnasium"):
+        import gymnasium
     return frozenset(gymnasium.registry)
 
 
 @functools.lru_cache(maxsize=1)
 def dm_control_tasks() -> tuple[str, ...]:
     """The tasks of the dm_control suite as `domain-task`; none where it is not installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no display
-            from dm_control import suite
-    except ImportError:
+    if not extras.has("dm_control"):
         return ()
+    with warnings.catch_warnings(), extras.needed("An environment of dm_control", "dm_control"):
+        warnings.simplefilter("ignore")  # that there is no display
+        from dm_control import suite
     return tuple(f"{domain}-{task}" for domain, task in suite.ALL_TASKS)
 
 
@@ -89,13 +89,16 @@ _LOOP_IS_QUICKER = {
 }
 
 
-def default_type(name_or_pybuilder: Any, size: int) -> str:
+def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> str:
     """How a pool of `size` of this name is best run.
 
-    `envpool` where EnvPool has the task, but `loop` for a few light ones that Gymnasium has too; else `loop`.
+    `envpool` where EnvPool has the task, but `loop` for a few light ones that Gymnasium has too; else `loop`. An
+    asynchronous pool cannot be a loop: `envpool` where EnvPool has the task, else `process`.
     """
     if not isinstance(name_or_pybuilder, str) or backend(name_or_pybuilder) != "envpool":
-        return "loop"
+        return "loop" if is_sync else "process"
+    if not is_sync:
+        return "envpool"
     light = size <= _LOOP_IS_QUICKER.get(name_or_pybuilder, 0) and name_or_pybuilder in gymnasium_ids()
     return "loop" if light else "envpool"
 
@@ -112,6 +115,8 @@ def unknown(name: str, known: Any) -> UsageError:
     """The error for a name that nothing has, with the nearest one that something has."""
     if name.startswith("ALE/"):
         atari = name.removeprefix("ALE/")
+        if extras.has("ale_py"):
+            return UsageError(f"Gymnasium knows {name!r} by the package that registers it: name it 'ale_py:{name}'.")
         return UsageError(f"{name!r} needs ale-py, which is not installed here. EnvPool has Atari games as {atari!r}.")
     return UsageError(
         f"Unknown environment {name!r}.{suggest(name, known)} `rlframe envs` lists the names that can be used."
@@ -184,11 +189,11 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} is an EnvPool task: use type 'envpool' for it.")
     if prefix == "dm_control":
         if not dm_control_tasks():
-            raise UsageError(f"{name!r} needs dm_control, which is not installed here: `pip install dm_control`.")
+            raise extras.missing(f"The environment {name}", "dm_control")
         if task not in dm_control_tasks():
             raise unknown(task, dm_control_tasks())
     elif not gymnasium_ids():
-        raise UsageError(f"{name!r} needs Gymnasium, which is not installed here: `pip install gymnasium`.")
+        raise extras.missing(f"The environment {name}", "gymnasium")
     elif task not in gymnasium_ids() and ":" not in task:
         raise unknown(task, [*gymnasium_ids(), *envpool_tasks()])
 

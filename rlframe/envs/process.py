@@ -14,8 +14,10 @@ import numpy as np
 
 from rlframe.envs import shared
 from rlframe.envs.frames import Frame
-from rlframe.envs.group import ANSWER_TIMEOUT, EnvState, interrupted
-from rlframe.envs.workers import LOOK, Workers
+from rlframe.envs.group import LOOK, EnvState, interrupted, silence
+from rlframe.envs.workers import Workers
+from rlframe.interprocess.clock import Clock
+from rlframe.metrics.sums import Sums
 from rlframe.types import TimeStep
 
 _ASYNC_LOOK = 0.05  # seconds; see AsyncProcesses._wait
@@ -25,8 +27,8 @@ _NOBODY_WAITS = 2**62  # more results than there will ever be
 class ProcessPool:
     """A synchronous pool over `Workers`."""
 
-    def __init__(self, builder: Any, slices: list[tuple[int, int]]):
-        self._workers = Workers(builder, slices, is_sync=True)
+    def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float):
+        self._workers = Workers(builder, slices, answer_timeout, is_sync=True)
         self.num_envs = self._workers.num_envs
         self.observation_spec, self.action_spec = self._workers.observation_spec, self._workers.action_spec
         self._actions = self._workers.block.actions
@@ -36,6 +38,8 @@ class ProcessPool:
         self._next = 0
         self._given = 0  # commands so far
         self._is_waiting = False
+        self._clock = Clock()
+        self._deadline: float | None = None  # by the clock; known once we wait
 
     def reset(self) -> TimeStep:
         return self._run(shared.RESET)
@@ -50,6 +54,9 @@ class ProcessPool:
 
     def set_state(self, states: list[EnvState]) -> None:
         self._call("set_state", [(states[start:stop],) for start, stop in self._workers.slices])
+
+    def sums(self) -> Sums:
+        return self._workers.sums()
 
     def close(self) -> None:
         self._workers.close()
@@ -73,7 +80,7 @@ class ProcessPool:
         for worker, argument in enumerate(arguments):
             self._workers.tell(worker, pickle.dumps((method, argument)))
         self._command(shared.CALL)
-        results = [self._workers.answer(worker) for worker in range(len(arguments))]
+        results = [self._workers.answer(worker, self._workers.answer_timeout) for worker in range(len(arguments))]
         self._wait()
         return results
 
@@ -82,7 +89,7 @@ class ProcessPool:
             raise interrupted()
         self._is_waiting = True
         self._given += 1
-        self._deadline = time.monotonic() + ANSWER_TIMEOUT
+        self._deadline = None
         for header, go in zip(self._workers.headers, self._workers.go, strict=True):
             header[shared.COMMAND] = command
             header[shared.FRAME] = self._next
@@ -106,9 +113,12 @@ class ProcessPool:
     def _look(self) -> None:
         try:
             self._workers.check()
-            if time.monotonic() > self._deadline:
-                late = [i for i, header in enumerate(self._workers.headers) if header[shared.DONE] != self._given]
-                raise self._workers.silence(late)
+            now = self._clock.tick()
+            self._deadline = self._deadline or now + self._workers.answer_timeout
+            if now > self._deadline:
+                workers = zip(self._workers.slices, self._workers.headers, strict=True)
+                late = [each for each, header in workers if header[shared.DONE] != self._given]
+                raise silence(late, self._workers.answer_timeout)
         except BaseException:
             self.close()
             raise
@@ -117,8 +127,8 @@ class ProcessPool:
 class AsyncProcesses:
     """Workers that step whichever of their environments was sent to first."""
 
-    def __init__(self, builder: Any, slices: list[tuple[int, int]], wait_num: int):
-        self._workers = Workers(builder, slices, is_sync=False)
+    def __init__(self, builder: Any, slices: list[tuple[int, int]], wait_num: int, answer_timeout: float):
+        self._workers = Workers(builder, slices, answer_timeout, is_sync=False)
         self.num_envs = self._workers.num_envs
         self.observation_spec, self.action_spec = self._workers.observation_spec, self._workers.action_spec
         self._wait_num = wait_num
@@ -131,6 +141,9 @@ class AsyncProcesses:
         self._ready: list[int] = []  # finished, in order, but not yet received
         self._workers.headers[0][shared.WANTED] = _NOBODY_WAITS
         self._next_look = 0.0
+        self._clock = Clock()
+        # What each worker had done at the last look, and since when by the clock it has done no more.
+        self._progress = [(0, self._clock())] * len(slices)
 
     def start(self) -> None:
         self.send(np.arange(self.num_envs), np.zeros(self._actions.shape, self._actions.dtype))
@@ -141,6 +154,8 @@ class AsyncProcesses:
         for worker, go in enumerate(self._workers.go):
             ids = env_ids[workers == worker]
             if len(ids):
+                if self._requested[worker] == self._workers.headers[worker][shared.DONE]:
+                    self._progress[worker] = self._requested[worker], self._clock.tick()  # it was idle until now
                 places = np.arange(self._requested[worker], self._requested[worker] + len(ids)) % self.num_envs
                 self._requests[worker, places] = ids
                 self._requested[worker] += len(ids)
@@ -153,7 +168,7 @@ class AsyncProcesses:
         # The others may be quick enough that we never wait for a worker that failed or died.
         if now > self._next_look or any(header[shared.FAILED] for header in self._workers.headers):
             self._next_look = now + LOOK
-            self._look(now + ANSWER_TIMEOUT)
+            self._look()
         missing = self._wait_num - len(self._ready)
         if missing > 0:
             self._workers.headers[0][shared.WANTED] = sum(self._taken) + missing
@@ -162,6 +177,9 @@ class AsyncProcesses:
         env_ids = np.array(self._ready[: self._wait_num], np.int32)
         del self._ready[: self._wait_num]
         return env_ids, self._latest.select(env_ids).timestep()
+
+    def sums(self) -> Sums:
+        return self._workers.sums()
 
     def close(self) -> None:
         self._workers.close()
@@ -175,20 +193,27 @@ class AsyncProcesses:
 
     def _wait(self) -> None:
         """Sleeps until enough environments are ready. Raises what a worker raised, or that it died or hangs."""
-        deadline = time.monotonic() + ANSWER_TIMEOUT
         self._collect()
         while len(self._ready) < self._wait_num:
             # A wake-up may be missed where WANTED and DONE change together, so the sleep is short.
             woken = self._workers.done.wait(_ASYNC_LOOK)
             if not woken or any(header[shared.FAILED] for header in self._workers.headers):
-                self._look(deadline)
+                self._look()
             self._collect()
 
-    def _look(self, deadline: float) -> None:
+    def _look(self) -> None:
         try:
             self._workers.check()
-            if time.monotonic() > deadline:
-                raise self._workers.silence(list(range(len(self._workers.slices))))
+            now, late = self._clock.tick(), []
+            for worker, header in enumerate(self._workers.headers):
+                done, since = self._progress[worker]
+                if header[shared.DONE] != done:
+                    self._progress[worker] = header[shared.DONE], now
+                elif done < self._requested[worker] and now - since > self._workers.answer_timeout:
+                    env_id = int(self._requests[worker, done % self.num_envs])
+                    late.append((env_id, env_id + 1))
+            if late:
+                raise silence(late, self._workers.answer_timeout)
         except BaseException:
             self.close()
             raise

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.envs.frames import Frame, frame_shapes
+from rlframe.envs.logs import EnvLog, log_shapes
 from rlframe.envs.spaces import Layout
 
 # Words of a worker's header, each an int64.
@@ -89,12 +90,14 @@ class Block:
       headers: one memoryview of HEADER int64 words for each worker.
       requests, results: [num_workers, num_envs] int32 rings of environment ids (async).
       actions: [num_envs, ...] in the action spec's dtype.
+      logs: what the environments of each worker log; its worker writes.
       frames: NUM_FRAMES of [num_envs, ...].
     """
 
     def __init__(self, descriptor: int, num_workers: int, num_envs: int, layout: Layout, action_spec: Any):
         shapes: list[tuple[tuple[int, ...], Any]] = [((num_workers, HEADER), np.int64)]
         shapes += [((num_workers, num_envs), np.int32)] * 2 + [((num_envs, *action_spec.shape), action_spec.dtype)]
+        shapes += [((num_workers, *shape), dtype) for shape, dtype in log_shapes()]
         shapes += frame_shapes(layout, num_envs) * NUM_FRAMES
         offsets, size = _lay_out(shapes)
         if os.fstat(descriptor).st_size < size:
@@ -108,8 +111,9 @@ class Block:
         # Scalars of a memoryview are read and written in a third of the time that an array takes.
         self.headers = [memoryview(row) for row in arrays[0]]
         self.requests, self.results, self.actions = arrays[1:4]
+        self.logs = [EnvLog(names, values) for names, values in zip(arrays[4], arrays[5], strict=True)]
         per_frame = len(frame_shapes(layout, num_envs))
-        self.frames = [Frame(layout, arrays[start : start + per_frame]) for start in range(4, len(arrays), per_frame)]
+        self.frames = [Frame(layout, arrays[start : start + per_frame]) for start in range(6, len(arrays), per_frame)]
 
 
 def _lay_out(shapes: list[tuple[tuple[int, ...], Any]]) -> tuple[list[int], int]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from dm_env import specs
 
 from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import EnvPoolPool
-from rlframe.envs.group import EnvGroup, build_group
+from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, build_group
 from rlframe.envs.handle import PoolHandle
 from rlframe.envs.loop import LoopPool
 from rlframe.envs.names import Builder, takes_seed
@@ -36,9 +36,13 @@ class SyncEnv(PoolHandle):
       seed: environment i is seeded from (seed, i), so every Python type gives the same streams.
       num_workers: threads or processes; the cores that this process may use, if None.
       env_kwargs: options of the environment or of EnvPool.
+      answer_timeout: seconds that a step may take in a thread or process before its environment counts as hung: an
+        EnvError names it. A loop and EnvPool have no such limit.
+      check_finite: whether NaN and infinity in a reward or an observation is an EnvError that names the environment;
+        None: but for EnvPool, a light step of which would take a tenth more time.
 
-    Raises UsageError for unknown names, types and options, for environments that differ, and for actions of a wrong
-    shape or dtype; EnvError, naming the environment, where one raises or its process dies.
+    Raises UsageError for unknown names, types and options, for environments that differ, and for actions that do not
+    fit; EnvError, naming the environment, where one raises or its process dies.
 
     `observation_spec` and `action_spec` are `dm_env.specs` (trees of them) of ONE environment. Arrays that `reset` and
     `step` return are the caller's own: they are never written again while anything refers to them.
@@ -55,9 +59,12 @@ class SyncEnv(PoolHandle):
         seed: int = 0,
         num_workers: int | None = None,
         env_kwargs: Mapping[str, Any] | None = None,
+        answer_timeout: float = ANSWER_TIMEOUT,
+        check_finite: bool | None = None,
     ):
-        check_arguments(size, type, SYNC_TYPES, seed, num_workers)
-        self._attach(_make_pool(name_or_pybuilder, size, type, seed, num_workers, env_kwargs))
+        check_arguments(size, type, SYNC_TYPES, seed, num_workers, answer_timeout)
+        pool = _make_pool(name_or_pybuilder, size, type, seed, num_workers, env_kwargs, answer_timeout)
+        self._attach(pool, answer_timeout, check_finite, is_native=type == "envpool")
 
     @classmethod
     def from_env(cls, env: Any, *, seed: int = 0) -> SyncEnv:
@@ -69,16 +76,18 @@ class SyncEnv(PoolHandle):
     def reset(self) -> TimeStep:
         """Starts a new episode everywhere: a FIRST timestep [B, ...]."""
         self._check_open()
-        return self._pool.reset()
+        timestep = self._pool.reset()
+        return timestep if self._check_finite is None else self._check_finite(timestep)
 
     def step(self, actions: Any) -> TimeStep:
-        """Steps all environments with `actions` [B, ...]; those that were LAST ignore theirs and give FIRST."""
-        actions = np.asarray(actions)
-        if not self._checked:
+        """Steps all environments with `actions` [B, ...]; those that were LAST ignore theirs and give FIRST.
+
+        Actions that do not fit (see `rlframe.envs.actions`) are refused before any environment steps.
+        """
+        if self._closed:
             self._check_open()
-            check_actions(actions, self.num_envs, self.action_spec)
-            self._checked = True
-        return self._pool.step(actions)
+        timestep = self._pool.step(self._check_actions(actions, self.num_envs))
+        return timestep if self._check_finite is None else self._check_finite(timestep)
 
     def get_state(self) -> bytes | None:
         """All environments with their state, or None where they cannot save it (EnvPool, EzPickle, native handles).
@@ -117,7 +126,9 @@ def as_pool(env: Any, *, seed: int = 0) -> Any:
     raise UsageError(f"Expected a pool, an environment or a callable that returns one, got {type(env).__name__}.")
 
 
-def check_arguments(size: Any, type: str, types: tuple[str, ...], seed: Any, num_workers: Any) -> None:
+def check_arguments(
+    size: Any, type: str, types: tuple[str, ...], seed: Any, num_workers: Any, answer_timeout: float
+) -> None:
     """Raises UsageError for arguments that no pool can be made of."""
     if not isinstance(size, (int, np.integer)) or size < 1:
         raise UsageError(f"size must be a whole number of at least 1, got {size!r}.")
@@ -127,21 +138,8 @@ def check_arguments(size: Any, type: str, types: tuple[str, ...], seed: Any, num
         raise UsageError(f"seed must be a whole number of at least 0, got {seed!r}.")
     if num_workers is not None and num_workers < 1:
         raise UsageError(f"num_workers must be at least 1 (or None: the cores), got {num_workers!r}.")
-
-
-def check_actions(actions: np.ndarray, batch: int, spec: specs.Array) -> None:
-    """Raises UsageError unless `actions` is a batch of what `spec` says."""
-    wanted = (batch, *spec.shape)
-    if actions.shape != wanted or not np.can_cast(actions.dtype, spec.dtype, "same_kind"):
-        raise UsageError(
-            f"'action' must be {spec.dtype} of shape {wanted}, got {actions.dtype} of shape {actions.shape}."
-        )
-    if spec.dtype.kind not in "iu" or not isinstance(spec, specs.BoundedArray):
-        return
-    if (actions < spec.minimum).any() or (actions > spec.maximum).any():
-        raise UsageError(
-            f"'action' must be between {spec.minimum} and {spec.maximum}, got {actions.min()} to {actions.max()}."
-        )
+    if not 0 < answer_timeout <= threading.TIMEOUT_MAX:
+        raise UsageError(f"answer_timeout must be a number of seconds above 0, got {answer_timeout!r}.")
 
 
 def refuse_builder(name_or_pybuilder: Any) -> None:
@@ -170,6 +168,7 @@ def _make_pool(
     seed: int,
     num_workers: int | None,
     env_kwargs: Mapping[str, Any] | None,
+    answer_timeout: float,
 ) -> Any:
     if type == "envpool":
         refuse_builder(name_or_pybuilder)
@@ -179,5 +178,6 @@ def _make_pool(
         return LoopPool(build_group(builder, builder.seed_of, 0, size))
     slices = split_among(size, workers_for(size, num_workers))
     if type == "process":
-        return ProcessPool(builder, slices)
-    return ThreadPool([build_group(builder, builder.seed_of, start, stop) for start, stop in slices])
+        return ProcessPool(builder, slices, answer_timeout)
+    groups = [build_group(builder, builder.seed_of, start, stop) for start, stop in slices]
+    return ThreadPool(groups, answer_timeout)

@@ -1,40 +1,81 @@
-"""`type='thread'`: each thread steps its share of the environments. For environments that release the GIL."""
+"""`type='thread'`: each thread steps its share of the environments. For environments that release the GIL.
+
+No thread refers to its pool, so a pool that nobody refers to any more ends its threads like one that was closed. The
+threads close the environments: one that is in the middle of a step must not lose its environment.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from rlframe.envs.frames import FrameRing, new_frame
-from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, EnvState, interrupted
-from rlframe.errors import EnvError
+from rlframe.envs.frames import FrameRing, Rows, new_frame
+from rlframe.envs.group import LOOK, EnvGroup, EnvState, interrupted, silence
+from rlframe.interprocess.clock import Clock
+from rlframe.metrics.sums import Sums, add_up
 from rlframe.types import TimeStep
 
 _CLOSE_TIMEOUT = 5.0  # seconds; a thread cannot be killed, so a hung one is left behind (it is a daemon)
 
 
+class Crew:
+    """Threads that run until `end`, or until nobody refers to this any more.
+
+    Args:
+      works: what each of them runs. It must not refer to the pool, and returns on a job of None.
+      queues: where each of them gets its jobs from.
+    """
+
+    def __init__(self, works: Sequence[Callable[[], None]], queues: list[SimpleQueue[Any]]):
+        self._threads = [
+            threading.Thread(target=work, name=f"rlframe env worker {i}", daemon=True) for i, work in enumerate(works)
+        ]
+        self._finalizer = weakref.finalize(self, _dismiss, queues)
+        self._finalizer.atexit = False  # the interpreter does not wait for daemons
+        for thread in self._threads:
+            thread.start()
+
+    def end(self, timeout: float) -> None:
+        """Has each thread end after its jobs, and waits for them for `timeout` seconds in all."""
+        self._finalizer()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _dismiss(queues: list[SimpleQueue[Any]]) -> None:
+    for queue in queues:
+        queue.put(None)
+
+
 class ThreadPool:
     """One thread for each group of environments; all of them work while the caller waits."""
 
-    def __init__(self, groups: list[EnvGroup]):
+    def __init__(self, groups: list[EnvGroup], answer_timeout: float):
         self._groups = groups
+        self._answer_timeout = answer_timeout
         self._slices = [(group.first_id, group.first_id + len(group.envs)) for group in groups]
         self.num_envs = self._slices[-1][1]
         self.observation_spec = groups[0].observation_spec
         self.action_spec = groups[0].action_spec
         self._ring = FrameRing(groups[0].layout, self.num_envs, self._slices)
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups]
-        self._done: SimpleQueue[Exception | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._is_waiting = False
-        self._threads = [
-            threading.Thread(target=self._work, args=(group, jobs), name=f"rlframe env worker {i}", daemon=True)
+        self._clock = Clock()
+        works = [
+            functools.partial(_serve, group, i, jobs, self._done)
             for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
         ]
-        for thread in self._threads:
-            thread.start()
+        self._crew = Crew(works, self._jobs)
 
     def reset(self) -> TimeStep:
         return self._run(None)
@@ -55,13 +96,12 @@ class ThreadPool:
         for group, (start, stop) in zip(self._groups, self._slices, strict=True):
             group.set_state(states[start:stop])
 
+    def sums(self) -> Sums:
+        return add_up(group.log.sums() for group in self._groups)
+
     def close(self) -> None:
-        for jobs in self._jobs:
-            jobs.put(None)
-        for thread in self._threads:
-            thread.join(_CLOSE_TIMEOUT)
-        for group in self._groups:
-            group.close()
+        """After a step that was interrupted it does not wait for that to end."""
+        self._crew.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
 
     def _run(self, actions: np.ndarray | None) -> TimeStep:
         if self._is_waiting:
@@ -70,82 +110,140 @@ class ThreadPool:
         frame = self._ring.take()
         for jobs, (start, stop) in zip(self._jobs, self._slices, strict=True):
             jobs.put((None if actions is None else actions[start:stop], frame.rows(start, stop)))
-        errors = [self._wait() for _ in self._jobs]
+        answers: dict[int, BaseException | None] = {}
+        deadline = None
+        while len(answers) < len(self._jobs):
+            try:
+                worker, answers[worker] = self._done.get(timeout=LOOK)
+            except Empty:
+                now = self._clock.tick()
+                deadline = deadline or now + self._answer_timeout
+                if now > deadline:
+                    late = [each for worker, each in enumerate(self._slices) if worker not in answers]
+                    raise silence(late, self._answer_timeout) from None
         self._is_waiting = False
-        for error in errors:
+        for worker in range(len(answers)):
+            error = answers[worker]
             if error is not None:
                 raise error
         return frame.timestep()
-
-    def _wait(self) -> Exception | None:
-        try:
-            return self._done.get(timeout=ANSWER_TIMEOUT)
-        except Empty:
-            raise EnvError(f"An environment did not answer within {ANSWER_TIMEOUT:.0f} s.") from None
-
-    def _work(self, group: EnvGroup, jobs: SimpleQueue[Any]) -> None:
-        while (job := jobs.get()) is not None:
-            actions, rows = job
-            error: Exception | None = None
-            try:
-                group.reset(rows) if actions is None else group.step(actions, rows)
-            except Exception as caught:
-                error = caught
-            del job, actions, rows  # a thread that waits must not keep the caller's arrays
-            self._done.put(error)
 
 
 class AsyncThreads:
     """Threads that step whichever environment was sent to first; results come back in order of completion."""
 
-    def __init__(self, group: EnvGroup, wait_num: int, num_workers: int):
-        self._group = group
+    def __init__(self, group: EnvGroup, wait_num: int, num_workers: int, answer_timeout: float):
         self.num_envs = len(group.envs)
         self.observation_spec = group.observation_spec
         self.action_spec = group.action_spec
-        self._wait_num = wait_num
+        self._wait_num, self._answer_timeout = wait_num, answer_timeout
+        self._log = group.log
         # One row for each environment: it is not written again before the caller has received it.
         self._latest = new_frame(group.layout, self.num_envs)
-        self._rows = self._latest.rows(0, self.num_envs)
+        rows = self._latest.rows(0, self.num_envs)
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"rlframe env worker {i}", daemon=True) for i in range(num_workers)
+        self._ready: list[int] = []  # finished, in order, but not yet received
+        self._clock = Clock()
+        # What each thread is doing: (environment, since when by the clock), or None.
+        self._doing: list[tuple[int, float] | None] = [None] * num_workers
+        self._next_look = 0.0
+        self._is_waiting = False
+        self._is_ending = threading.Event()
+        left = list(range(num_workers))
+        works = [
+            functools.partial(
+                _serve_any, group, i, rows, self._jobs, self._done, self._clock, self._doing, self._is_ending, left
+            )
+            for i in range(num_workers)
         ]
-        for thread in self._threads:
-            thread.start()
+        self._crew = Crew(works, [self._jobs] * num_workers)
 
     def start(self) -> None:
         self.send(np.arange(self.num_envs), np.zeros((self.num_envs, *self.action_spec.shape), self.action_spec.dtype))
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
+        self._clock.tick()
         for env_id, action in zip(env_ids.tolist(), np.array(actions), strict=True):
             self._jobs.put((env_id, action))
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
-        env_ids = np.empty(self._wait_num, np.int32)
-        for k in range(self._wait_num):
-            try:
-                answer = self._done.get(timeout=ANSWER_TIMEOUT)
-            except Empty:
-                raise EnvError(f"No environment answered within {ANSWER_TIMEOUT:.0f} s.") from None
-            if isinstance(answer, Exception):
-                raise answer
-            env_ids[k] = answer
+        self._is_waiting = True
+        while len(self._ready) < self._wait_num:
+            # The others may be so quick that we never wait, and one hangs all the same.
+            if time.monotonic() > self._next_look:
+                self._look()
+            with contextlib.suppress(Empty):
+                answer = self._done.get(timeout=LOOK)
+                if isinstance(answer, BaseException):
+                    self._is_waiting = False
+                    raise answer
+                self._ready.append(answer)
+        self._is_waiting = False
+        env_ids = np.array(self._ready[: self._wait_num], np.int32)
+        del self._ready[: self._wait_num]
         return env_ids, self._latest.select(env_ids).timestep()
 
-    def close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(_CLOSE_TIMEOUT)
-        self._group.close()
+    def sums(self) -> Sums:
+        return self._log.sums()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            env_id, action = job
-            try:
-                self._group.step_one(env_id, np.asarray(action), self._rows, env_id)
-                self._done.put(env_id)
-            except Exception as error:
-                self._done.put(error)
+    def close(self) -> None:
+        """Makes no step that was not begun. After a `recv` that was interrupted it waits for none either."""
+        self._is_ending.set()
+        self._crew.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
+
+    def _look(self) -> None:
+        """Raises EnvError where an environment hangs."""
+        now = self._clock.tick()
+        self._next_look = time.monotonic() + LOOK
+        late = [each[0] for each in self._doing if each is not None and now - each[1] > self._answer_timeout]
+        if late:
+            raise silence([(env_id, env_id + 1) for env_id in sorted(late)], self._answer_timeout)
+
+
+def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: SimpleQueue[Any]) -> None:
+    """Steps or resets all environments of a group for each job, and closes them in the end."""
+    while (job := jobs.get()) is not None:
+        actions, rows = job
+        error: BaseException | None = None
+        try:
+            group.reset(rows) if actions is None else group.step(actions, rows)
+        except BaseException as caught:
+            error = caught
+        del job, actions, rows  # a thread that waits must not keep the caller's arrays
+        done.put((worker, error))
+        del error
+    _close(group)
+
+
+def _serve_any(
+    group: EnvGroup,
+    worker: int,
+    rows: Rows,
+    jobs: SimpleQueue[Any],
+    done: SimpleQueue[Any],
+    clock: Clock,
+    doing: list[tuple[int, float] | None],
+    is_ending: threading.Event,
+    left: list[int],
+) -> None:
+    """Steps one environment for each job; the last of the threads that share the group closes it."""
+    while (job := jobs.get()) is not None and not is_ending.is_set():
+        env_id, action = job
+        doing[worker] = env_id, clock()
+        answer: Any = env_id
+        try:
+            group.step_one(env_id, np.asarray(action), rows, env_id)
+        except BaseException as error:
+            answer = error
+        doing[worker] = None
+        done.put(answer)
+        del job, action, answer
+    if left.pop() == 0:
+        _close(group)
+
+
+def _close(group: EnvGroup) -> None:
+    # As in a worker process: an environment that cannot close must not keep the others from ending.
+    with contextlib.suppress(Exception):
+        group.close()

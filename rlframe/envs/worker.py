@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rlframe.envs import shared
 from rlframe.envs.group import EnvGroup, build_group
 from rlframe.errors import EnvError, RlframeError, UsageError
+from rlframe.interprocess.processes import die_soon_after_parent
 
 ORPHAN_GRACE = 2.0  # seconds that a worker whose parent is gone has to close its environments
 _IDLE_WAIT = 3600.0  # seconds; a worker waits for its parent, whose end wakes it too
@@ -46,6 +47,7 @@ class Descriptors(NamedTuple):
 def main(descriptors: Descriptors) -> None:
     """Runs until told to close or until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes its workers
+    die_soon_after_parent()
     connection = Connection(descriptors.connection)
     go, done = shared.Semaphore(descriptors.go), shared.Semaphore(descriptors.done)
     watch = ParentWatch(connection, go)
@@ -65,7 +67,10 @@ def main(descriptors: Descriptors) -> None:
 
 
 class ParentWatch:
-    """Ends this process soon after its parent, even in the middle of a step that never returns."""
+    """Ends this process soon after its parent, even in the middle of a step that never returns.
+
+    Unless that step keeps Python's lock: then `die_soon_after_parent` does.
+    """
 
     def __init__(self, connection: Connection, go: shared.Semaphore):
         self.parent_is_gone = False
@@ -104,6 +109,7 @@ class Worker:
         self._header = block.headers[job.worker]
         self._requests, self._results = block.requests[job.worker], block.results[job.worker]
         self._actions = block.actions
+        group.log_to(block.logs[job.worker])
         self._rows = [frame.rows(job.start, job.stop) for frame in block.frames]
 
     def serve(self) -> None:

@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from rlframe.envs import shared, snapshot
-from rlframe.envs.group import ANSWER_TIMEOUT, different_specs, env_error
+from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, different_specs, env_error, silence, span
 from rlframe.envs.spaces import Layout
 from rlframe.envs.worker import Descriptors, Job
 from rlframe.errors import EnvError, UsageError
+from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.processes import start_process
+from rlframe.metrics.sums import Sums, add_up
 
-LOOK = 0.5  # seconds between looks at whether the workers that we wait for are alive
 _CLOSE_TIMEOUT = 5.0  # seconds for the environments' own close(); then the worker is killed
 
 _COMMAND = (
@@ -33,10 +35,12 @@ class Workers:
     Args:
       builder: a `names.Builder`; what it refers to must be picklable, by value if need be.
       slices: (start, stop) of each worker's environments.
+      answer_timeout: seconds after which one that says nothing counts as hung, but at its start.
     """
 
-    def __init__(self, builder: Any, slices: list[tuple[int, int]], is_sync: bool):
+    def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float, is_sync: bool):
         self.slices = slices
+        self.answer_timeout = answer_timeout
         self.num_envs = slices[-1][1]
         self._memory = shared.anonymous_file()
         self.done = shared.Semaphore()
@@ -61,7 +65,7 @@ class Workers:
             theirs.close()
             job = Job(builder, start, stop, worker, len(self.slices), self.num_envs, is_sync)
             self.tell(worker, pickle.dumps(job))
-        answers = [self.answer(worker) for worker in range(len(self.slices))]
+        answers = [self.answer(worker, ANSWER_TIMEOUT) for worker in range(len(self.slices))]
         for (start, _), specs_came in zip(self.slices, answers, strict=True):
             if specs_came != answers[0]:
                 raise different_specs(0, answers[0], start, specs_came)
@@ -82,16 +86,17 @@ class Workers:
         except OSError:
             raise self.death(worker) from None
 
-    def answer(self, worker: int) -> Any:
+    def answer(self, worker: int, timeout: float) -> Any:
         """The worker's next message. Raises what it raised, or EnvError where it died or says nothing."""
-        deadline = time.monotonic() + ANSWER_TIMEOUT
+        clock = Clock()
+        deadline = clock() + timeout
         connection = self.connections[worker]
         try:
             while not connection.poll(LOOK):
                 if self.processes[worker].poll() is not None and not connection.poll(0):
                     raise self.death(worker)
-                if time.monotonic() > deadline:
-                    raise self.silence([worker])
+                if clock.tick() > deadline:
+                    raise silence([self.slices[worker]], timeout)
             message = connection.recv()
         except (EOFError, OSError):
             raise self.death(worker) from None
@@ -104,7 +109,7 @@ class Workers:
         """Raises what a worker raised, or that one died; called while waiting."""
         for worker, (header, process) in enumerate(zip(self.headers, self.processes, strict=True)):
             if header[shared.FAILED]:
-                self.answer(worker)
+                self.answer(worker, self.answer_timeout)
             if process.poll() is not None:
                 raise self.death(worker)
 
@@ -117,17 +122,11 @@ class Workers:
         how = f"exited with code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return EnvError(f"The worker process {worker} (pid {process.pid}) of {self._span([worker])} {how}.")
+        return EnvError(f"The worker process {worker} (pid {process.pid}) of {span([self.slices[worker]])} {how}.")
 
-    def silence(self, workers: list[int]) -> EnvError:
-        return EnvError(f"No answer from {self._span(workers)} within {ANSWER_TIMEOUT:.0f} s: it hangs.")
-
-    def _span(self, workers: list[int]) -> str:
-        spans = [
-            f"{start} to {stop - 1}" if stop - start > 1 else str(start)
-            for start, stop in (self.slices[worker] for worker in workers)
-        ]
-        return f"environments {', '.join(spans)}"
+    def sums(self) -> Sums:
+        """What the environments logged; see `SyncEnv.sums`."""
+        return add_up(log.sums() for log in self.block.logs)
 
     def close(self) -> None:
         """Ends every worker: those that do not end by themselves in time are killed."""
@@ -140,7 +139,7 @@ def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
     # Numerical libraries in an environment would otherwise start a thread per core in every worker.
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
     # A session of its own: Ctrl-C at the terminal reaches the pool only, which then closes its workers.
-    return subprocess.Popen(
+    return start_process(
         [sys.executable, "-c", code],
         pass_fds=sorted(inherited),
         env=env,

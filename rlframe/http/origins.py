@@ -1,9 +1,10 @@
-"""Which pages may call a service: those that it served itself, under a name that is its own.
+"""Who may call a service: programs, and pages that it served itself, under a name that is its own.
 
 A service on loopback is reached by every page that a browser on this machine has open. A page from elsewhere may send
-it a POST whose answer it never sees (CSRF), or have its own name lead here, and so pass for the service's page (DNS
-rebinding). The header Origin tells the first, Host the second; programs that are no browsers send the one as they
-should and the other not at all.
+it a request whose answer it never sees (CSRF: a form, or an image whose address is `/reset_data`), or have its own name
+lead here, and so pass for the service's page (DNS rebinding). The headers Origin and Sec-Fetch-Site
+(https://www.w3.org/TR/fetch-metadata/) tell the first, Host the second; programs that are no browsers send neither of
+the first two. A token is no page's to know, so Host matters only where none is needed.
 """
 
 from __future__ import annotations
@@ -16,39 +17,94 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlframe.http.middleware import Refusal, detail
+from rlframe.http.token_file import is_loopback
+
+_PAGES = ("/", "/docs")  # without data: whoever follows a link from elsewhere may open them
 
 
 class SameOrigin:
-    """ASGI: 403 unless Host is this service's, and Origin, where there is one, is the same.
+    """ASGI: 403 for requests of pages from elsewhere, and for those that a service without a token does not answer.
 
     Args:
-        hosts: names that are the service's, beside `localhost` and any IP address: those lead nowhere else.
+        token: whether requests need one.
+        no_token: without one, whether other machines may call the service all the same, by names without a dot too,
+            which no page on the web can have; else it answers at loopback only, however it listens.
+        hosts: without a token, names that are the service's, beside `localhost` and any IP address: those lead nowhere
+            else.
+        origins: whose pages may call it beside its own, or *.
+        changing: ends of paths whose GET changes something.
         refusal: what refusals look like.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str] = (), refusal: Refusal = detail) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: bool,
+        no_token: bool = False,
+        hosts: Iterable[str] = (),
+        origins: Iterable[str] = (),
+        changing: tuple[str, ...] = (),
+        refusal: Refusal = detail,
+    ) -> None:
         self._app = app
+        self._token, self._no_token = token, no_token
         self._hosts = {"localhost", *(host.lower() for host in hosts)}
+        self._origins = {origin.lower() for origin in origins}
+        self._changing = changing
         self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))):
+        if scope["type"] == "http" and (problem := self._problem(scope)):
             await self._refusal(problem, 403, None)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _problem(self, headers: Headers) -> str:
+    def _problem(self, scope: Scope) -> str:
+        headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
-        name = _name(host)
-        if name not in self._hosts and not _is_address(name):
+        problem = "" if self._token else self._reached_wrongly(scope, _name(host))
+        return problem or self._sent_by_a_page(scope, headers, host)
+
+    def _reached_wrongly(self, scope: Scope, name: str) -> str:
+        if not self._no_token and not _is_local(scope.get("server")):
             return (
-                f"The header Host names {name[:100]!r}, which is not known to be this service's name. Ask for it by "
-                "its IP address or localhost, or have it started with that name as an allowed host."
+                "This service asks for no token, so it answers its own machine only, at 127.0.0.1. For other machines "
+                "start it with a token (--token-file FILE) or, where whoever reaches it may call it, with --no-token; "
+                "under uvicorn by its environment variables ..._TOKEN_FILE and ..._NO_TOKEN=true."
             )
-        origin = headers.get("origin")
-        if origin is not None and origin.lower().rpartition("://")[2] != host:
+        if name in self._hosts or _is_address(name) or (self._no_token and name and "." not in name):
+            return ""
+        return (
+            f"The header Host names {name[:100]!r}, which is not known to be this service's name. Ask for it by its IP "
+            "address or localhost, or have it started with that name: --allowed-host NAME."
+        )
+
+    def _sent_by_a_page(self, scope: Scope, headers: Headers, host: str) -> str:
+        """What is wrong where a browser says that a page from elsewhere sent this; empty where nothing is."""
+        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+        if site == "same-origin":  # the browser's word, whatever a proxy made of Host
+            return ""
+        if origin is not None:
+            own = origin.lower().rpartition("://")[2] == host and site in (None, "none")
+            if own or "*" in self._origins or origin.lower() in self._origins:
+                return ""
             return f"Pages of {origin[:100]!r} may not call this service: only its own may."
-        return ""
+        path = scope["path"]
+        if site is None:
+            # Browsers send neither header with an image's GET to http addresses other than loopback.
+            if path.endswith(self._changing) and headers.get("user-agent", "").startswith("Mozilla/"):
+                return f"A browser does not say which page asks for {path[:100]}, so it may not: use a program."
+            return ""
+        navigation = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+        if site == "none" or (navigation and scope["method"] in ("GET", "HEAD") and path in _PAGES):
+            return ""
+        return "Pages from elsewhere may not call this service: only its own may."
+
+
+def _is_local(server: tuple[str, int | None] | None) -> bool:
+    """Whether only this machine reaches the address that a connection came in at; None is that of a Unix socket."""
+    return server is None or server[1] is None or is_loopback(server[0])
 
 
 def _name(host: str) -> str:

@@ -12,7 +12,9 @@ from starlette.types import ASGIApp
 
 from rlframe.errors import UsageError
 from rlframe.http.connections import bounded
+from rlframe.interprocess.progress import Phase, advance
 
+_SERVING = Phase("serving", 300.0)
 DRAIN = 10  # seconds for requests that are under way when the service is told to end
 
 
@@ -45,6 +47,14 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._greeting, self._let_go = greeting, let_go
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with _SERVING:
+            await super().serve(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        advance()  # about ten times a second: the loop is not held up
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -1,4 +1,4 @@
-"""The secret of a service, and where it needs none."""
+"""The secret of a service, and where it needs none: at loopback, or where its operator says so."""
 
 from __future__ import annotations
 
@@ -24,6 +24,35 @@ def read_token(file: str | None) -> str | None:
 def is_loopback(host: str) -> bool:
     """Whether a service that listens at this address is reached from this machine only."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def check_guarded(host: str, token_file: str | None, can: str, no_token: bool | None = None) -> None:
+    """Raise `UsageError` where others than this machine's would need no token, and the operator has not said so.
+
+    Args:
+        host: that the service listens at.
+        token_file: with its token; None: it has none.
+        can: what whoever reaches the service can do.
+        no_token: whether the operator says that none is needed; None: that cannot be said of this service.
+    """
+    if token_file is not None:
+        if no_token:
+            raise UsageError("A token file and --no-token contradict each other: leave one of them out.")
+    elif not no_token and not is_loopback(host):
+        way_out = "" if no_token is None else "say by --no-token that they all may, "
+        raise UsageError(
+            f"{host} can be reached from other machines, and whoever reaches this service can {can}. Give it a "
+            f"--token-file, {way_out}or listen at 127.0.0.1."
+        )
+
+
+def no_token_means(can: str) -> str:
+    """What is said at the start of a service for which no token is needed."""
+    return (
+        f"rlframe: --no-token: whoever reaches this service, from whichever machine, can {can}. Nothing is encrypted: "
+        "let only machines that you trust reach it."
+    )

@@ -18,6 +18,7 @@ from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.refreshing import Refresher
 from rlframe.inferencers.shared_calls import CallReader
 from rlframe.interprocess.memory import Name
+from rlframe.interprocess.progress import COMPUTING
 from rlframe.packing import Packing
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
@@ -147,21 +148,34 @@ class Inferencer:
                 self.refresh()
             return self._step(env_ids, timestep, state)
 
+    def is_ready(self, timeout: float) -> bool:
+        """Whether there are parameters to act by, after `timeout` seconds (1 at most) at the latest."""
+        return self._batcher is None or self._has_params.wait(min(timeout, 1.0))
+
+    def answer_inference(
+        self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState] | str:
+        """As `inference`, for another process: it gets the reason of an UnavailableError, which Courier would print."""
+        try:
+            return self.inference(env_ids, timestep, state)
+        except UnavailableError as error:
+            return str(error)
+
     def share_calls(self, name: Name, capacity: int, request: Tree, answer: Tree) -> bool:
         """Whether `shared_inference` finds a client's memory from now on; see `CallMemory` in `shared_calls.py`."""
         return self._shared_calls.share(name, capacity, request, answer)
 
-    def shared_inference(self, token: int, slot: int, rows: int) -> int:
-        """As `inference`, with its arguments and its answer in a slot of a client's memory.
+    def shared_inference(self, token: int, slot: int, rows: int) -> int | str:
+        """As `answer_inference`, with its arguments and its answer in a slot of a client's memory.
 
         Returns:
-            The version that acted.
-
-        Raises:
-            UnavailableError: it was not shown that memory, as after a restart.
+            The version that acted; or why there is no answer, as after a restart: it was not shown that memory.
         """
-        call = self._shared_calls.slot(token, slot, rows)
-        return call.write(self.inference(*call.request()))
+        try:
+            call = self._shared_calls.slot(token, slot, rows)
+            return call.write(self.inference(*call.request()))
+        except UnavailableError as error:
+            return str(error)
 
     def refresh(self) -> None:
         """Fetches the learner's parameters if there is a newer version."""
@@ -265,8 +279,9 @@ class Inferencer:
             stream_of = self._stream_of = env_ids, int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
         call = np.uint32((calls + stream_of[1]) & 0xFFFFFFFF)
         version, params = self._acting
-        packed = self._act(self._rng, call, params, timestep, state)
-        output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
+        with COMPUTING:
+            packed = self._act(self._rng, call, params, timestep, state)
+            output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
         return AgentOutput(output.action, output.extras, version), state
 
     def _packed_step(

@@ -7,6 +7,7 @@ call itself still goes by Courier, with its deadlines and repetitions, but says 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import mmap
 import os
 import threading
@@ -30,13 +31,15 @@ _SLOTS = 64  # calls under way; one that finds no slot sends its arrays. A slot 
 class InferencerClient:
     """A connection to an inferencer, for `handles.resolve`: Courier, with the arrays in shared memory where it can.
 
-    The first call goes by Courier and shows what answers look like. Whether the inferencer finds this process's memory
+    Before the first call it waits for the inferencer to have parameters. That call goes by Courier and shows what
+    answers look like. Whether the inferencer finds this process's memory
     is asked at the second; and anew, for other memory, after a call that failed: its answer may yet come.
     """
 
     def __init__(self, address: str) -> None:
         self._client = handles.connect(address)
         self._can_share = memory.SUPPORTED
+        self._method = ""  # that answers; unknown before the first call
         self._answer: Tree = None  # of no rows
         self._memory: CallMemory | None = None
 
@@ -50,14 +53,28 @@ class InferencerClient:
 
     def inference(self, *request: Any) -> Answer:
         """As `Inferencer.inference`."""
+        self._wait_for_params()
         slot = self._write(request)
         if slot is None:
-            return self._note(self._client.inference(*request))
+            return self._note(getattr(self._client, self._method)(*request))
         try:
-            return slot.read(self._client.shared_inference(*slot.name))
+            return slot.read(_given(self._client.shared_inference(*slot.name)))
         except Exception:
             self._forget(slot)
             raise
+
+    def _wait_for_params(self) -> None:
+        """Raises UnavailableError where there are none within a second."""
+        if self._method:
+            return
+        try:
+            if not self._client.is_ready(1.0):
+                raise UnavailableError("The inference service has no parameters yet: its learner has not answered.")
+            self._method = "answer_inference"
+        except Exception as error:
+            if not handles.lacks_method(error):
+                raise
+            self._method = "inference"  # not an Inferencer, but something that has `inference` too
 
     def _write(self, request: Any) -> _Slot | None:
         """The slot that the request was written to; None where it must be sent."""
@@ -77,14 +94,12 @@ class InferencerClient:
         return here.write(leaves, rows)
 
     def _show(self, here: CallMemory) -> bool:
-        try:
-            return self._client.share_calls(here.name, here.capacity, here.request, here.answer)
-        except Exception as error:
-            if handles.lacks_method(error):
-                return False  # not an Inferencer, but something that has `inference` too
-            raise
+        if self._method == "inference":
+            return False
+        return self._client.share_calls(here.name, here.capacity, here.request, here.answer)
 
-    def _note(self, answer: Answer) -> Answer:
+    def _note(self, given: Answer | str) -> Answer:
+        answer: Answer = _given(given)
         if self._answer is None:
             output, state = answer
             self._answer = jax.tree.map(lambda leaf: leaf[:0], (output._replace(params_version=None), state))
@@ -106,11 +121,14 @@ class _Futures:
 
     def inference(self, *request: Any) -> _Future:
         try:
+            self._client._wait_for_params()
             slot = self._client._write(request)
-        except Exception:  # nobody answers: nor will this call be answered, and who waits for it hears that
-            slot = None
+        except Exception as error:  # nobody answers: who waits for it hears that
+            failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            failed.set_exception(error)
+            return _Future(self._client, failed, None)
         if slot is None:
-            return _Future(self._client, self._courier.inference(*request), None)
+            return _Future(self._client, getattr(self._courier, self._client._method)(*request), None)
         return _Future(self._client, self._courier.shared_inference(*slot.name), slot)
 
 
@@ -127,10 +145,17 @@ class _Future:
         if self._slot is None:
             return self._client._note(self._future.result(timeout))
         try:
-            return self._slot.read(self._future.result(timeout))
+            return self._slot.read(_given(self._future.result(timeout)))
         except Exception:
             self._client._forget(self._slot)
             raise
+
+
+def _given(answer: Any) -> Any:
+    """The answer; raises UnavailableError where it is the reason why there is none."""
+    if isinstance(answer, str):
+        raise UnavailableError(answer)
+    return answer
 
 
 class CallReader:

@@ -1,10 +1,18 @@
-"""Which process is meant, and whether it is still there."""
+"""Which process is meant, whether it is still there, and how one is made that does not outlive its parent."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import ctypes
 import functools
 import os
-from typing import NamedTuple
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any, NamedTuple
+
+_PR_SET_PDEATHSIG = 1
 
 
 class ProcessId(NamedTuple):
@@ -48,3 +56,51 @@ def _started(pid: int) -> int:
     except OSError:
         return -1
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent dies, even from SIGKILL.
+
+    For the kernel the parent is the *thread* that made this process: see `start_process`.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            threading.Event().wait(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def die_soon_after_parent() -> None:
+    """Has the kernel end this process 3 seconds after its parent, whatever it is at, with time to close before.
+
+    Even in the middle of a call into C that keeps Python's lock: no Python runs for it. Does nothing beyond Linux.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        # The handler is C's `alarm` itself: called with the signal's number, 3, it has SIGALRM end us in 3 seconds.
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        libc.signal(signal.SIGQUIT, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
+
+
+def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
+    """Makes a `subprocess.Popen` from a thread that lives as long as this process: its end is the parent's."""
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, **kwargs)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    return start() if is_main else _starter(os.getpid()).submit(start).result()
+
+
+@functools.lru_cache(maxsize=1)
+def _starter(pid: int) -> concurrent.futures.ThreadPoolExecutor:
+    # By process: a fork has the executor, but not its thread.
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rlframe starter")

@@ -21,6 +21,7 @@ from rlframe.types import Tree
 
 # Versions are reserved this many at a time, so that one file is written per so many updates.
 _RESERVE = 1_000
+_FILE_BYTES = 64  # of the file that says so, always
 
 
 class Checkpointer:
@@ -84,21 +85,32 @@ class Checkpointer:
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another agent or network.
         """
-        import orbax.checkpoint as ocp
-
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"There is no checkpoint in {self._directory}. Start the run without resuming.")
         step = steps[-1] if step is None else step
+        leaves, extras = self._read(step)
+        self._check(template, leaves, step)
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), extras
+
+    def extras(self, step: int) -> Any:
+        """Reads the checkpoint of `step` in full, for the extras saved with it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self._read(step)[1]
+
+    def _read(self, step: int) -> tuple[list[np.ndarray], Any]:
+        import orbax.checkpoint as ocp
+
         with self._explain("read", step):
             saved = self._manager().restore(step, args=ocp.args.StandardRestore())
             leaves = [np.asarray(saved["leaves"][name]) for name in sorted(saved["leaves"])]
             pickled = np.asarray(saved["extras"])
             if [_checksum(array) for array in (*leaves, pickled)] != np.asarray(saved["checksums"]).tolist():
                 raise ValueError("its arrays are not the ones that were saved")
-            extras = pickle.loads(pickled.tobytes())
-        self._check(template, leaves, step)
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), extras
+            return leaves, pickle.loads(pickled.tobytes())
 
     def close(self) -> None:
         """Ends Orbax's threads."""
@@ -143,14 +155,15 @@ class Checkpointer:
             path = self._directory / str(step)
             if what == "write":
                 self._remove_unfinished()
+                with contextlib.suppress(Exception):  # the next try has a new manager: this one may be in any state
+                    self.close()
+                self._open_manager = None
             others = [self._directory / str(other) for other in self.steps() if other != step]
             kept = f" The last good checkpoint is {others[-1]}." if others else ""
             if what == "read":
-                hint = f" Remove {path} to go on from that one." if others else ""
-                raise CheckpointError(f"Checkpoint {path} is damaged: {_first_line(error)}.{kept}{hint}") from error
+                raise CheckpointError(f"Checkpoint {path} is damaged: {_first_line(error)}.") from error
             free = _free_megabytes(self._directory)
             hint = f" Only {free:.1f} MB are free there: make room." if free < 1_000 else ""
-            hint += " Then go on with --resume." if others else ""
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
 
 
@@ -222,9 +235,14 @@ class VersionCounter:
         self._may_write()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps({"reserved": upto}))
-            os.replace(temporary, self._path)
+            text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)
+            try:
+                temporary = self._path.with_suffix(".tmp")
+                temporary.write_text(text)
+                os.replace(temporary, self._path)
+            except OSError:  # a full disk: what is there has room for it
+                with self._path.open("r+") as file:
+                    file.write(text)
         except OSError as error:
             raise CheckpointError(f"Cannot write {self._path}: {error}. Free some space, then resume.") from error
         self._reserved = upto

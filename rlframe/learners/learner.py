@@ -15,6 +15,7 @@ from rlframe import compilation, handles
 from rlframe.agents.base import LearnerState
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.memory import Name
+from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.learners.checks import check_are_numbers, check_loss, check_params
 from rlframe.learners.config import LearnerConfig
@@ -125,7 +126,7 @@ class Learner:
         """
         if batch is None or (self._max_staleness is not None and self._is_too_old(batch.params_version)):
             return None
-        with self._update_lock:
+        with self._update_lock, COMPUTING:
             return self._step(batch)
 
     def _step(self, batch: Batch) -> Logs:
@@ -158,9 +159,9 @@ class Learner:
         with handles.stopped_by_program(self.stop):
             self._learn()
             self._finished.set()
-            if self._finish.is_set():
+            if self._finish.is_set() or (self._is_done and not self._cfg.ends_program):
                 self._stop.wait()  # `get_params` goes on answering
-        if self._is_done:
+        if self._is_done and self._cfg.ends_program:
             handles.stop_program()
 
     def _learn(self) -> None:
@@ -207,7 +208,7 @@ class Learner:
             final: nothing is published after this; see `save`.
 
         Raises:
-            CheckpointError: it could not be written; the ones before are untouched.
+            CheckpointError: the final one could not be written; the ones before are untouched.
             NonFiniteLossError: the parameters hold NaN or infinity; nothing was written.
         """
         saver = self._saver
@@ -387,8 +388,7 @@ class Learner:
         # One update late: reading the newest loss here would make acting wait for learning.
         if self._unchecked is None:
             return
-        step, logs, keys = self._unchecked
-        self._unchecked = None
+        (step, logs, keys), self._unchecked = self._unchecked, None
         check_loss(logs, step, keys, self._last_good)
         self._logs = logs
 

@@ -7,6 +7,8 @@ import os
 import pathlib
 from typing import Any
 
+from rlframe.errors import CheckpointError
+
 _log = logging.getLogger(__name__)
 
 # A replay up to this size goes with every checkpoint: a resumed run is then exact, wherever it stopped.
@@ -43,7 +45,10 @@ class ReplayFiles:
         Raises:
             CheckpointError: it could not be written; those that were there are untouched.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"Cannot write to {self._directory}: {error.strerror}.") from error
         replay_buffer.save(self._path(number))
 
     def prune(self) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from rlframe.errors import CheckpointError
+from rlframe.interprocess.progress import SAVING
 from rlframe.learners.replay_files import ReplayFiles
 from rlframe.replay import BaseReplayBuffer
+
+_log = logging.getLogger(__name__)
 
 _SHARE = 0.05  # of the time may go into writing a large replay
 _AT_END_BYTES = 2**30  # a larger replay is not written at the end: a program that stops has only seconds
@@ -43,7 +48,7 @@ class Saver:
         self._learner, self._lock, self._replay_buffer = learner, lock, replay_buffer
         self._carries_replay = isinstance(replay_buffer, BaseReplayBuffer) and replay_buffer.is_saved_by_learner
         self._files = ReplayFiles(pathlib.Path(directory) / "replay", keep)
-        self._large_due = self._saved_at = time.monotonic()
+        self._large_due = self._tried_at = time.monotonic()
         self._saved_step = learner.learner_steps
         self._starting = threading.Lock()
         self._thread = threading.Thread()  # of `save_soon`; this one never ran
@@ -51,16 +56,29 @@ class Saver:
 
     @property
     def seconds(self) -> float:
-        """How long ago the last checkpoint was written."""
-        return time.monotonic() - self._saved_at
+        """How long ago the last checkpoint was written, or could not be."""
+        return time.monotonic() - self._tried_at
 
     def save(self, *, final: bool = False) -> None:
         """Writes a checkpoint, unless there is one of this learner step already.
 
+        One that cannot be written (the disk is full, say) is warned of, and tried again when the next is due: the ones
+        before are untouched.
+
         Raises:
-            CheckpointError: it could not be written; the ones before are untouched.
+            CheckpointError: the final one could not be written.
         """
-        with self._lock:
+        try:
+            self._save(final)
+        except CheckpointError as error:
+            if final:
+                raise
+            _log.warning("%s Learning goes on; the next checkpoint is another try.", error)
+        finally:
+            self._tried_at = time.monotonic()
+
+    def _save(self, final: bool) -> None:
+        with self._lock, SAVING:
             self._may_write()
             steps = self._learner.learner_steps
             is_new, with_replay = steps != self._saved_step, self._is_replay_due(final)
@@ -106,7 +124,7 @@ class Saver:
 
     def _save_learner(self, final: bool) -> None:
         self._learner.save({"replay": self._files.newest()}, final=final)
-        self._saved_step, self._saved_at = self._learner.learner_steps, time.monotonic()
+        self._saved_step = self._learner.learner_steps
 
     def _is_small(self) -> bool:
         return self._files.is_small(self._replay_buffer)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
+from rlframe.interprocess.progress import COMPUTING
 from rlframe.lm.config import ModelConfig
 from rlframe.lm.requests import Handle, OnTokens, Request
 from rlframe.lm.sampling import SamplingParams, check_prompt, row_key
@@ -218,8 +219,9 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._wait():
-                self._fill()
-                self._decode()
+                with COMPUTING:
+                    self._fill()
+                    self._decode()
         except Exception as error:
             failure = UnavailableError(f"The decode engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlframe import extras
 from rlframe.errors import UsageError
 
-try:
+with extras.needed("A published tokenizer", "lm"):
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
     import tokenizers
-except ModuleNotFoundError as error:
-    raise UsageError(f"Published tokenizers need the package {error.name}: pip install 'rlframe[lm]'.") from error
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe import extras
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.lm import model
 from rlframe.lm.config import ModelConfig
@@ -177,9 +178,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _safetensors(module: str = "") -> Any:
-    try:
+    with extras.needed("A published model", "lm"):
         import safetensors
         import safetensors.numpy
-    except ModuleNotFoundError as error:
-        raise UsageError("Published weights need the package safetensors: pip install 'rlframe[lm]'.") from error
     return getattr(safetensors, module) if module else safetensors

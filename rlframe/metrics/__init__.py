@@ -6,7 +6,7 @@ rows of evaluation carry `return_mean`, `return_std` and `episodes`. The step is
 
 from __future__ import annotations
 
-from rlframe.metrics.base import CallbackLogger, Logger, MultiLogger
+from rlframe.metrics.base import CallbackLogger, LenientLogger, Logger, MultiLogger
 from rlframe.metrics.files import CSVLogger, JSONLLogger, read_jsonl
 from rlframe.metrics.plots import plot_learning_curve
 from rlframe.metrics.tensorboard import TensorBoardLogger
@@ -17,6 +17,7 @@ __all__ = [
     "CSVLogger",
     "CallbackLogger",
     "JSONLLogger",
+    "LenientLogger",
     "Logger",
     "MultiLogger",
     "TensorBoardLogger",

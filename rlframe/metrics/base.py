@@ -1,9 +1,10 @@
-"""What a logger is, and the two that hand rows on."""
+"""What a logger is, and those that hand rows on."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlframe.errors import RlframeError
+
+_log = logging.getLogger(__name__)
 
 Values = Mapping[str, Any]  # name -> number, string or array, on the host or on a device
 
@@ -61,6 +64,22 @@ class MultiLogger:
 
     def close(self) -> None:
         _for_each(self._loggers, lambda logger: logger.close())
+
+
+class LenientLogger(MultiLogger):
+    """Warns of a row that cannot be kept (the disk is full, say), once for each reason, and goes on with the next."""
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        super().__init__(loggers)
+        self._told: set[str] = set()
+
+    def write(self, step: int, values: Values) -> None:
+        try:
+            super().write(step, values)
+        except RlframeError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                _log.warning("A row of the logs is lost: %s", error)
 
 
 def on_host(values: Values) -> dict[str, Any]:

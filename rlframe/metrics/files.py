@@ -62,9 +62,10 @@ class CSVLogger:
 
     def _widen(self, new: list[str]) -> None:
         rows = _read_csv(self._path)[1:] if self._columns else []
-        self._columns += new
-        lines = [self._columns, *(row + [""] * (len(self._columns) - len(row)) for row in rows)]
+        columns = [*self._columns, *new]
+        lines = [columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]
         self._file.replace("".join(map(_csv_line, lines)))
+        self._columns = columns
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

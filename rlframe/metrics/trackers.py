@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from rlframe.errors import UsageError
+from rlframe import extras
 from rlframe.metrics.base import Values, on_host, scalars, writing
 
 
@@ -39,10 +39,8 @@ class WandbLogger:
         config: Mapping[str, Any] | None = None,
         mode: Any = None,
     ) -> None:
-        try:
+        with extras.needed("WandbLogger", "wandb"):
             import wandb
-        except ImportError as error:
-            raise _not_installed("W&B", "wandb") from error
         self._histogram = wandb.Histogram
         directory = pathlib.Path(directory)
         with writing(directory):
@@ -88,10 +86,8 @@ class TrackioLogger:
     def __init__(
         self, directory: str | os.PathLike[str], *, project: str = "rlframe", config: Mapping[str, Any] | None = None
     ) -> None:
-        try:
+        with extras.needed("TrackioLogger", "trackio"):
             import trackio
-        except ImportError as error:
-            raise _not_installed("Trackio", "trackio") from error
         # `trackio.finish` forgets the run too, or Trackio ends it again, talking, when the process exits.
         self._finish = trackio.finish
         # Trackio greets on stdout, which belongs to the result of the command.
@@ -116,7 +112,3 @@ class TrackioLogger:
                     self._finish()
                 except RuntimeError:  # closed by another thread than the one that opened it
                     run.finish()
-
-
-def _not_installed(name: str, extra: str) -> UsageError:
-    return UsageError(f"{name} was asked for and is not installed. Install it with: pip install 'rlframe[{extra}]'")

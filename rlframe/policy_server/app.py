@@ -16,6 +16,7 @@ import rlframe
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.http.measuring import Measure, RequestMetrics
 from rlframe.http.middleware import Compress, ReadBody, RequireToken, answer
+from rlframe.http.origins import SameOrigin
 from rlframe.http.token_file import read_token
 from rlframe.policy_server.errors import RefusedError, invalid, refusal
 from rlframe.policy_server.generation import Generation
@@ -38,7 +39,10 @@ def make_app(server: PolicyServer) -> FastAPI:
     cfg, token = server.cfg, read_token(server.cfg.token_file)
     metrics, started = RequestMetrics(PREFIX), int(time.time())
     app = FastAPI(
-        title="rlframe policy", version=rlframe.__version__, description=_DESCRIPTION, strict_content_type=False
+        title="rlframe policy",
+        version=rlframe.__version__,
+        description=_DESCRIPTION,
+        strict_content_type=False,  # CSRF is what SameOrigin is there for
     )
     card = {
         "id": cfg.model_name,
@@ -91,6 +95,9 @@ def make_app(server: PolicyServer) -> FastAPI:
     app.add_middleware(ReadBody, limit=cfg.max_body_mb << 20, refusal=refusal)
     if token is not None:
         app.add_middleware(RequireToken, token=token, refusal=refusal)
+    app.add_middleware(
+        SameOrigin, token=token is not None, no_token=cfg.no_token, hosts=cfg.allowed_hosts, refusal=refusal
+    )
     app.add_middleware(Measure, metrics=metrics)
     return app
 

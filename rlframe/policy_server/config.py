@@ -6,7 +6,10 @@ import dataclasses
 
 from rlframe import handles
 from rlframe.errors import UsageError
+from rlframe.http.token_file import check_guarded
 from rlframe.lm import EngineConfig
+
+CAN = "have the model answer"  # what whoever may call the server can do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +19,8 @@ class PolicyServerConfig:
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks
     port: int = 8001  # 0: one that is free
     token_file: str | None = None  # file with the bearer token that every request has to carry
+    no_token: bool = False  # whether to answer other machines without a token: whoever reaches it can do all of `CAN`
+    allowed_hosts: tuple[str, ...] = ()  # without a token: its names, beside localhost and IP addresses
     model_name: str = "policy"  # that requests have to ask for
     max_connections: int = 1024  # at the same time; more are refused
     max_body_mb: int = 64  # megabytes of one request, decompressed
@@ -26,6 +31,7 @@ class PolicyServerConfig:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)  # how much is decoded at once
 
     def __post_init__(self) -> None:
+        check_guarded(self.host, self.token_file, CAN, self.no_token)
         for name in ("max_connections", "max_body_mb"):
             if getattr(self, name) < 1:
                 raise UsageError(f"PolicyServerConfig.{name} must be at least 1, got {getattr(self, name)}.")

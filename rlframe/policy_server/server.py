@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from typing import Any
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 from rlframe import handles
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.http.serving import DRAIN, Server, address_of, listen
+from rlframe.http.token_file import no_token_means
 from rlframe.inferencers.refreshing import Refresher
 from rlframe.lm import Engine, ModelConfig, model
 from rlframe.lm.tokenizers import Tokenizer, load_tokenizer
-from rlframe.policy_server.config import PolicyServerConfig
+from rlframe.policy_server.config import CAN, PolicyServerConfig
 from rlframe.types import Params
 
 _log = logging.getLogger(__name__)
@@ -176,6 +178,8 @@ class PolicyServer:
             raise UsageError("The parameters are not those of the policy server's model: another model is learned.")
 
     def _greet(self) -> None:
+        if self.cfg.no_token:
+            print(no_token_means(CAN), file=sys.stderr, flush=True)
         root = self._url.removesuffix("/v1")
         print(f"Policy at {self._url}  (model {self.cfg.model_name!r}, endpoints: {root}/docs)", flush=True)
         self._ready.set()

@@ -8,7 +8,8 @@ from typing import Any
 from rlframe.actors import Actor, Evaluator
 from rlframe.actors.actor import build_pool, env_seed
 from rlframe.agents import Agent
-from rlframe.envs import SyncEnv, default_type
+from rlframe.envs import AsyncEnv, SyncEnv, default_type
+from rlframe.errors import UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.programs import naming
@@ -47,11 +48,12 @@ def make_pool(described: Experiment, num_envs: int, env_kwargs: dict[str, Any], 
     what = naming.env_name_or_builder(described.env) if env is None else env
     kind: str = described.env_type
     if kind == "auto":
-        kind = default_type(what, num_envs)
-    return build_pool(
-        lambda seed: SyncEnv(what, num_envs, kind, seed=seed, num_workers=described.num_workers, env_kwargs=env_kwargs),
-        seed,
-    )
+        kind = default_type(what, num_envs, is_sync=not described.async_envs)
+    options: dict[str, Any] = {"type": kind, "env_kwargs": env_kwargs}
+    options.update({name: getattr(described, name) for name in ("num_workers", "answer_timeout", "check_finite")})
+    if described.async_envs:
+        return build_pool(lambda seed: AsyncEnv(what, num_envs, described.waits_for, seed=seed, **options), seed)
+    return build_pool(lambda seed: SyncEnv(what, num_envs, seed=seed, **options), seed)
 
 
 class EnvBuilder:
@@ -118,8 +120,10 @@ def assemble(described: Experiment, checkpoint_dir: str | None) -> Parts:
 def replay_capacity(spec: ReplaySpec, described: Experiment) -> int:
     """Steps that a buffer keeps; a queue is as long as what the environments can have in it."""
     if spec.kind == "queue" and isinstance(spec.item, Sequence):
-        # What the environments are acting, what they have just completed, and what was too little for a batch.
-        return (2 * described.num_envs + (spec.batch_size or 0)) * spec.item.length
+        # What the environments are acting, what they have just completed, and what was too little for a batch. Where
+        # they do not wait for each other, one that takes four times as long as the others completes its unroll too.
+        unrolls = 4 if described.async_envs else 2
+        return (unrolls * described.num_envs + (spec.batch_size or 0)) * spec.item.length
     return spec.capacity
 
 
@@ -132,13 +136,31 @@ def make_agent(described: Any, observation_spec: Any, action_spec: Any) -> Agent
     config = described.agent_config
 
     def make(cfg: Any) -> Agent:
-        return agent_cls(cfg, observation_spec, action_spec, net_factory)
+        agent = agent_cls(cfg, observation_spec, action_spec, net_factory)
+        if described.async_envs:
+            check_learns_from_async(described.agent, agent.replay_spec)
+        return agent
 
     if getattr(config, "total_learner_steps", 0) is not None:
         return make(config)
     steps = described.schedule_steps or described.steps
     total = total_learner_steps(make(config).replay_spec, steps, described.num_envs)
     return make(dataclasses.replace(config, total_learner_steps=total))
+
+
+def check_learns_from_async(name: str, spec: ReplaySpec) -> None:
+    """Raises UsageError for an agent that needs all environments in step."""
+    if spec.max_staleness is not None:
+        why = f"max_staleness={spec.max_staleness}: actors wait for new parameters when an unroll is complete"
+    elif spec.kind == "queue" and spec.batch_size is None:
+        why = "batch_size=None: each batch has one item of every environment"
+    else:
+        return
+    raise UsageError(
+        f"The agent {name} cannot learn from asynchronous environments, which complete their unrolls at different "
+        f"times: its replay_spec has {why}. Leave --async (async_envs) out, or use an agent that learns off-policy, as "
+        "impala and dqn do."
+    )
 
 
 class Evaluations:
@@ -150,7 +172,7 @@ class Evaluations:
     _NEVER = 2**62  # calls: an evaluation is of one version, whatever the learner does meanwhile
 
     def __init__(self, described: Experiment, agent: Agent, learner: Any) -> None:
-        self._described = described
+        self._described = described.synchronous
         cfg = InferencerConfig(greedy=True, seed=described.seed, sync_interval=self._NEVER)
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 from typing import Any
 
 from rlframe.errors import CheckpointError
+from rlframe.metrics.sums import Sums, add_up
+
+_log = logging.getLogger(__name__)
 
 COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")
 
@@ -33,16 +37,20 @@ class Census:
     def __init__(self, path: pathlib.Path, session: str) -> None:
         self._path, self._session = path, session
         self._counts: dict[str, list[float]] = {}  # "rank.incarnation" -> its counters
+        self._logged: dict[str, Sums] = {}  # "rank.incarnation" -> what its environments logged
         self.goes_on, self.evaluated = False, 0
         if path.exists():
-            saved_session, self._counts, self.evaluated = self._read()
+            saved_session, self._counts, self._logged, self.evaluated = self._read()
             self.goes_on = saved_session == session
             if not self.goes_on:
                 self._counts = {"before": list(self.total().values())}
+                self._logged = {"before": self.logged()}
 
     def add(self, stats: dict[str, Any]) -> None:
         """Takes what `Actor.stats` gave."""
-        self._counts[f"{stats['rank']}.{stats['incarnation']}"] = [stats[name] for name in COUNTERS]
+        who = f"{stats['rank']}.{stats['incarnation']}"
+        self._counts[who] = [stats[name] for name in COUNTERS]
+        self._logged[who] = stats.get("logged", {})
 
     @property
     def counts(self) -> dict[str, list[float]]:
@@ -58,23 +66,34 @@ class Census:
         sums = [sum(values) for values in zip(*self._counts.values())] or [0] * len(COUNTERS)
         return dict(zip(COUNTERS, sums))
 
+    def logged(self) -> Sums:
+        """What the environments of all actors and incarnations logged."""
+        return add_up(self._logged.values())
+
     def save(self) -> None:
         """Writes the file in one piece. Raises CheckpointError where it cannot be written."""
         temporary = self._path.with_suffix(".tmp")
         try:
             content = {"session": self._session, "evaluated": self.evaluated, "counts": self._counts}
-            temporary.write_text(json.dumps(content))
+            temporary.write_text(json.dumps({**content, "logged": self._logged}))
             os.replace(temporary, self._path)
         except OSError as error:
             raise CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.") from error
 
-    def _read(self) -> tuple[str, dict[str, list[float]], int]:
+    def try_to_save(self) -> None:
+        """Writes the file, or warns that it cannot be written just now: the next row is another try."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            _log.warning("%s", error)
+
+    def _read(self) -> tuple[str, dict[str, list[float]], dict[str, Sums], int]:
         try:
             saved = json.loads(self._path.read_text())
             counts = {who: [each + 0 for each in values] for who, values in saved["counts"].items()}
             if any(len(values) != len(COUNTERS) for values in counts.values()):
                 raise ValueError(f"not every actor has {len(COUNTERS)} counters")
-            return saved["session"], counts, int(saved["evaluated"])
+            return saved["session"], counts, saved.get("logged", {}), int(saved["evaluated"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             counters = ", ".join(COUNTERS)
             raise CheckpointError(

@@ -6,17 +6,14 @@ memory of replay and parameters is the launcher's, which nothing that may be kil
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
-import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from rlframe import handles
 from rlframe.actors import Actor
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import CoordinatorConfig
@@ -26,8 +23,8 @@ from rlframe.coordinator.operators.local import LocalOperator
 from rlframe.coordinator.param_store_shared import SharedParamStore
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.coordinator.workers.process import SILENCE
 from rlframe.coordinator.workers.records import save_workers
-from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.programs.assemble import Evaluations, make_pool, replay_capacity
 from rlframe.programs.census import Census
@@ -111,6 +108,7 @@ def make_coordinator(
         min_collectors=described.min_actors,
         max_collectors=described.max_actors,
         max_staleness=described.mean_staleness,
+        stop_within=max(1.0, described.grace_seconds - 2.0),  # and then the workers have to end
         describes={
             "id": run.path.name,
             "run_dir": str(run.path),
@@ -118,7 +116,7 @@ def make_coordinator(
             "env": described.env,
             "until": run.until,
         },
-        limits=Limits(row_every=described.row_every, max_failures=described.max_restarts),
+        limits=limits_of(described),
     )
     commander = TrainOne(
         POLICY,
@@ -128,8 +126,25 @@ def make_coordinator(
         eval_return=described.until_return,
         eval_every=described.eval_every,
     )
-    operator = LocalOperator(path, owner=owner, env={"learner": learner_env})
+    silence = SILENCE + 2.0 * described.hang_timeout  # a coordinator that hangs, and is started again, finds them yet
+    logs = RunDir(run.path).logs
+    operator = LocalOperator(path, owner=owner, silence=silence, env={"learner": learner_env}, logs=logs)
     return Coordinator(commander, operator, replay_buffer, param_store, cfg, _Records(run, census))
+
+
+def limits_of(described: Experiment) -> Limits:
+    """The coordinator's deadlines: workers that hang are its to see, as nodes are the launcher's."""
+    silent = described.hang_timeout
+    limits = Limits(row_every=described.row_every, max_failures=described.max_restarts)
+    if not silent:
+        return dataclasses.replace(limits, lost_after=math.inf, lost_after_starting=math.inf)
+    return dataclasses.replace(
+        limits,
+        ping_every=min(limits.ping_every, silent / 6),
+        suspect_after=min(limits.suspect_after, silent / 3),
+        lost_after=silent,
+        lost_after_starting=max(limits.lost_after_starting, 4.0 * silent),
+    )
 
 
 def make_actor(described: Experiment, replay_buffer: Any, seed: int, inferencer: Any, rank: int) -> Actor:
@@ -141,47 +156,6 @@ def make_actor(described: Experiment, replay_buffer: Any, seed: int, inferencer:
 def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
     """Where the coordinator of a run keeps its journal, and its workers their logs."""
     return run_dir / "coordinator"
-
-
-@dataclasses.dataclass(frozen=True)
-class Control:
-    """Where the control API and the live page of a run are; see docs/coordinator.md."""
-
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: one that is free
-    token_file: str | None = None  # None: one that is made in the run's directory
-
-
-@contextlib.contextmanager
-def serve_control_of(run_dir: pathlib.Path, address: str, control: Control | None) -> Iterator[None]:
-    """Serves the control of a run in this process, and says in its directory where; not at all for None.
-
-    Raises:
-        UsageError: it cannot be served there, or a package is missing.
-    """
-    if control is None:
-        yield
-        return
-    try:
-        from rlframe.coordinator.control.address import make_token, remove_control, write_control
-        from rlframe.coordinator.control.serving import serve_control
-        from rlframe.http.token_file import read_token
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"The control of an elastic run needs the package {error.name}: pip install 'rlframe[trajectories]', or "
-            "leave it out by --control-port None."
-        ) from error
-    token_file = control.token_file or make_token(run_dir)
-    target = handles.Remote([address], "coordinator")
-    with serve_control(target, control.host, control.port, token_file) as server:
-        write_control(run_dir, server.url, token_file)
-        # What is not a terminal may be a log that others read.
-        link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url
-        print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)
-        try:
-            yield
-        finally:
-            remove_control(run_dir)
 
 
 class _Records:
@@ -204,7 +178,7 @@ class _Records:
             self._first = self._first or self._last
             values = {**values, "wall_seconds": time.time() - self._run.began}
         self._census.replace(census)
-        self._census.save()
+        self._census.try_to_save()
         self._logger.write(env_steps, values)
 
     def finish(self, summary: dict[str, Any]) -> None:

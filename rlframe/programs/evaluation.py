@@ -34,7 +34,7 @@ def evaluate(run_dir: str | os.PathLike, *, episodes: int = 20, seed: int | None
         CheckpointError: it has no checkpoint, or a damaged one.
     """
     directory, described = _open(run_dir)
-    env_builder = EnvBuilder(described, episodes, {**described.env_kwargs, **described.eval_env_kwargs})
+    env_builder = EnvBuilder(described.synchronous, episodes, {**described.env_kwargs, **described.eval_env_kwargs})
     try:
         return _play(directory, described, env_builder, episodes, seed)
     finally:

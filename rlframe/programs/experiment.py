@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any, Literal, Union
 
+from rlframe import handles
 from rlframe.errors import UsageError, suggest
+from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs import naming
 from rlframe.programs.jsonable import from_jsonable, to_jsonable
+from rlframe.programs.launching.supervisor import GRACE
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.types import ReplaySpec, Sequence
 
@@ -29,6 +33,13 @@ _REPLAYS: dict[str, tuple[str, ...]] = {
     "elastic": ("shared_memory", "reverb"),
 }
 
+# The least value of fields, where they are not None.
+_AT_LEAST = {
+    1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers",
+    0: "eval_every checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts hang_timeout "
+    "grace_seconds",
+}
+
 _PROGRAMS, _WITH_SERVICES = ("heavy_env", "light_env", "distributed"), ("light_env", "distributed")
 
 # The topologies that read a field which the others do not.
@@ -42,6 +53,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "until_return": ("elastic",),
     "engine": _PROGRAMS,
     "max_restarts": (*_PROGRAMS, "elastic"),
+    "hang_timeout": (*_PROGRAMS, "elastic"),
+    "grace_seconds": (*_PROGRAMS, "elastic"),
     "num_inferencers": _WITH_SERVICES,
     "num_pools": _WITH_SERVICES,
     "replay_checkpoint_every": ("single_process",),
@@ -74,8 +87,14 @@ class Experiment:
     replay: Replay = "auto"  # where experience lies; auto: as the topology is meant
     engine: EngineName = "launchpad"  # what runs the nodes of a topology; threads: all in this process
     max_restarts: int = 3  # how often each node of the engine launchpad may die and be started again
-    env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop
+    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
+    grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
+    env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop (process, if async)
     num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
+    async_envs: bool = False  # act on the environments that answer first; not for agents that learn on-policy
+    wait_num: Union[int, None] = None  # of async_envs: environments of each pool to wait for; None: a third of them
+    answer_timeout: float = 600.0  # seconds that a step of the pool may take before an environment counts as hung
+    check_finite: Union[bool, None] = None  # whether NaN of an environment ends the run; None: unless it is EnvPool's
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to them for evaluation
     network: Union[str, None] = None  # mlp, nature_cnn or file.py:make_net; None: what suits the observation
@@ -91,23 +110,15 @@ class Experiment:
     network_config: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "num_envs", "eval_episodes", "num_actors", "num_inferencers", "num_pools", "min_actors"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in (
-            "eval_every",
-            "checkpoint_every",
-            "replay_checkpoint_every",
-            "schedule_steps",
-            "log_every",
-            "max_restarts",
-        ):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}.")
+        for least, names in _AT_LEAST.items():
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and value < least:
+                    raise UsageError(f"{name} must be at least {least}, got {value}.")
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
-        if self.num_workers is not None and self.num_workers < 1:
-            raise UsageError(f"num_workers must be at least 1, got {self.num_workers}.")
+        if not self.answer_timeout > 0:
+            raise UsageError(f"answer_timeout must be more than 0 s, got {self.answer_timeout}.")
 
         for name in ("mean_staleness", "until_learner_steps", "until_seconds"):
             value = getattr(self, name)
@@ -126,6 +137,7 @@ class Experiment:
                 f"num_envs={self.num_envs} cannot be shared evenly by num_actors={self.num_actors} with num_pools="
                 f"{self.num_pools} each. Give num_envs a multiple of {shares}."
             )
+        self._check_async()
         kinds = _REPLAYS[self.topology]
         if self.replay not in ("auto", *kinds):
             raise UsageError(
@@ -141,11 +153,32 @@ class Experiment:
                     f"{name}={value!r} is for the topology {' or '.join(topologies)}: {self.topology} does not read "
                     f"it. Leave it at {default!r}, or choose another topology."
                 )
-        if self.max_restarts != Experiment.max_restarts and self.engine != "launchpad":
+        check_is_of_launchpad(self)
+
+    def _check_async(self) -> None:
+        if self.wait_num is not None and not self.async_envs:
+            raise UsageError(f"wait_num={self.wait_num} is for asynchronous environments: add --async (async_envs).")
+        if self.async_envs and self.env_type == "loop":
             raise UsageError(
-                f"max_restarts={self.max_restarts} is for the engine launchpad: nothing is started again by "
-                f"{self.engine}. Leave it at {Experiment.max_restarts}, or choose another engine."
+                "A loop steps its environments one after another, so none of them can answer before the others: "
+                "use env_type thread, process or envpool with --async (async_envs)."
             )
+        if not 1 <= self.waits_for <= self.envs_per_pool:
+            raise UsageError(
+                f"wait_num must be between 1 and {self.envs_per_pool}, the environments of a pool, got {self.wait_num}."
+            )
+
+    @property
+    def synchronous(self) -> Experiment:
+        """The same with all environments of a pool in step, as evaluations need them."""
+        return dataclasses.replace(self, async_envs=False, wait_num=None)
+
+    @property
+    def waits_for(self) -> int:
+        """Environments of a pool that an actor waits for: all, unless they are asynchronous."""
+        if not self.async_envs:
+            return self.envs_per_pool
+        return -(-self.envs_per_pool // 3) if self.wait_num is None else self.wait_num
 
     @property
     def envs_per_actor(self) -> int:
@@ -166,6 +199,26 @@ class Experiment:
     def row_every(self) -> int:
         """Environment steps between two rows of the logs."""
         return self.log_every or min(max(self.steps // 100, 1), 10_000)
+
+
+def check_is_of_launchpad(described: Any) -> None:
+    """Raises UsageError where an experiment asks another engine for what only launchpad does."""
+    if described.engine == "launchpad":
+        return
+    for name in ("max_restarts", "hang_timeout", "grace_seconds"):
+        default = getattr(Experiment, name)
+        value = getattr(described, name)
+        if value != default:
+            raise UsageError(
+                f"{name}={value} is for the engine launchpad: the engine {described.engine} does not read it. Leave it "
+                f"at {default}, or choose another engine."
+            )
+
+
+def patience(described: Any) -> float:
+    """Seconds for which a node of the experiment's program waits for another: for ever where none may hang for ever."""
+    watched = described.engine == "launchpad" and described.hang_timeout > 0
+    return math.inf if watched else handles.DEADLINE
 
 
 def make_experiment(
@@ -255,7 +308,8 @@ def complete(described: Any) -> Any:
 
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
-_CHANGEABLE |= {"engine", "max_restarts", "checkpoint_every", "replay_checkpoint_every"}
+_CHANGEABLE |= {"engine", "max_restarts", "hang_timeout", "grace_seconds"}
+_CHANGEABLE |= {"checkpoint_every", "replay_checkpoint_every", "answer_timeout", "check_finite"}
 _CHANGEABLE |= {"min_actors", "mean_staleness", "until_learner_steps", "until_seconds", "until_return"}
 _CHANGEABLE |= {"slots", "service_port", "policy_port"}  # of a `LanguageExperiment`
 

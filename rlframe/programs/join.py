@@ -12,7 +12,7 @@ import secrets
 import threading
 from typing import Any
 
-from rlframe import handles
+from rlframe import extras, handles
 from rlframe.actors import Actor
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
@@ -144,9 +144,11 @@ def join(address: str, *, num_actors: int = 2, num_inferencers: int = 1, deadlin
         PeerError: nobody answered at the address within the deadline.
         ProgramError: a node here failed more often than it may, or the run's machine was out of reach for too long.
     """
+    extras.require("rlframe join", "launchpad", "reverb")
     if num_inferencers < 1:
         raise UsageError(f"num_inferencers must be at least 1, got {num_inferencers}.")
     admission = Admission(address, num_actors, deadline)
-    engine = LaunchpadEngine(admission.shared.described.max_restarts, decides="guest")
+    described = admission.shared.described
+    engine = LaunchpadEngine(described.max_restarts, decides="guest", hang_timeout=described.hang_timeout)
     guests(engine, admission, num_inferencers)
     return engine.run()

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
+from rlframe.interprocess.progress import Phase
+from rlframe.metrics.sums import env_means
 from rlframe.programs.assemble import Evaluations
 from rlframe.programs.census import Census
 from rlframe.programs.door import Door
+from rlframe.programs.experiment import patience
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.types import Logs
 
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.1  # seconds between two looks at actors and learner
-_FINISH_WITHIN = 120.0  # seconds that the learner has for its last update and checkpoint
+_LOOKING = Phase("looking at the others", 300.0)
+_FINISH_WITHIN = 3600.0  # seconds that the learner has for its last update and checkpoint, or to come back for them
 _GUESTS_WITHIN = 3.0  # seconds that programs on other machines have to hear of the end
 
 
@@ -41,10 +45,10 @@ class Monitor:
     def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
         self._until, self._described, self._directory = run.until, run.described, RunDir(run.path)
         self._stop = threading.Event()
-        self._learner = handles.resolve(learner, "learner", stop=self._stop)
+        self._learner = handles.resolve(learner, "learner", deadline=patience(self._described), stop=self._stop)
         self._ask_learner = handles.Poll(self._learner, "stats")
         self._tell_learner = handles.Poll(self._learner, "finish")
-        self._ask_actors = [handles.Poll(handles.resolve(actor, "actor"), "stats") for actor in actors]
+        self._actors = [_Led(actor) for actor in actors]
         self._evaluations = Evaluations(self._described, run.agent, self._learner)
         self._evaluation: _Evaluation | None = None  # under way
         self._census = Census(self._directory.progress, run.session)
@@ -53,6 +57,7 @@ class Monitor:
         self._learner_stats: dict[str, Any] = {}  # what it said last; a monitor that has just restarted knows nothing
         self._began = run.began
         self._row_began, self._row_total = time.monotonic(), self._census.total()
+        self._row_logged = self._census.logged()
         self._first: tuple[float, int] | None = None  # (when, how many) the first steps were seen
         self._last = (0.0, 0)  # the same at the end of training
 
@@ -64,7 +69,7 @@ class Monitor:
     def run(self) -> None:
         """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
         at = self.env_steps
-        self._census.save()
+        self._census.try_to_save()
         self._logger = self._directory.open_logs(at)
         evaluation = None
         try:
@@ -95,7 +100,8 @@ class Monitor:
         # One that was due when a monitor before this one died, or was stopped, is due still.
         evaluation_due = _next(described.eval_every, self._census.evaluated)
         while not self._stop.wait(_LOOK_EVERY):
-            self._look()
+            with _LOOKING:
+                self._look()
             now = self.env_steps
             if now > at_start and self._first is None:
                 self._first = time.monotonic(), now
@@ -118,10 +124,10 @@ class Monitor:
     def _look(self) -> None:
         for stats in self._door.heard():
             self._census.add(stats)
-        for ask in self._ask_actors:
-            stats = ask()
-            if stats is not None:
-                self._census.add(stats)
+        share = math.ceil(max(0, self._until - self.env_steps) / max(1, len(self._actors)))
+        for actor in self._actors:
+            if (said := actor.lead(share)) is not None:
+                self._census.add(said)
         self._learner_stats = self._ask_learner() or self._learner_stats
 
     def _finish(self) -> Logs:
@@ -159,19 +165,21 @@ class Monitor:
             values["episode_return"] = new["return_sum"] / new["episodes"]
             values["episode_length"] = new["length_sum"] / new["episodes"]
             values["episodes"] = int(new["episodes"])
+        logged = self._census.logged()
+        values.update(env_means(logged, self._row_logged))
         values["steps_per_second"] = new["env_steps"] / max(now - self._row_began, 1e-9)
         values.update({name: value for name, value in self._learner_stats.items() if name != "finished"})
         values["wall_seconds"] = time.time() - self._began
-        self._row_began, self._row_total = now, total
+        self._row_began, self._row_total, self._row_logged = now, total, logged
         self._logger.write(self.env_steps, values)
-        self._census.save()
+        self._census.try_to_save()
 
     def _write_evaluation(self, evaluation: _Evaluation) -> None:
         """Waits for it, and writes it; raises what it raised."""
         names, values = ("return_mean", "return_std", "length_mean", "episodes"), evaluation.result()
         self._logger.write(self.env_steps, {name: values[name] for name in names})
         self._census.evaluated = evaluation.began_at
-        self._census.save()
+        self._census.try_to_save()
 
     def _result(self, evaluation: Logs | None) -> Result:
         (began, first), (ended, last) = self._first or self._last, self._last
@@ -186,6 +194,25 @@ class Monitor:
             params_version=self._learner_stats.get("params_version", 0),
             run_dir=str(self._directory.path),
         )
+
+
+class _Led:
+    """An actor that steps as far as the monitor lets it: while that is away, no more is taken than was to be.
+
+    Args:
+        actor: an Actor, or a handle to one.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._allow = handles.Poll(handles.resolve(actor, "actor"), "allow")
+        self._incarnation, self._env_steps = -1, 0.0  # as it said last
+
+    def lead(self, share: int) -> dict[str, Any] | None:
+        """Lets it take so many steps beyond those that are known of; what it said of itself, where it answered."""
+        stats = self._allow(self._incarnation, self._env_steps + share)
+        if stats is not None:
+            self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]
+        return stats
 
 
 def finish(learner: Any, stop: threading.Event) -> dict[str, Any]:

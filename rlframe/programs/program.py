@@ -11,21 +11,21 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
 from rlframe.errors import ProgramError
-from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
+from rlframe.programs import logs
 from rlframe.programs.assemble import make_agent, make_pool
 from rlframe.programs.census import Census
+from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import Result, RunDir, open_session
+from rlframe.programs.run_status import StatusFile
 from rlframe.programs.topologies import TOPOLOGIES, Run
-
-if TYPE_CHECKING:
-    from rlframe.programs.elastic import Control
+from rlframe.programs.updates import say_updates
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ def train(
     *,
     run_dir: str | os.PathLike | None = None,
     resume: bool = False,
+    resume_from: int | None = None,
+    take_over: bool = False,
     stop_at: int | None = None,
     callback: Callable[[int, dict[str, Any]], Any] | None = None,
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
@@ -49,8 +51,10 @@ def train(
 
     ProgramError says that a node failed more often than it may, or did not save when the program was stopped.
     """
-    described, directory = open_session(described, run_dir, resume, stop_at)
     with contextlib.ExitStack() as served:
+        described, directory = served.enter_context(
+            open_session(described, run_dir, resume, stop_at, take_over, resume_from)
+        )
         with contextlib.ExitStack() as undo:
             if not resume:
                 undo.callback(directory.remove)
@@ -63,11 +67,13 @@ def train(
                 resumed_at=int(Census(directory.progress, "").total()["env_steps"]),
                 listen=listen,
             )
-            engine = make_engine(described, listen)
+            if not resume:
+                say_updates(described, run.agent.replay_spec, progress)
+            engine = make_engine(described, directory, listen)
             topology_of(described)(engine, run)
             directory.write_config(described, notes or {})
-            if described.topology == "elastic":
-                served.enter_context(controlled(directory, engine, control))
+            coordinator = engine.address_of("coordinator") if described.topology == "elastic" else None
+            served.enter_context(serve_control_of(directory.path, control, coordinator))
             more = list(open_loggers(directory.path)) if open_loggers is not None else []
             undo.pop_all()
         loggers = [
@@ -75,34 +81,39 @@ def train(
             *more,
             *([CallbackLogger(callback)] if callback else []),
         ]
-        return conduct(directory, loggers, engine.run, lambda: _read_result(directory, run))
+        status = StatusFile(directory, described, run.until)
+        return conduct(directory, status, loggers, engine.run, lambda: _read_result(directory, run))
 
 
 def conduct(
     directory: RunDir,
+    status: StatusFile,
     loggers: Iterable[Logger],
-    run: Callable[[], int | None],
+    run: Callable[[Callable[[bool, list[dict[str, Any]]], None]], int | None],
     read_result: Callable[[], Result],
 ) -> Result:
     """A session from the start of its processes to its result and its picture.
 
     Args:
         directory: of the run.
+        status: says how it goes.
         loggers: get the rows that the monitor writes, and are closed.
-        run: runs the processes, and gives the number of the signal that ended them, if one did.
+        run: runs the processes, tells how they are, and gives the number of the signal that ended them, if one did.
         read_result: what came of it.
 
     Raises:
         ProgramError: of `run`, with what is saved.
     """
     directory.result.unlink(missing_ok=True)
-    try:
-        with _Rows(directory.metrics, MultiLogger(loggers)):
-            number = run()
-    except ProgramError as error:
-        raise ProgramError(f"{error}\n{_what_is_saved(directory)}") from error
+    with status.until_the_end():
+        try:
+            with logs.kept(directory.logs, "launcher"), _Rows(directory.metrics, MultiLogger(loggers)):
+                number = run(status.watch)
+        except ProgramError as error:
+            raise ProgramError(f"{error}\n{directory.what_is_saved()}") from error
     result = dataclasses.replace(read_result(), signal=number, run_dir=str(directory.path))
     directory.write_result(result.to_json())
+    status.end(result)
     if directory.metrics.exists():  # not where it was stopped at once
         plot_learning_curve(directory.path, directory.learning_curve)
     return result
@@ -110,19 +121,11 @@ def conduct(
 
 def agent_of(described: Experiment) -> Agent:
     """The agent of an experiment; a pool of its environments is opened and closed for their specs."""
-    pool = make_pool(described, 1, described.env_kwargs, env_seed(described.seed, 0, 0))
+    pool = make_pool(described.synchronous, 1, described.env_kwargs, env_seed(described.seed, 0, 0))
     try:
         return make_agent(described, pool.observation_spec, pool.action_spec)
     finally:
         pool.close()
-
-
-def _what_is_saved(directory: RunDir) -> str:
-    steps = Checkpointer(directory.checkpoints).steps()
-    if not steps:
-        return "Nothing was saved."
-    newest = directory.checkpoints / str(steps[-1])
-    return f"What was saved last is {newest}. Go on from there: rlframe train --resume --run-dir {directory.path}"
 
 
 def _read_result(directory: RunDir, run: Run) -> Result:
@@ -131,13 +134,6 @@ def _read_result(directory: RunDir, run: Run) -> Result:
     # The program was told to stop before its monitor had begun.
     env_steps = int(Census(directory.progress, run.session).total()["env_steps"])
     return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
-
-
-def controlled(directory: RunDir, engine: Any, control: Control | None) -> Any:
-    """A context in which the coordinator of an elastic run can be told what to do."""
-    from rlframe.programs.elastic import serve_control_of
-
-    return serve_control_of(directory.path, engine.address_of("coordinator"), control)
 
 
 def topology_of(described: Experiment) -> Callable[[Any, Run], None]:
@@ -149,7 +145,7 @@ def topology_of(described: Experiment) -> Callable[[Any, Run], None]:
     return TOPOLOGIES[described.topology]
 
 
-def make_engine(described: Any, listen: int | None = None) -> Any:
+def make_engine(described: Any, directory: RunDir, listen: int | None = None) -> Any:
     """The engine that the experiment asks for."""
     if described.engine == "threads":
         from rlframe.programs.engines.threads import ThreadsEngine
@@ -158,7 +154,14 @@ def make_engine(described: Any, listen: int | None = None) -> Any:
     from rlframe.programs.engines.launchpad import LaunchpadEngine
 
     decides = "coordinator" if described.topology == "elastic" else "monitor"
-    return LaunchpadEngine(described.max_restarts, decides=decides, listen=listen)
+    return LaunchpadEngine(
+        described.max_restarts,
+        decides=decides,
+        listen=listen,
+        logs=directory.logs,
+        hang_timeout=described.hang_timeout,
+        grace=described.grace_seconds,
+    )
 
 
 class _Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -9,13 +10,18 @@ import os
 import pathlib
 import platform
 import shutil
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.metrics import CSVLogger, JSONLLogger, MultiLogger, TensorBoardLogger
+from rlframe.learners.checkpoints import Checkpointer
+from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
+from rlframe.programs import run_lock
 from rlframe.programs.experiment import complete, continued, load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
+from rlframe.programs.resume_point import settle
+from rlframe.programs.run_lock import RunLock
 
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
 
@@ -33,11 +39,16 @@ class RunDir:
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"
         self.progress = self.path / "progress.json"  # of a program of several processes: what its monitor counted
+        self.status = self.path / "status.json"  # see `rlframe.programs.run_status`
+        self.logs = self.path / "logs"  # what each process printed: see `rlframe.programs.logs`
         self.warmup = self.path / "warmup"  # the weights that a language model's supervised steps led to
 
-    def open_logs(self, resume_at: int) -> MultiLogger:
-        """Its files of rows, from which those after the step `resume_at` are taken back."""
-        return MultiLogger(
+    def open_logs(self, resume_at: int | None) -> Logger:
+        """Its files of rows, from which those after the step `resume_at` are taken back.
+
+        A row that cannot be written, since the disk is full, is warned of: it does not end a run.
+        """
+        return LenientLogger(
             [
                 JSONLLogger(self.metrics, resume_at=resume_at),
                 CSVLogger(self.path / "metrics.csv", resume_at=resume_at),
@@ -52,13 +63,16 @@ class RunDir:
             UsageError: there is something in it already, or it cannot be made.
         """
         try:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if self.path.exists() and (not self.path.is_dir() or self._holds_anything()):
                 raise UsageError(
                     f"{self.path} exists already. Choose another --run-dir, or go on with the run in it by --resume."
                 )
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"Cannot write to {self.path}: {error.strerror}.") from error
+
+    def _holds_anything(self) -> bool:
+        return any(entry.name != run_lock.NAME for entry in self.path.iterdir())
 
     def remove(self) -> None:
         """Removes the directory that `create` made: the run did not begin."""
@@ -68,6 +82,14 @@ class RunDir:
         """Raises UsageError where there is no run to go on with."""
         if not self.config.is_file():
             raise UsageError(f"There is no run in {self.path}: it has no config.json.")
+
+    def what_is_saved(self) -> str:
+        """What was saved last, and how to go on from there."""
+        steps = Checkpointer(self.checkpoints).steps()
+        if not steps:
+            return "Nothing was saved."
+        newest = self.checkpoints / str(steps[-1])
+        return f"What was saved last is {newest}. Go on from there: rlframe train --resume --run-dir {self.path}"
 
     def write_config(self, described: Any, notes: dict[str, Any]) -> None:
         """Writes `config.json` in one piece."""
@@ -88,13 +110,20 @@ class RunDir:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
 
 
+@contextlib.contextmanager
 def open_session(
-    described: Any, run_dir: str | os.PathLike | None, resume: bool, stop_at: int | None
-) -> tuple[Any, RunDir]:
-    """The experiment and the directory of a session: a new one, or the one to go on in.
+    described: Any,
+    run_dir: str | os.PathLike | None,
+    resume: bool,
+    stop_at: int | None,
+    take_over: bool = False,
+    resume_from: int | None = None,
+) -> Iterator[tuple[Any, RunDir]]:
+    """The experiment and the directory of a session, a new one or the one to go on in: ours in the context.
 
     Raises:
-        UsageError: the directory, or what a resumed run would change, cannot be.
+        UsageError: the directory, or what a resumed run would change, cannot be; or another process writes there; or
+            the checkpoint to go on from is damaged.
     """
     described = complete(described)
     directory = RunDir(run_dir if run_dir is not None else default_path(described))
@@ -102,10 +131,18 @@ def open_session(
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
     if resume:
         directory.check_holds_run()
-        described = continued(load_experiment(directory.config), described)
+    elif take_over or resume_from is not None:
+        raise UsageError("take_over and resume_from are of a run to go on with: they need resume.")
     else:
         directory.create()
-    return described, directory
+    with RunLock(directory.path, take_over, ends_within=described.grace_seconds + 22.0):  # with all that comes after
+        if resume:
+            described = continued(load_experiment(directory.config), described)
+            replays = (directory.replay, directory.checkpoints / "replay")
+            settle(directory.checkpoints, replays, directory.path / "aside", resume_from)
+        else:
+            directory.create()  # again: it may have been another's meanwhile
+        yield described, directory
 
 
 def default_path(described: Any) -> pathlib.Path:

@@ -11,22 +11,18 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rlframe.errors import EnvError
-from rlframe.metrics import (
-    CallbackLogger,
-    CSVLogger,
-    JSONLLogger,
-    Logger,
-    MultiLogger,
-    TensorBoardLogger,
-    plot_learning_curve,
-)
-from rlframe.programs import run_checkpoint
+from rlframe.errors import CheckpointError, CutShortError, EnvError
+from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
+from rlframe.programs import logs, run_checkpoint
 from rlframe.programs.assemble import Evaluations, Parts, assemble
+from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.node_status import node_status
 from rlframe.programs.profile import Profile
 from rlframe.programs.run_dir import Result, RunDir, open_session
+from rlframe.programs.run_status import StatusFile
 from rlframe.programs.stopping import StopSignal
+from rlframe.programs.updates import say_updates
 from rlframe.programs.window import Window
 from rlframe.types import Logs
 
@@ -42,31 +38,53 @@ def train(
     *,
     run_dir: str | os.PathLike | None = None,
     resume: bool = False,
+    resume_from: int | None = None,
+    take_over: bool = False,
     stop_at: int | None = None,
     callback: Callback | None = None,
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
     progress: Logger | None = None,
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
+    control: Control | None = None,
 ) -> Result:
     """See `rlframe.programs.train`."""
-    described, directory = open_session(described, run_dir, resume, stop_at)
-    with StopSignal() as stop, contextlib.ExitStack() as undo:
+    session = open_session(described, run_dir, resume, stop_at, take_over, resume_from)
+    with (
+        session as (described, directory),
+        logs.kept(directory.logs, "train"),
+        StopSignal() as stop,
+        contextlib.ExitStack() as served,
+        contextlib.ExitStack() as undo,
+    ):
         if not resume:
             undo.callback(directory.remove)  # until training has begun
-        run = _Run(described, directory, assemble(described, str(directory.checkpoints)), stop, progress, profile)
+        parts = assemble(described, str(directory.checkpoints))
+        run = _Run(described, directory, parts, stop, progress, profile)
         try:
+            if not resume:
+                say_updates(described, parts.agent.replay_spec, progress)
             run.start(resume)
             more = list(open_loggers(directory.path)) if open_loggers is not None else []
             run.open_loggers([*more, *([CallbackLogger(callback)] if callback else [])])
             directory.write_config(described, notes or {})
+            served.enter_context(serve_control_of(directory.path, control))
             undo.pop_all()
-            result = run.to_end(min(described.steps, stop_at or described.steps))
+            until = min(described.steps, stop_at or described.steps)
+            status = StatusFile(directory, described, until)
+            status.watch(False, [node_status("train", 0, os.getpid())])
+            with status.until_the_end():
+                result = run.to_end(until)
+        except KeyboardInterrupt:
+            if run.is_saved:
+                raise
+            raise CutShortError(f"Cut short before it had saved. {directory.what_is_saved()}") from None
         finally:
             run.close()
-    directory.write_result(result.to_json())
-    plot_learning_curve(directory.path, directory.learning_curve)
-    return result
+        directory.write_result(result.to_json())
+        status.end(result)
+        plot_learning_curve(directory.path, directory.learning_curve)
+        return result
 
 
 class _Run:
@@ -94,6 +112,12 @@ class _Run:
         self._began = time.monotonic()
         self._not_training = 0.0
         self._replay_saved_at = 0
+        self._saved_at: int | None = None  # environment steps; None: the run has not begun
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether all steps are in a checkpoint."""
+        return self._saved_at is None or self._saved_at == self._actor.env_steps
 
     def start(self, resume: bool) -> None:
         """Makes the Actor, or takes everything over from the latest checkpoint."""
@@ -110,7 +134,7 @@ class _Run:
         self._actor = self._parts.actor
         if self._profile is not None:
             self._profile.attach(self._parts)
-        self._first_step = self._actor.env_steps
+        self._first_step = self._saved_at = self._actor.env_steps
         self._window = Window(self._first_step)
         self._due = {
             "row": self._next(self._described.row_every),
@@ -120,17 +144,9 @@ class _Run:
 
     def open_loggers(self, more: list[Logger]) -> None:
         """Opens the files of the run directory; on resume, rows after the checkpoint go."""
-        path, at = self._directory.path, self._first_step if self._continues_files else None
+        at = self._first_step if self._continues_files else None
         shown = [self._progress] if self._progress is not None else []
-        self._logger = MultiLogger(
-            [
-                JSONLLogger(path / "metrics.jsonl", resume_at=at),
-                CSVLogger(path / "metrics.csv", resume_at=at),
-                TensorBoardLogger(path / "tensorboard", resume_at=at),
-                *shown,
-                *more,
-            ]
-        )
+        self._logger = MultiLogger([self._directory.open_logs(at), *shown, *more])
 
     def to_end(self, until: int) -> Result:
         """Trains until `until` environment steps or a signal, saves, evaluates."""
@@ -223,7 +239,7 @@ class _Run:
 
     def _write_row(self) -> None:
         learner = self._parts.learner
-        values = self._window.row(self._actor.env_steps)
+        values = self._window.row(self._actor.env_steps, self._actor.logged)
         values["learner_steps"] = learner.learner_steps
         values["params_version"] = learner.params_version
         values["replay_items"] = self._parts.replay_buffer.size  # as `Learner.stats` names it
@@ -248,9 +264,16 @@ class _Run:
             return  # nothing has happened since the checkpoint that this session began with
         every = self._described.replay_checkpoint_every
         with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
-        saved_replay = run_checkpoint.save(
-            self._parts, self._directory, with_envs=True, with_replay=with_replay, final=final
-        )
+        try:
+            saved_replay = run_checkpoint.save(
+                self._parts, self._directory, with_envs=True, with_replay=with_replay, final=final
+            )
+        except CheckpointError as error:
+            if final:
+                raise CheckpointError(f"{error} {self._directory.what_is_saved()}") from error
+            _log.warning("%s The run goes on; the next checkpoint is another try.", error)
+            return
+        self._saved_at = now
         if saved_replay:
             self._replay_saved_at = now
 

@@ -1,13 +1,34 @@
-"""Ctrl-C and SIGTERM: finish the step under way, save, leave."""
+"""Ctrl-C, SIGTERM and SIGHUP: finish the step under way, save, leave."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that stop a run. SIGHUP is one, unless it is ignored, which is what `nohup` is for."""
+    stops = (signal.SIGINT, signal.SIGTERM)
+    return stops if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*stops, signal.SIGHUP)
+
+
+def leave_terminal() -> None:
+    """Sends what is still to be printed nowhere where the terminal is gone: to write there would raise."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            descriptor = stream.fileno()
+            os.write(descriptor, b"")
+        except ValueError:  # it is none of a file, or closed
+            continue
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 class StopSignal:
@@ -25,7 +46,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -39,7 +60,12 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGHUP:
+            leave_terminal()
         repeated = self.number is not None
         self.number = self.number or number
         if repeated or self._raises:
             raise KeyboardInterrupt
+        text = f"rlframe: {signal.Signals(number).name}: saving after the step under way; once more leaves at once\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())  # not `print`, in whose middle the signal may have come

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from rlframe.agents import Agent
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.programs.assemble import CHECKPOINTS_KEPT, make_pool, replay_capacity
-from rlframe.programs.experiment import Experiment, total_learner_steps
+from rlframe.programs.experiment import Experiment, patience, total_learner_steps
 from rlframe.programs.monitor import Monitor
 from rlframe.programs.run_dir import RunDir
 from rlframe.replay import SharedMemReplayBuffer
@@ -41,6 +42,11 @@ class Run:
         """Seed of the actors; another in each session, whose actors' incarnations begin anew."""
         seed = self.described.seed
         return env_seed(seed, self.resumed_at) if self.resumed_at else seed
+
+    @property
+    def budget(self) -> int:
+        """Environment steps that each actor may take before the monitor has been heard."""
+        return math.ceil((self.until - self.resumed_at) / self.described.num_actors)
 
     @property
     def session(self) -> str:
@@ -76,11 +82,13 @@ def heavy_env(engine: Engine, run: Run) -> None:
     described, agent = run.described, run.agent
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), agent, replay_buffer)
+    cfg = InferencerConfig(seed=described.seed, learner_deadline=patience(described))
+    options = {"seed": run.actor_seed, "deadline": patience(described), "budget": run.budget}
     actors = []
     for rank in range(described.num_actors):
-        inferencer = Inferencer(InferencerConfig(seed=described.seed), agent, learner)
+        inferencer = Inferencer(cfg, agent, learner)
         env_builder = functools.partial(make_pool, described, described.envs_per_actor, described.env_kwargs)
-        actors.append(engine.add("actor", Actor, env_builder, inferencer, replay_buffer, rank, seed=run.actor_seed))
+        actors.append(engine.add("actor", Actor, env_builder, inferencer, replay_buffer, rank, **options))
     engine.add("monitor", Monitor, run, learner, actors)
 
 
@@ -89,12 +97,17 @@ def light_env(engine: Engine, run: Run) -> None:
     described, agent = run.described, run.agent
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), agent, replay_buffer)
-    cfg = InferencerConfig(seed=described.seed)
+    cfg = InferencerConfig(seed=described.seed, learner_deadline=patience(described))
+    options = {
+        "seed": run.actor_seed,
+        "deadline": patience(described),
+        "budget": run.budget,
+        "num_pools": described.num_pools,
+    }
     inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(described.num_inferencers)]
     actors = []
     for rank in range(described.num_actors):
         env_builder = functools.partial(make_pool, described, described.envs_per_pool, described.env_kwargs)
-        options = {"seed": run.actor_seed, "num_pools": described.num_pools}
         actors.append(engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options))
     engine.add("monitor", Monitor, run, learner, actors)
 
@@ -119,6 +132,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
             num_writers=described.num_actors,
             seed=described.seed,
             max_envs=described.envs_per_actor,
+            timeout=max(600.0, patience(described)),
             in_threads=described.engine == "threads",
             capacity=capacity,
         )
@@ -131,8 +145,9 @@ def add_reverb(engine: Engine, run: Run, capacity: int) -> Any:
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     described, agent = run.described, run.agent
-    # The environments of a pool complete their unrolls with the same step: they are sent as one item.
-    block = described.envs_per_pool if agent.replay_spec.kind == "queue" else 1
+    # Environments in step complete their unrolls with the same step: they are sent as one item.
+    in_step = agent.replay_spec.kind == "queue" and not described.async_envs
+    block = described.envs_per_pool if in_step else 1
     tables = ReverbReplayBuffer.tables(agent, block=block, capacity=capacity)
     return engine.add_reverb("replay", tables, str(RunDir(run.path).reverb))
 

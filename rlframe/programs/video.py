@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe import extras
 from rlframe.envs import SyncEnv
 from rlframe.envs.names import backend, gymnasium_ids, split, takes_seed
 from rlframe.errors import RlframeError, UsageError
@@ -40,12 +41,9 @@ class Film:
         self._pool: Any = None
         if self._path.suffix not in _FORMATS:
             raise UsageError(f"A video is one of {', '.join(_FORMATS)}, not {self._path.name!r}.")
-        try:
+        with extras.needed("A video", "gymnasium"):
+            import gymnasium  # noqa: F401
             import imageio_ffmpeg  # noqa: F401
-        except ImportError as error:
-            raise UsageError(
-                "A video needs imageio-ffmpeg. Install it with: pip install 'rlframe[gymnasium]'"
-            ) from error
 
         # Pygame draws without a screen, but complains of there being none unless it is told so.
         if "DISPLAY" not in os.environ:
@@ -164,15 +162,14 @@ def _twin(task: str) -> Any:
 
     if task in gymnasium_ids():
         return gymnasium.make(task, render_mode="rgb_array")
-    try:
-        import ale_py
-
-        gymnasium.register_envs(ale_py)
-    except ImportError as error:
+    if not extras.has("ale_py"):
         raise UsageError(
             f"EnvPool's {task} does not render, and its twin in Gymnasium is not installed here. "
             "For an Atari game: pip install 'gymnasium[atari]'."
-        ) from error
+        )
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
     if f"ALE/{task}" not in gymnasium.registry:
         raise UsageError(f"EnvPool's {task} does not render, and Gymnasium has no twin of it.")
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation

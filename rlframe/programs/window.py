@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.metrics.sums import Sums, env_means
 from rlframe.types import Logs
 
 
@@ -15,6 +16,7 @@ class Window:
 
     def __init__(self, env_steps: int) -> None:
         self._learner_logs: Logs | None = None
+        self._logged: Sums = {}  # by the environments, until it began
         self._clear(env_steps)
 
     @property
@@ -37,8 +39,8 @@ class Window:
         """Takes time that was not training (an evaluation, a checkpoint) out of the speed."""
         self._start += seconds
 
-    def row(self, env_steps: int) -> dict[str, Any]:
-        """The values of the row that ends here, and begins the next.
+    def row(self, env_steps: int, logged: Sums) -> dict[str, Any]:
+        """The values of the row that ends here, and begins the next; `logged` as `Actor.logged` gives it.
 
         `episode_return`, `episode_length` (means) and `episodes` are there where an episode ended, and
         the learner's logs where it made an update.
@@ -48,6 +50,8 @@ class Window:
             values["episode_return"] = self._returns / self._episodes
             values["episode_length"] = self._lengths / self._episodes
             values["episodes"] = self._episodes
+        values.update(env_means(logged, self._logged))
+        self._logged = logged
         seconds = time.monotonic() - self._start
         values["steps_per_second"] = (env_steps - self._env_steps) / max(seconds, 1e-9)
         for name, value in (self._learner_logs or {}).items():

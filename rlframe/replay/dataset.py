@@ -8,8 +8,10 @@ import time
 from typing import Protocol
 
 from rlframe.errors import RlframeError
+from rlframe.interprocess.heartbeat import patience
 from rlframe.types import Batch, ReplaySpec
 
+_TIMEOUT = 600.0  # seconds without a batch after which something is wrong
 WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
 
 
@@ -38,10 +40,16 @@ class Dataset:
     """An endless iterator of batches. Use it as a context manager, or close it.
 
     Drawing ahead depends on timing: where the numbers must repeat exactly, call `sample()` instead.
+
+    Args:
+        buffer: what it reads.
+        prefetch: batches that are drawn ahead.
+        timeout: seconds that `next` waits for a batch; None: 600, or for ever in a process that is watched
+            (`rlframe.interprocess.heartbeat`).
     """
 
-    def __init__(self, buffer: Source, prefetch: int, timeout: float):
-        self._buffer, self._timeout = buffer, timeout
+    def __init__(self, buffer: Source, prefetch: int, timeout: float | None):
+        self._buffer, self._timeout = buffer, patience(_TIMEOUT) if timeout is None else timeout
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlframe replay dataset", daemon=True)

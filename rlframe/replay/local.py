@@ -236,10 +236,11 @@ class ReplayBuffer(KeyedReplayBuffer):
         # The first batch is due with the item number min_size; from then on the ratio holds.
         return self._sampled <= spec.samples_per_insert * (table.added - spec.min_size)
 
-    def make_dataset(self, prefetch: int = 2, timeout: float = 600.0) -> Dataset:
+    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
         """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
 
-        Each `next` waits at most `timeout` seconds for its batch. Close the dataset (or the buffer) to end it.
+        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. Close the dataset (or the
+        buffer) to end it.
         """
         dataset = Dataset(self, prefetch, timeout)
         self._datasets.append(dataset)

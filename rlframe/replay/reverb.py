@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
+from rlframe.interprocess.heartbeat import patience as patience_of
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.dataset import Dataset
 from rlframe.replay.prioritised import LOWEST, check_priorities
@@ -47,23 +48,26 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     Args:
         agent: an Agent (anything with `replay_spec` and `step_spec`), as the server's tables were made from.
         server: a `reverb.Client`, or "host:port".
-        timeout: seconds that a server which does not answer is waited for.
-        patience: seconds that `add` waits for a server which holds it back.
+        timeout: seconds that a server which does not answer is waited for; None: 120, or 600 in a process that is
+            watched (`rlframe.interprocess.heartbeat`), as those of a program are.
+        patience: seconds that `add` waits for a server which holds it back; None: 600, or for ever in such a process.
 
     Raises (every method that asks the server):
         PeerError: it did not answer in time.
         UsageError: its tables are those of another agent.
     """
 
-    def __init__(self, agent: Any, server: Any, *, timeout: float = 120.0, patience: float = 600.0) -> None:
+    def __init__(self, agent: Any, server: Any, *, timeout: float | None = None, patience: float | None = None) -> None:
         self.spec = agent.replay_spec
         self._agent = AgentSpecs(agent.replay_spec, agent.step_spec)
         self._rows = ItemRows(self._agent)
         address = server if isinstance(server, str) else server.server_address
         self._options: dict[str, Any] = {"timeout": timeout, "patience": patience}
+        timeout = patience_of(120.0, watched=600.0) if timeout is None else timeout
         self._connection = Connection(address, timeout)
         self._registry = Registry(self._connection, timeout)
         self._block = 0  # items per row of the table; 0 before the server was asked
+        patience = patience_of(600.0) if patience is None else patience
         self._writer = Writer(self._agent, self._connection, self._registry, self._rows, patience)
         self._read_lock = threading.RLock()
         self._dropped = 0
@@ -198,11 +202,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._remembered.put(batch.keys, server_keys)
             return batch
 
-    def make_dataset(self, prefetch: int = 2, timeout: float = 600.0) -> Dataset:
+    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
         """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead, beside Reverb itself.
 
         What was drawn ahead from a queue, and not read, goes with the dataset. Each `next` waits at most `timeout`
-        seconds for its batch. Close the dataset (or the buffer) to end it; any thread may.
+        seconds for its batch; None: see `Dataset`. Close the dataset (or the buffer) to end it; any thread may.
         """
         self._connect()
         dataset = Stream(self, self._connection, prefetch, timeout)

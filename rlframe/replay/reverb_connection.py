@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.errors import PeerError, StoppedError, UsageError
+from rlframe import extras
+from rlframe.errors import PeerError, StoppedError
 from rlframe.replay.base import ReplayClosedError
 from rlframe.replay.reverb_samplers import Samplers
 
@@ -31,14 +32,9 @@ _UNCONFIRMED = 32  # items on their way at once; from 50 on, Reverb warns
 def load() -> tuple[Any, Any]:
     """Returns the modules (reverb, tensorflow)."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
+    with extras.needed("ReverbReplayBuffer", "reverb"):
         import reverb
         import tensorflow
-    except ImportError as error:
-        raise UsageError(
-            f"A Reverb replay needs dm-reverb and TensorFlow, which are not here ({error}). They have wheels for "
-            "Python 3.10: install rlframe[reverb] there, or use ReplayBuffer or shared memory on one machine."
-        ) from error
     return reverb, tensorflow
 
 

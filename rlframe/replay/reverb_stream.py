@@ -22,7 +22,7 @@ class Stream(Dataset):
 
     _buffer: Any
 
-    def __init__(self, buffer: Any, connection: Connection, prefetch: int, timeout: float) -> None:
+    def __init__(self, buffer: Any, connection: Connection, prefetch: int, timeout: float | None) -> None:
         self._connection = connection
         self._sampler: Any = None
         self._looked = time.monotonic()

@@ -187,10 +187,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
                 share.sampler.bind_alone()
                 share.sampler.finish(keys)
 
-    def make_dataset(self, prefetch: int = 2, timeout: float = 600.0) -> Dataset:
+    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
         """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
 
-        Each `next` waits at most `timeout` seconds for its batch. Close the dataset (or the buffer) to end it.
+        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. Close the dataset (or the
+        buffer) to end it.
         """
         dataset = Dataset(self, prefetch, timeout)
         self._datasets.append(dataset)

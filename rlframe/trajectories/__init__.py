@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlframe.errors import UsageError
+from rlframe import extras
 
 if TYPE_CHECKING:
     from rlframe.trajectories.base_env import BaseEnv, BaseEnvConfig
@@ -31,14 +31,8 @@ __all__ = ["AsyncClient", "BaseEnv", "BaseEnvConfig", "Client", "Group", "TokenB
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'rlframe.trajectories' has no attribute {name!r}")
-    try:
+    with extras.needed(f"rlframe.trajectories.{name}", "trajectories"):
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("rlframe"):
-            raise
-        raise UsageError(
-            f"rlframe.trajectories.{name} needs the package {error.name}: pip install 'rlframe[trajectories]'."
-        ) from error
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ import rlframe
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
 from rlframe.http.measuring import Measure
 from rlframe.http.middleware import Compress, ReadBody, RequireToken, answer, retry_later
+from rlframe.http.origins import SameOrigin
 from rlframe.http.page import Page
 from rlframe.trajectories import models
 from rlframe.trajectories.checks import InvalidGroupError
@@ -30,6 +31,7 @@ from rlframe.trajectories.settings import Settings
 from rlframe.trajectories.stores import open_store
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /report and /previews
+_CHANGING = ("/batch", "/reset_data")  # by GET
 _DESCRIPTION = """Stands between environments, which send groups of sequences, and trainers, which pull batches of them.
 
 Every path is there for the run `default`, and as `/runs/{run}/…` for any number of others."""
@@ -55,7 +57,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         version=rlframe.__version__,
         description=_DESCRIPTION,
         lifespan=life,
-        strict_content_type=False,
+        strict_content_type=False,  # CSRF is what SameOrigin is there for
     )
     app.get("/", response_model=models.Root, tags=["service"])(_root)
     app.get("/runs", response_model=models.Runs, tags=["service"])(_runs)
@@ -74,6 +76,14 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(Page, file=PAGE)
+    app.add_middleware(
+        SameOrigin,
+        token=token is not None,
+        no_token=settings.no_token,
+        hosts=settings.allowed_hosts,
+        origins=settings.cors_origins,
+        changing=_CHANGING,
+    )
     app.add_middleware(Measure, metrics=metrics, stripped="/runs/{run}")
     return app
 

@@ -125,11 +125,11 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._read = None if batch is None else int(batch.keys[0, 1])
         return batch
 
-    def make_dataset(self, prefetch: int = 1, timeout: float = 600.0) -> Prefetched:
+    def make_dataset(self, prefetch: int = 1, timeout: float | None = None) -> Prefetched:
         """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
 
-        A batch is done with when the next one is asked for. Each `next` waits at most `timeout` seconds. Close the
-        dataset (or the buffer) to end it: what was drawn ahead is given back.
+        A batch is done with when the next one is asked for. Each `next` waits at most `timeout` seconds; None:
+        see `Dataset`. Close the dataset (or the buffer) to end it: what was drawn ahead is given back.
         """
         dataset = Prefetched(self, self._connect(), prefetch, timeout)
         self._datasets.append(dataset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rlframe import extras
 from rlframe.errors import UsageError
 
 Decode = Callable[[Sequence[int]], str]
@@ -17,10 +18,8 @@ def load_decode(path: str | None) -> Decode | None:
     """
     if path is None:
         return None
-    try:
+    with extras.needed("--tokenizer", "tokenizers"):
         from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise UsageError("--tokenizer needs the package tokenizers: pip install 'rlframe[tokenizers]'.") from error
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the package raises bare Exceptions

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rlframe.trajectories.app import make_app
-from rlframe.trajectories.settings import Settings
+import sys
 
-app = make_app(Settings.from_environment())
+from rlframe.http.token_file import no_token_means
+from rlframe.trajectories.app import make_app
+from rlframe.trajectories.settings import CAN, Settings
+
+_settings = Settings.from_environment()
+if _settings.no_token:
+    print(no_token_means(CAN), file=sys.stderr)
+app = make_app(_settings)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
 from rlframe import handles
 from rlframe.errors import PeerError
 from rlframe.http.serving import DRAIN, Server, address_of, listen
+from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.trajectories.app import make_app, open_service
-from rlframe.trajectories.settings import Settings
+from rlframe.trajectories.settings import CAN, Settings
 
 MAX_CONNECTIONS = 1024
 
@@ -20,7 +22,7 @@ def serve(settings: Settings, host: str, port: int, max_connections: int) -> Non
     """Serves until SIGTERM or Ctrl-C, then answers what is under way and closes the store.
 
     Raises:
-        UsageError: it cannot listen there; a setting cannot be.
+        UsageError: it cannot listen there, or needs a token to; a setting cannot be.
         StoreError, PeerError: as `open_service`.
     """
     _serve(settings, host, port, max_connections, lambda server, address: None)
@@ -91,6 +93,7 @@ def _serve(
     settings: Settings, host: str, port: int, max_connections: int, begun: Callable[[Server, str], None]
 ) -> None:
     """`serve`, in any thread; `begun(server, HOST:PORT)` is called once it answers."""
+    check_guarded(host, settings.token_file, CAN, settings.no_token)
     listener = listen(host, port)
     try:
         service = open_service(settings)
@@ -100,6 +103,8 @@ def _serve(
 
     def greeting() -> None:
         address = address_of(listener)
+        if settings.no_token:
+            print(no_token_means(CAN), file=sys.stderr, flush=True)
         print(f"Trajectories at http://{address}  (endpoints: /docs)\n{service.store.durability}", flush=True)
         begun(server, address)
 

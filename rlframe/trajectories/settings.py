@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rlframe.errors import UsageError, suggest
-from rlframe.http.token_file import read_token
+from rlframe.http.token_file import check_guarded, read_token
 
 PREFIX = "RLFRAME_TRAJECTORIES_"
+CAN = "read, send and erase experience"  # what whoever may call the service can do
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Settings:
 
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT
     token_file: str | None = None  # file with the bearer token that every request has to carry
+    no_token: bool = False  # whether to answer other machines without a token: whoever reaches it can do all of `CAN`
+    allowed_hosts: tuple[str, ...] = ()  # without a token: its names, beside localhost and IP addresses
     tokenizer: str | None = None  # file tokenizer.json with which the live page shows tokens as text
     max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
     max_body_mb: int = 64  # megabytes of one request, decompressed
@@ -27,6 +30,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
 
     def __post_init__(self) -> None:
+        check_guarded("localhost", self.token_file, CAN, self.no_token)  # where it listens is not said here
         for name in ("max_queue_mb", "max_body_mb"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is at least 1 megabyte; got {getattr(self, name)}.")

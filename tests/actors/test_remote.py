@@ -127,6 +127,7 @@ def test_a_stop_ends_the_waiting_for_a_dead_inferencer():
     actor.close()
 
 
+@pytest.mark.system
 def test_an_actor_goes_on_with_another_inferencer_when_its_own_is_killed():
     addresses, buffer = [free_address(), free_address()], CountedBuffer(10)
     children = [Child(address, fixed_inferencer, w) for address, w in zip(addresses, (0.25, 0.75), strict=True)]

@@ -46,6 +46,8 @@ AGENTS = ["ppo", "ppo multi-discrete", "ppo continuous", "ppo images", "ppo dict
 AGENTS += ["dqn", "dqn prioritised", "dqn images", "dqn dict"]
 AGENTS += ["impala", "impala multi-discrete", "impala continuous", "impala images", "impala dict"]
 
+ONE_OF_EACH = ["ppo", "ppo continuous", "dqn images", "impala"]
+
 
 def batch_for(agent, params, learner_state):
     if isinstance(agent, DQN):
@@ -82,7 +84,7 @@ def test_learning_is_pure(name):
     assert any(jax.tree.leaves(changed))
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_pickled_agent_acts_and_learns_as_the_one_it_was(name):
     agent = make(name)
     params, learner_state = started(agent)
@@ -93,7 +95,7 @@ def test_a_pickled_agent_acts_and_learns_as_the_one_it_was(name):
     assert len(pickle.dumps(agent)) < 10_000
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_evaluating_ignores_the_key(name):
     agent = make(name)
     params, learner_state = started(agent)

@@ -138,6 +138,7 @@ def optax_norm(tree):
     return float(np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(tree))))
 
 
+@pytest.mark.system
 def test_what_is_masked_or_after_the_end_does_not_matter():
     agent = make()
     params, state = other_params(), started(agent)[1]
@@ -155,6 +156,7 @@ def test_what_is_masked_or_after_the_end_does_not_matter():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), grads, others)
 
 
+@pytest.mark.system
 def test_a_longer_bucket_gives_the_same_update():
     agent = make()
     params, state = started(agent)
@@ -168,6 +170,7 @@ def test_a_longer_bucket_gives_the_same_update():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), one[0], other[0])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("changes", [{}, {"loss": "policy_gradient"}, {"loss": "sft"}, {"average": "token"}])
 def test_micro_batches_give_the_gradient_and_logs_of_the_batch(changes):
     params, state = other_params(), started(make())[1]
@@ -179,6 +182,7 @@ def test_micro_batches_give_the_gradient_and_logs_of_the_batch(changes):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), grads, accumulated)
 
 
+@pytest.mark.system
 def test_less_memory_gives_the_same_gradient():
     params, state = other_params(), started(make())[1]
     grads, others = (
@@ -215,6 +219,7 @@ def test_supervised_learning_is_cross_entropy(average):
     assert state.extra == ()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("loss", ["grpo", "policy_gradient", "dpo", "sft"])
 def test_each_loss_makes_what_scores_high_likelier(loss):
     agent = make(loss=loss, kl_cost=0.0, learning_rate=3e-3)
@@ -288,6 +293,7 @@ def test_a_step_of_acting_is_a_token_given_those_before():
     np.testing.assert_array_equal(greedy.action, np.argmax(model.apply(params, MODEL, tokens[:, :1])[:, 0], axis=-1))
 
 
+@pytest.mark.system
 def test_tokens_are_drawn_from_the_models_distribution():
     agent = make()
     params = other_params()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from rlframe.agents import losses
+from tests.extras import import_or_skip
 
-rlax = pytest.importorskip("rlax")
+rlax = import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1.0):

@@ -10,8 +10,9 @@ from dm_env import specs
 
 from rlframe.agents.policies import Categorical, ClippedGaussian, MultiCategorical, default_policy
 from rlframe.errors import UsageError
+from tests.extras import import_or_skip
 
-distrax = pytest.importorskip("distrax")
+distrax = import_or_skip("distrax", "pip install 'rlframe[test]'")
 
 RNG = jax.random.PRNGKey(0)
 

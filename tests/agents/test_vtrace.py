@@ -9,8 +9,9 @@ import pytest
 
 from rlframe.agents import losses
 from rlframe.agents.vtrace import vtrace
+from tests.extras import import_or_skip
 
-rlax = pytest.importorskip("rlax")
+rlax = import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def random_inputs(length=12, batch=(3,), seed=0):

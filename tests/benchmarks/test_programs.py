@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -64,6 +65,15 @@ def test_the_limit_is_the_bare_loop_where_that_is_quicker():
     assert heavy.others[0].value == 600.0
 
 
+def test_the_parts_are_left_out_where_only_ours_is_measured():
+    context = given({("impala", "program", "heavy_env"): {**steps(400.0), "processor_us": 4000.0}})
+    object.__setattr__(context, "only_ours", True)
+    heavy, light = impala_pong.run(context, lambda _: None)
+    assert (heavy.ours.value, heavy.ours.processor) == (400.0, 4000.0)
+    assert [row.value for row in heavy.others] == [None] * 5
+    assert light.ours.note == "not measured: it failed"
+
+
 def test_there_is_no_limit_without_one_of_the_parts():
     figures = impala(heavy=400.0, loop=600.0)
     for way in impala_pong.WAYS:
@@ -77,14 +87,15 @@ def test_there_is_no_limit_without_one_of_the_parts():
 @pytest.mark.system
 @pytest.mark.parametrize("way", ["ours", "blocks", "appends", "transitions"])
 def test_every_way_into_reverb_runs(way):
-    assert Context().ours("reverb", "insert", way, "--seconds", 0.1)["steps_per_second"] > 0
+    found = Context().ours("reverb", "insert", way, "--seconds", 0.1)
+    assert set(found) == {"steps_per_second", "processor_us"} and min(found.values()) > 0
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("workload", reverb.SAMPLES)
 def test_every_way_out_of_reverb_runs(workload):
     found = Context().ours("reverb", "sample", workload, "--seconds", 0.1, "--items", 1280)
-    assert set(found) == {"ours", "bare"} and min(found.values()) > 0
+    assert set(found) == {"ours", "bare", "processor_us"} and min(found.values()) > 0
 
 
 @pytest.mark.system
@@ -99,3 +110,5 @@ def test_a_program_is_measured_after_its_warm_up():
     found = Context().ours("impala", "program", "heavy_env", "--seconds", 2)
     # Every step is learned from once: an update takes 640 of them.
     assert found["updates_per_second"] * 640 == pytest.approx(found["steps_per_second"], rel=0.5)
+    # No more processors were in use than there are; a tenth of one at least.
+    assert 0.1 < found["processor_us"] * 1e-6 * found["steps_per_second"] < 1.2 * len(os.sched_getaffinity(0))

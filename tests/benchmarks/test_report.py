@@ -1,5 +1,8 @@
 """The tables of `rlframe bench`."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from benchmarks.context import Context, in_turns
@@ -42,6 +45,12 @@ def test_the_table_shows_each_row_once_with_its_ratio():
     assert lines[2].split() == ["peer", "1,500", "x", "2.00", "wanted:", "x", "1.5:", "yes"]
 
 
+def test_the_processor_time_of_a_step_is_shown_where_it_was_taken():
+    table = Table("t", "steps/s", Row("rlframe", 3000.0, processor=12.34), (Row("peer", 1500.0),))
+    assert str(table).splitlines()[1].split() == ["rlframe", "3,000", "processor", "12.3", "µs"]
+    assert "processor" not in str(table).splitlines()[2]
+
+
 @pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.126, "0.13"), (12.34, "12.3"), (12345.6, "12,346")])
 def test_figures_keep_the_digits_that_count(value, text):
     assert number(value) == text
@@ -74,6 +83,13 @@ def test_peers_that_are_not_there_are_not_measured():
         Context().peer("sb3_ppo", "cartpole")
     with pytest.raises(NotMeasured, match="--cleanrl was not given"):
         Context().cleanrl_script("ppo", (), ())
+
+
+def test_peers_and_bare_twins_are_left_out_where_only_ours_is_measured():
+    context = Context(peers_python=Path(sys.executable), cleanrl=Path("."), only_ours=True)
+    for measure in (context.bare, context.peer, lambda name: context.cleanrl_script(name, (), ())):
+        with pytest.raises(NotMeasured, match="left out"):
+            measure("bare_ppo")
 
 
 def test_an_unknown_name_is_refused(capsys):

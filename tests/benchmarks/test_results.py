@@ -114,6 +114,7 @@ def test_training_leaves_a_record_and_a_run_out_of_time_is_evaluated(elsewhere, 
     assert json.loads(row) == {"step": 90, "return_mean": 7.0}
 
 
+@pytest.mark.system
 def test_a_command_that_runs_out_of_time_is_interrupted_and_its_last_line_read(elsewhere):
     program = """
 import signal, sys, time

@@ -4,7 +4,9 @@ A question is two digits; the model's answer scores 1 if it is their sum.
 """
 
 import logging
+import os
 import random
+import socket
 import sys
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
@@ -66,6 +68,14 @@ class PairsOfSums(Sums):
         return groups, []
 
 
+def resolve(name, address):
+    """Have a name lead to an address, as a container's network does."""
+    ask = socket.getaddrinfo
+    socket.getaddrinfo = lambda host, *how, **more: ask(address if host == name else host, *how, **more)
+
+
 if __name__ == "__main__":
+    if "RESOLVES" in os.environ:
+        resolve(*os.environ["RESOLVES"].split("="))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     {"sums": Sums, "pairs": PairsOfSums}[sys.argv.pop(1)].cli()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.compat.model import completions, write_tokenizer
-from tests.trajectories.serving import ROOT, ServiceProcess, running_service
+from tests.trajectories.serving import ROOT, ServiceProcess, outer_address, running_service
 
 pytestmark = pytest.mark.compat
 
@@ -33,16 +33,23 @@ KEYS = {
 
 
 class Trainer:
-    """A trainer as there have been: it registers, and polls `/batch` until it is not null."""
+    """A trainer as there have been: it registers, and polls `/batch` until it is not null.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: of the service.
+        host: the name by which it asks for it, if not that of the URL.
+    """
+
+    def __init__(self, url: str, host: str | None = None) -> None:
         self._url = url
+        self._headers = {"Content-Type": "application/json"} | ({} if host is None else {"Host": host})
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(self._url + path, data, self._headers, method=method)
         with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
-            return json.loads(answer.read())
+            said = answer.read()
+            return json.loads(said) if answer.headers.get_content_type() == "application/json" else said.decode()
 
     def register(self) -> None:
         settings = {"wandb_group": "group", "wandb_project": "project", "batch_size": BATCH_SIZE, "max_token_len": 64}
@@ -89,7 +96,9 @@ class Trainer:
 class Environment:
     """The process of an environment, and what it said."""
 
-    def __init__(self, name: str, folder: pathlib.Path, url: str, model: str, **options: Any) -> None:
+    def __init__(
+        self, name: str, folder: pathlib.Path, url: str, model: str, variables: dict[str, str], **options: Any
+    ) -> None:
         self._log = folder / f"{name}.log"
         options = {
             "env.rollout_server_url": url,
@@ -102,7 +111,9 @@ class Environment:
             command += [f"--{option}", str(value)]
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled"}
         with open(self._log, "wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env={**os.environ, **offline})
+            self.process = subprocess.Popen(
+                command, cwd=folder, stdout=log, stderr=log, env={**os.environ, **offline, **variables}
+            )
 
     @property
     def log(self) -> str:
@@ -127,10 +138,11 @@ class Environment:
 
 
 @pytest.fixture
-def service(tmp_path) -> Iterator[ServiceProcess]:
+def service(request, tmp_path) -> Iterator[ServiceProcess]:
+    """With the arguments that a test parametrises it with."""
     if not PYTHON.exists():
         pytest.fail(f"There is no {PYTHON}: `make test-compat` builds it, or RLFRAME_COMPAT_PYTHON names another.")
-    with running_service(tmp_path) as running:
+    with running_service(tmp_path, *getattr(request, "param", ())) as running:
         yield running
 
 
@@ -140,8 +152,10 @@ def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
     write_tokenizer(tmp_path / "tokenizer")
     started: list[Environment] = []
 
-    def start(name: str, **options: Any) -> Environment:
-        started.append(Environment(name, tmp_path, service.url, model, **options))
+    def start(
+        name: str, url: str | None = None, variables: dict[str, str] | None = None, **options: Any
+    ) -> Environment:
+        started.append(Environment(name, tmp_path, url or service.url, model, variables or {}, **options))
         return started[-1]
 
     with completions() as model, contextlib.ExitStack() as stack:
@@ -226,3 +240,20 @@ def test_two_environments_of_other_sizes_share_each_batch_and_end(service, envir
     for one in (pairs, sums):
         assert one.process.wait(DEADLINE) == 0, one.log[-5000:]
         assert "Client error" not in one.log and "Server error" not in one.log
+
+
+@pytest.mark.parametrize("service", [("--host", "0.0.0.0", "--no-token")], indirect=True)
+def test_from_another_machine_by_the_name_of_a_container(service, environment):
+    """Neither sends a token. The trainer begins with GET /reset_data, as some do."""
+    name, port = "rollout-server", service.url.rpartition(":")[2]
+    assert "whoever reaches this service, from whichever machine" in service.log.read_text()
+    trainer = Trainer(f"http://{outer_address()}:{port}", host=f"{name}:{port}")
+    assert trainer.ask("GET", "/reset_data") == "Reset successful"
+    trainer.register()
+    variables = {"RESOLVES": f"{name}={outer_address()}"}
+    sums = environment("sums", f"http://{name}:{port}", variables, total_steps=100_000)
+    for _ in range(3):
+        for item in trainer.pull():
+            check_tokens(item)
+    assert sums.process.poll() is None
+    assert "Client error" not in sums.log and "Server error" not in sums.log

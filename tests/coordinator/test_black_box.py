@@ -234,6 +234,7 @@ def test_a_stop_is_sticky(stage: Stage) -> None:
         stage.coordinator()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("is_out", [False, True])
 def test_close_is_bounded_and_idempotent_and_leaves_no_thread(stage: Stage, is_out: bool) -> None:
     before = set(threading.enumerate())

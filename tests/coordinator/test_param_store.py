@@ -322,16 +322,13 @@ def test_hparams_that_are_none_are_refused(make: Make, hparams: dict[str, Any]) 
 
 def test_a_second_process_never_sees_half_a_version(make: Make, process: Callable[..., Process]) -> None:
     store = make(kept=1)  # the one that is read is overwritten after the next
-    reader = process(param_processes.read, store, 400)
-    writer = process(param_processes.write, store, 0, 400)
+    reader = process(param_processes.read, store, 100)
+    writer = process(param_processes.write, store, 0, 1_000_000)  # until the test ends
     assert (reader.hear(), writer.hear()) == ("begins", "begins")
-    count, last, wrong = reader.hear()
-    assert wrong == []
-    assert last == 400
-    assert count > 50
-    assert writer.hear() == [400]
+    assert reader.hear() == [100, []]
 
 
+@pytest.mark.system
 def test_a_writer_that_dies_in_a_put_leaves_the_newest_and_another_goes_on(
     make: Make, process: Callable[..., Process]
 ) -> None:
@@ -351,6 +348,7 @@ def test_a_writer_that_dies_in_a_put_leaves_the_newest_and_another_goes_on(
         assert numbers_in(store.get("main", version=version).params) == {version}
 
 
+@pytest.mark.system
 def test_a_writer_killed_at_any_moment_leaves_whole_versions(make: Make, process: Callable[..., Process]) -> None:
     store, newest = make(kept=2), -1
     for _ in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import dm_env
@@ -88,6 +89,14 @@ class ScriptedDmEnv(dm_env.Environment):
         return specs.DiscreteArray(NUM_ACTIONS, np.int64, "move")
 
 
+WRONG_REWARDS = {
+    "reward shape": np.array([1.0]),
+    "reward text": "much",
+    "reward dict": {"speed": 1.0},
+    "reward nan": np.nan,
+}
+
+
 class FaultyEnv(ScriptedEnv):
     """Raises, hangs or gives nonsense in its second step, in the environment that `victim` says (by its seed)."""
 
@@ -101,7 +110,10 @@ class FaultyEnv(ScriptedEnv):
             self.action_space = spaces.Discrete(NUM_ACTIONS + 1)
 
     def step(self, action):
-        observation, *rest = super().step(action)
+        observation, reward, *rest = super().step(action)
+        if self.t == 2 and self.fault in WRONG_REWARDS:
+            reward = WRONG_REWARDS[self.fault]
+        rest = [reward, *rest]
         if self.t == 2:
             if self.fault == "raise":
                 raise KeyError("the wheel came off")
@@ -111,9 +123,14 @@ class FaultyEnv(ScriptedEnv):
                 return observation[:2], *rest
             if self.fault == "dtype":
                 return observation.astype(str), *rest
+            if self.fault == "nan":
+                observation[1] = np.nan
             if self.fault == "hang":
                 print("hangs", flush=True)
                 time.sleep(600)
+            if self.fault == "hang in C":
+                print("hangs", flush=True)
+                ctypes.PyDLL(None).sleep(600)  # which keeps Python's lock
         return observation, *rest
 
 

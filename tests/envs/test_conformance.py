@@ -177,22 +177,6 @@ def test_reset_starts_every_episode_anew(type):
 
 
 @pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-@pytest.mark.parametrize(
-    ("actions", "message"),
-    [
-        (np.zeros(2, np.int32), r"'action' must be int32 of shape \(3,\), got int32 of shape \(2,\)"),
-        (np.zeros(3, np.float32), r"'action' must be int32 of shape \(3,\), got float32"),
-        (np.array([0, 1, 2]), "'action' must be between 0 and 1, got 0 to 2"),
-    ],
-)
-def test_a_wrong_action_is_refused(type, actions, message):
-    with SyncEnv("CartPole-v1", 3, type, num_workers=1) as pool:
-        pool.reset()
-        with pytest.raises(UsageError, match=message):
-            pool.step(actions)
-
-
-@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
 def test_a_closed_pool_says_so(type):
     pool = SyncEnv("CartPole-v1", 3, type, num_workers=1)
     pool.reset()

@@ -17,20 +17,20 @@ import pytest
 
 from rlframe.envs import AsyncEnv, SyncEnv
 from rlframe.errors import EnvError, UsageError
-from tests.envs.scripted import FaultyEnv, ScriptedEnv
+from tests.envs.scripted import FaultyEnv, ScriptedDictEnv, ScriptedEnv
 
 SYNC_TYPES = ("loop", "thread", "process")
 
 
-def run_sync(fault, type, victim=2):
-    with SyncEnv(functools.partial(FaultyEnv, fault, victim), 4, type, num_workers=2) as pool:
+def run_sync(fault, type, victim=2, **options):
+    with SyncEnv(functools.partial(FaultyEnv, fault, victim), 4, type, num_workers=2, **options) as pool:
         pool.reset()
         for _ in range(4):
             pool.step(np.zeros(4, np.int32))
 
 
-def run_async(fault, type, victim=2):
-    with AsyncEnv(functools.partial(FaultyEnv, fault, victim), 4, 2, type, num_workers=2) as pool:
+def run_async(fault, type, victim=2, **options):
+    with AsyncEnv(functools.partial(FaultyEnv, fault, victim), 4, 2, type, num_workers=2, **options) as pool:
         for _ in range(100_000):  # the others go on until the failure has arrived
             env_ids, _ = pool.recv()
             pool.send(env_ids, np.zeros(2, np.int32))
@@ -66,6 +66,62 @@ def test_a_wrong_observation_names_the_environment_the_leaf_and_both_shapes(run,
         run("shape", type)
     with pytest.raises(UsageError, match=r"Environment 2 gave 'observation' as <U"):
         run("dtype", type)
+
+
+@pytest.mark.parametrize(("run", "type"), RUNS)
+def test_a_wrong_reward_names_the_environment_that_gave_it(run, type):
+    with pytest.raises(UsageError, match=r"Environment 2 gave array\(\[1\.\]\) as its reward: expected one number"):
+        run("reward shape", type)
+    with pytest.raises(EnvError, match="Environment 2 gave 'reward' with nan: expected finite numbers"):
+        run("reward nan", type)
+
+
+@pytest.mark.parametrize("run", [run_sync, run_async])
+@pytest.mark.parametrize(("fault", "came"), [("reward text", "'much'"), ("reward dict", "{'speed': 1.0}")])
+def test_a_reward_that_is_no_number_is_named(run, fault, came):
+    with pytest.raises(UsageError, match=f"Environment 2 gave {came} as its reward: expected one number"):
+        run(fault, "thread")
+
+
+@pytest.mark.parametrize(("run", "type"), RUNS)
+def test_an_observation_that_is_not_finite_names_the_environment_and_the_place(run, type):
+    with pytest.raises(EnvError, match=r"Environment 2 gave 'observation' with nan at \(1,\): expected finite"):
+        run("nan", type)
+
+
+def test_what_is_not_finite_may_be_let_pass():
+    with SyncEnv(functools.partial(FaultyEnv, "nan", 0), 1, "loop", check_finite=False) as pool:
+        pool.reset()
+        observations = [pool.step([0]).observation for _ in range(2)]
+    assert np.isnan(observations[1]).tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("check_finite", [None, False, True])
+def test_envpool_is_looked_at_only_where_that_is_asked_for(check_finite):
+    with SyncEnv("CartPole-v1", 2, "envpool", check_finite=check_finite) as pool:
+        timestep = pool.reset()
+        pool._pool.step = lambda actions: timestep._replace(reward=np.array([0.0, np.nan], np.float32))
+        if check_finite:
+            with pytest.raises(EnvError, match="Environment 1 gave 'reward' with nan"):
+                pool.step([0, 0])
+        else:
+            assert np.isnan(pool.step([0, 0]).reward).tolist() == [False, True]
+
+
+class Diverging(ScriptedDictEnv):
+    """Its nested numbers become infinite after a reset."""
+
+    def _observation(self):
+        observation = super()._observation()
+        observation["numbers"][2] = np.inf if self.episode else 0.0
+        return observation
+
+
+def test_leaves_of_a_tree_are_looked_at_from_the_reset_on():
+    with SyncEnv(Diverging, 2, "loop") as pool:
+        pool.reset()
+        with pytest.raises(EnvError, match=r"Environment 0 gave 'observation.numbers' with inf at \(2,\)"):
+            pool.reset()
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
@@ -117,6 +173,19 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_a_named_error():
         assert time.monotonic() - started < 5.0
 
 
+@pytest.mark.parametrize("is_sync", [True, False])
+def test_a_worker_that_hangs_is_named_after_the_answer_timeout(is_sync):
+    message = rf"No answer from environment{'s 2 to 3' if is_sync else ' 2'} within 0\.5 s: it hangs"
+    with pytest.raises(EnvError, match=message):
+        (run_sync if is_sync else run_async)("hang", "process", answer_timeout=0.5)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_answer_timeout_is_a_time(seconds):
+    with pytest.raises(UsageError, match="answer_timeout must be a number of seconds above 0"):
+        SyncEnv(ScriptedEnv, 1, "thread", answer_timeout=seconds)
+
+
 @pytest.mark.parametrize("type", ["thread", "process"])
 def test_close_leaves_nothing_behind(type):
     with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # what is made once and stays: caches, imports
@@ -146,6 +215,18 @@ def test_a_pool_that_nobody_refers_to_ends_its_workers():
     assert not any(map(alive, pids))
 
 
+def test_workers_outlive_the_thread_that_made_their_pool():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(SyncEnv(ScriptedEnv, 2, "process", num_workers=2)))
+    thread.start()
+    thread.join()
+    with made[0] as pool:
+        pool.reset()
+        until = time.monotonic() + 4.0  # the kernel would end them 3 s after that thread
+        while time.monotonic() < until:
+            pool.step(np.zeros(2, np.int32))
+
+
 def test_a_failed_start_leaves_no_worker_behind():
     before = children()
     with pytest.raises(EnvError):
@@ -166,12 +247,12 @@ while True:
 """
 
 
-@pytest.mark.parametrize("fault", ["none", "hang"])
+@pytest.mark.parametrize("fault", ["none", "hang", "hang in C"])
 def test_workers_do_not_outlive_a_parent_that_was_killed(fault):
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN, fault], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
-    if fault == "hang":
+    if fault != "none":
         assert parent.stdout.readline() == "hangs\n"  # from the worker, in the middle of a step
     parent.kill()
     parent.wait()

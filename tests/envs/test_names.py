@@ -8,6 +8,7 @@ import pytest
 from rlframe.envs import AsyncEnv, SyncEnv, default_type, list_envs
 from rlframe.envs.names import backend
 from rlframe.errors import UsageError
+from tests.extras import needs
 
 
 def test_a_name_is_an_envpool_task_where_envpool_has_it_else_a_gymnasium_id():
@@ -41,7 +42,7 @@ def test_a_prefix_decides_which_library_makes_it():
 
 @pytest.mark.parametrize("type", ["loop", "process"])
 def test_dm_control_suite_tasks_work_and_are_seeded(type):
-    pytest.importorskip("dm_control")
+    needs("dm_control")
     starts = []
     for seed in (0, 0, 1):
         with SyncEnv("dm_control:point_mass-easy", 2, type, seed=seed, num_workers=1) as pool:

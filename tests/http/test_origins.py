@@ -8,9 +8,16 @@ import pytest
 
 from rlframe.http.origins import SameOrigin
 
+OWN = "127.0.0.1:8765"
+LOOPBACK, LAN = ("127.0.0.1", 8765), ("192.168.0.7", 8765)
+NAVIGATION = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+IMAGE = {"sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
+FRAME = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"}
+CHROMIUM = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"}
 
-def status_of(**headers: str) -> int:
-    """What a request with these headers is answered with."""
+
+def answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, token=False, **options) -> bool:
+    """Whether a request gets past it, to a service that is called `OWN` or train.example."""
     sent = []
 
     async def application(scope, receive, send):
@@ -19,34 +26,106 @@ def status_of(**headers: str) -> int:
     async def send(message):
         sent.append(message)
 
-    named = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": named}
-    asyncio.run(SameOrigin(application, hosts=["Train.example"])(scope, None, send))
-    return sent[0]["status"]
+    named = [(name.encode(), value.encode()) for name, value in {"host": OWN, **(headers or {})}.items() if value]
+    scope = {"type": "http", "method": method, "path": path, "headers": named, "server": server}
+    options = {"hosts": ["Train.example"], "changing": ("/batch", "/reset_data"), **options}
+    asyncio.run(SameOrigin(application, token=token, **options)(scope, None, send))
+    return {200: True, 403: False}[sent[0]["status"]]
+
+
+@pytest.mark.parametrize("token", [False, True])
+@pytest.mark.parametrize(
+    "method, path, headers, expected",
+    [
+        # Programs, which say nothing of pages.
+        ("GET", "/batch", {}, True),
+        ("POST", "/reset_data", {"user-agent": "python-requests/2.32"}, True),
+        # Its own pages, and what a person typed.
+        ("GET", "/report", {"sec-fetch-site": "same-origin"}, True),
+        ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": f"http://{OWN}"}, True),
+        ("POST", "/pause", {"origin": f"http://{OWN}", **CHROMIUM}, True),
+        ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, True),
+        ("GET", "/reset_data", {"sec-fetch-site": "none", **NAVIGATION}, True),
+        ("GET", "/report", CHROMIUM, True),
+        # Pages from elsewhere: by the site that the browser says,
+        ("GET", "/batch", {"sec-fetch-site": "cross-site", **IMAGE}, False),
+        ("GET", "/reset_data", {"sec-fetch-site": "same-site", **IMAGE}, False),
+        ("GET", "/report", {"sec-fetch-site": "cross-site"}, False),
+        ("GET", "/report", {"sec-fetch-site": "something new"}, False),
+        # by the origin,
+        ("POST", "/pause", {"origin": "http://evil.example"}, False),
+        ("POST", "/pause", {"origin": "null"}, False),
+        ("POST", "/pause", {"origin": "http://127.0.0.1"}, False),
+        ("POST", "/pause", {"origin": "http://localhost:3000"}, False),
+        ("POST", "/pause", {"origin": "http://localhost:8765"}, False),
+        ("GET", "/batch", {"origin": "http://evil.example", "sec-fetch-site": "none"}, False),
+        ("POST", "/pause", {"origin": f"http://{OWN}", "sec-fetch-site": "cross-site"}, False),
+        ("OPTIONS", "/pause", {"origin": "http://evil.example", "access-control-request-method": "POST"}, False),
+        # or by a browser that does not say: it does so to http addresses other than loopback.
+        ("GET", "/batch", CHROMIUM, False),
+        ("GET", "/runs/mine/batch", CHROMIUM, False),
+        ("GET", "/reset_data", CHROMIUM, False),
+        # Links: to the page, and nothing else.
+        ("GET", "/", {"sec-fetch-site": "cross-site", **NAVIGATION}, True),
+        ("GET", "/docs", {"sec-fetch-site": "same-site", **NAVIGATION}, True),
+        ("GET", "/", {"sec-fetch-site": "cross-site", **FRAME}, False),
+        ("GET", "/", {"sec-fetch-site": "cross-site", **IMAGE}, False),
+        ("POST", "/", {"sec-fetch-site": "cross-site", **NAVIGATION}, False),
+        ("GET", "/reset_data", {"sec-fetch-site": "cross-site", **NAVIGATION}, False),
+        ("GET", "/batch", {"sec-fetch-site": "cross-site", **NAVIGATION}, False),
+        ("GET", "/status", {"sec-fetch-site": "cross-site", **NAVIGATION}, False),
+    ],
+)
+def test_programs_and_its_own_pages_may_call_it_and_no_others(method, path, headers, expected, token):
+    assert answered(method, path, headers, token=token) is expected
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1:8765", "localhost", "LOCALHOST:80", "[::1]:8765", "192.168.0.7:1", "train.EXAMPLE:8765"]
+    "host", [OWN, "localhost", "LOCALHOST:80", "[::1]:8765", "192.168.0.7:1", "train.EXAMPLE:8765"]
 )
 def test_a_service_answers_to_its_names_and_to_addresses(host):
-    assert status_of(host=host) == 200
-    assert status_of(host=host, origin=f"http://{host}") == 200
+    assert answered(headers={"host": host})
+    assert answered("POST", "/pause", {"host": host, "origin": f"http://{host}"})
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[::1", "localhost.evil"]
+    "host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[::1", "localhost.evil", "trainer"]
 )
-def test_another_name_that_leads_here_is_refused(host):
-    assert status_of(host=host) == 403
-    assert status_of(host=host, origin=f"http://{host}") == 403
+def test_another_name_that_leads_here_is_refused_unless_a_token_is_needed(host):
+    assert not answered(headers={"host": host})
+    assert not answered(headers={"host": host, "sec-fetch-site": "same-origin"})
+    assert answered(headers={"host": host}, token=True)
 
 
-def test_a_request_without_host_is_refused():
-    assert status_of() == 403
+@pytest.mark.parametrize("server", [("0.0.0.0", 8765), LAN, ("::ffff:192.168.0.7", 8765), ("2001:db8::7", 8765)])
+def test_without_a_token_other_machines_are_answered_only_where_that_is_said(server):
+    assert not answered(server=server)
+    assert answered(server=server, no_token=True)
+    assert answered(server=server, token=True)
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "http://localhost:8765", ""]
+    "server", [LOOPBACK, ("127.0.0.2", 1), ("::1", 1), ("::ffff:127.0.0.1", 1), ("/a/socket", None)]
 )
-def test_a_page_from_elsewhere_is_refused(origin):
-    assert status_of(host="127.0.0.1:8765", origin=origin) == 403
+def test_without_a_token_this_machine_is_answered(server):
+    assert answered(server=server)
+
+
+def test_other_machines_may_use_names_that_no_page_can_have():
+    """Containers and machines of a cluster; a name with a dot may be anybody's."""
+    for host, expected in (
+        ("rollout_server:8000", True),
+        ("vm-7", True),
+        ("evil.example", False),
+        ("a.svc.local", False),
+    ):
+        assert answered(server=LAN, headers={"host": host}, no_token=True) is expected
+    assert answered(server=LAN, headers={"host": "a.svc.local:8000"}, no_token=True, hosts=["a.svc.local"])
+
+
+def test_pages_of_an_origin_that_is_let_in_may_call_it():
+    page = {"origin": "http://pages.example", "sec-fetch-site": "cross-site"}
+    assert answered("POST", "/pause", page, origins=["http://pages.example"])
+    assert answered("POST", "/pause", page, origins=["*"])
+    assert not answered("POST", "/pause", page, origins=["http://other.example"])
+    assert not answered("GET", "/batch", {"sec-fetch-site": "cross-site", **IMAGE}, origins=["http://pages.example"])

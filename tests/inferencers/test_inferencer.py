@@ -78,6 +78,7 @@ def ppo_actions(calls: int, resume_at: int | None = None, **config) -> list:
     return actions
 
 
+@pytest.mark.system
 def test_one_seed_gives_the_same_actions_and_another_gives_others():
     assert ppo_actions(4, seed=1) == ppo_actions(4, seed=1)
     assert ppo_actions(4, seed=1) != ppo_actions(4, seed=2)

@@ -210,6 +210,7 @@ def ask_for_ever(address, connection):
         connection.send(os.getpid())
 
 
+@pytest.mark.system
 def test_a_client_that_is_killed_stalls_nobody_and_its_memory_is_let_go_of():
     address, service = free_address(), CountedInferencer()
     here, there = multiprocessing.Pipe()
@@ -230,7 +231,48 @@ def test_a_client_that_is_killed_stalls_nobody_and_its_memory_is_let_go_of():
         assert known.name.maker.pid == os.getpid()
 
 
-def test_a_stopped_service_refuses_what_it_was_shown():
+class LateParams(FixedParams):
+    """A learner that has nothing to give until it is let go."""
+
+    def __init__(self):
+        super().__init__({"w": np.float32(0.5)})
+        self.free = threading.Event()
+
+    def get_params(self, known_version=-1):
+        assert self.free.wait(DEADLINE)
+        return super().get_params(known_version)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_service_that_has_no_parameters_yet_is_waited_for_and_courier_prints_no_traceback(
+    asynchronous, monkeypatch, capfd
+):
+    monkeypatch.setattr("rlframe.inferencers.inferencer.TIMEOUT", 0.1)
+    asked, learner, address = [], LateParams(), free_address()
+
+    class Asked(CountedInferencer):
+        def is_ready(self, timeout):
+            asked.append(super().is_ready(0.05))
+            if len(asked) == 3:
+                learner.free.set()
+            return asked[-1]
+
+    service = Asked(learner=learner)
+    with serving(service, address), running(service):
+        while service._batcher is None:
+            pass
+        remote = connect(address)
+        answer = Call(remote, "inference", request(2)).result() if asynchronous else remote.inference(*request(2))
+        assert answer[1]["seen"].tolist() == [1.0, 1.0]
+    assert asked[:2] == [False, False] and asked[-1]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_restarted_service_says_that_it_was_not_shown_the_memory():
+    assert "was not shown the memory of this call" in CountedInferencer().shared_inference(1, 2, 3)
+
+
+def test_a_stopped_service_refuses_what_it_was_shown(capfd):
     address, service = free_address(), CountedInferencer()
     with serving(service, address):
         remote = connect(address, deadline=1.0)
@@ -239,3 +281,4 @@ def test_a_stopped_service_refuses_what_it_was_shown():
                 remote.inference(*request(2))
         with pytest.raises((PeerError, UnavailableError), match="has stopped"):
             remote.inference(*request(2))
+    assert "Traceback" not in capfd.readouterr().err

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 FAULTS = """
 import json, resource, sys
 import numpy as np
@@ -30,12 +32,14 @@ def faults_in_a_process_of_its_own(**env: str) -> tuple[bool, int, int]:
     return tuple(json.loads(subprocess.check_output(command, env={**environment, "JAX_PLATFORMS": "cpu", **env})))
 
 
+@pytest.mark.system
 def test_memory_that_was_freed_is_used_again_without_faults():
     kept, usual, after = faults_in_a_process_of_its_own()
     assert kept
     assert after <= usual / 10  # of 24,414 pages, or some 50 huge ones
 
 
+@pytest.mark.system
 def test_what_the_environment_says_of_malloc_holds():
     kept, _, _ = faults_in_a_process_of_its_own(MALLOC_TOP_PAD_="0")
     assert not kept

@@ -66,6 +66,7 @@ def answers(params, version: int, prompt: int = 2) -> list[Group]:
     return groups
 
 
+@pytest.mark.system
 def test_the_policy_learns_what_is_rewarded_and_goes_on_from_a_checkpoint(url, run, client, tmp_path):
     buffer = TrajectoryBuffer(url, run=run, timeout=DEADLINE)
     config = LearnerConfig(checkpoint_dir=str(tmp_path), seed=4)

@@ -10,9 +10,10 @@ import pytest
 
 from rlframe.actors import Actor
 from rlframe.envs import SyncEnv
-from rlframe.errors import CheckpointError, NonFiniteLossError, PeerError, StoppedError, UsageError
+from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, Learner, LearnerConfig, replay_files, saver
+from rlframe.learners.checkpoints import VersionCounter
 from rlframe.learners.snapshot import Snapshot
 from rlframe.replay import ReplayBuffer
 from tests.fakes import (
@@ -26,6 +27,9 @@ from tests.fakes import (
     counting_agent,
     reward_batch,
 )
+from tests.small_disk import small_disk
+
+__all__ = ["small_disk"]
 
 
 def make(tmp_path=None, buffer=None, **config) -> Learner:
@@ -252,6 +256,36 @@ def replays(tmp_path) -> list[int]:
     return sorted(int(path.name) for path in (tmp_path / "replay").iterdir())
 
 
+def test_a_learner_goes_on_while_its_disk_is_full_and_fails_if_its_last_checkpoint_cannot_be_written(
+    small_disk, caplog
+):
+    config = LearnerConfig(checkpoint_dir=str(small_disk.path / "checkpoints"))
+    learner = Learner(config, counting_agent(prioritised=True), filled_buffer(prioritised=True))
+    learner.step(reward_batch([1.0]))
+    learner.save_where_due(now=True)
+    small_disk.fill()
+    learner.step(reward_batch([1.0]))
+    learner.save_where_due(now=True)
+    assert "Learning goes on; the next checkpoint is another try." in caplog.text
+    assert checkpoints(small_disk.path / "checkpoints") == replays(small_disk.path / "checkpoints") == [1]
+    with pytest.raises(CheckpointError, match="could not be saved|Cannot write checkpoint"):
+        learner.save_where_due(final=True)
+    small_disk.free()
+    learner.save_where_due(final=True)
+    assert checkpoints(small_disk.path / "checkpoints") == replays(small_disk.path / "checkpoints") == [1, 2]
+    learner.close()
+
+
+def test_versions_are_reserved_on_a_full_disk_too(small_disk):
+    counter = VersionCounter(small_disk.path)
+    counter.next()
+    small_disk.fill()
+    given = [counter.next() for _ in range(3_000)][-1]
+    after = VersionCounter(small_disk.path)
+    after.resume(1)
+    assert after.value > given
+
+
 def test_the_replay_goes_with_the_checkpoints_of_run_and_comes_back(tmp_path):
     buffer = filled_buffer(prioritised=True)
     run_to(20, tmp_path, buffer, checkpoint_every=4)
@@ -338,12 +372,12 @@ def test_run_raises_what_a_checkpoint_that_was_asked_for_ran_into(tmp_path, monk
     learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), counting_agent(), buffer)
 
     def fail(*args, **kwargs):
-        raise CheckpointError("the disk is full")
+        raise FencedError("another learner is at this task")
 
     monkeypatch.setattr(Checkpointer, "save", fail)
     learner.step(buffer.sample())
     learner.save_soon()
-    with pytest.raises(CheckpointError, match="the disk is full"):
+    with pytest.raises(FencedError, match="another learner"):
         learner.run()
     learner.close()
 

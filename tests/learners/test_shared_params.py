@@ -100,6 +100,7 @@ def test_every_leaf_is_bit_for_bit_that_of_get_params():
     learner.close()
 
 
+@pytest.mark.system
 def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
     address = free_address()
     with child(address, CountedLearner):
@@ -112,6 +113,7 @@ def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
         assert remote.given() == 1
 
 
+@pytest.mark.system
 def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_versions(tmp_path):
     address = free_address()
     with child(address, CountedLearner, None, str(tmp_path)) as process:
@@ -186,6 +188,7 @@ def write_at_full_speed(connection):
         publisher.announce()
 
 
+@pytest.mark.system
 def test_no_read_is_torn_under_a_writer_at_full_speed():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

@@ -65,6 +65,7 @@ def test_the_model_learns_what_it_is_shown_and_grpo_starts_from_there(tmp_path):
     assert_trees_equal(after.initial_learner_state(started).extra, params)  # the reference
 
 
+@pytest.mark.system
 def test_the_seed_decides():
     agent = GRPO(dataclasses.replace(CONFIG, supervised_steps=1))
     one, other = (warm_up(agent, next_letter, BYTES, seed=3) for _ in range(2))

@@ -63,6 +63,7 @@ class Gate:
         self.opened.release(1000)
 
 
+@pytest.mark.system
 def test_tokens_have_the_log_probs_that_a_learner_computes(engine):
     handles = {n: engine.submit(list(range(n)), SamplingParams(max_tokens=64 - n, seed=n)) for n in (1, 5, 16, 17, 40)}
     for n, handle in handles.items():
@@ -72,12 +73,14 @@ def test_tokens_have_the_log_probs_that_a_learner_computes(engine):
         np.testing.assert_allclose(answer.log_probs, learners_log_probs(range(n), answer.tokens), atol=1e-4)
 
 
+@pytest.mark.system
 def test_greedy_answers_are_those_of_generate(engine):
     prompts, sampling = [[1, 2], [3] * 20, [4], [5], [6], [7]], SamplingParams(max_tokens=10, temperature=0.0)
     answers = [handle.result(TIMEOUT).tokens for handle in engine.submit_many(prompts, sampling)]
     assert answers == [completion.tokens for completion in generate(PARAMS, CONFIG, prompts, 0, sampling)]
 
 
+@pytest.mark.system
 def test_a_seed_decides_the_answer_whatever_else_is_decoded(engine):
     sampling = SamplingParams(max_tokens=20, seed=11)
     alone = engine.submit([1, 2, 3], sampling).result(TIMEOUT)

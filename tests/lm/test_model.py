@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from rlframe.errors import UsageError
 from rlframe.lm import ModelConfig, RopeScaling, model, weights
+from tests.extras import needs
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = ("llama", "llama3_tied", "qwen2", "qwen2_tied")
@@ -57,6 +58,7 @@ def test_logits_are_those_of_transformers_padded_on_either_side_too(name, tmp_pa
     assert not arrays["mask"].all()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_and_decoding_with_a_cache_give_the_logits_of_transformers(name, tmp_path):
     write_published(name, tmp_path)
@@ -78,6 +80,7 @@ def test_prefill_and_decoding_with_a_cache_give_the_logits_of_transformers(name,
         lengths = lengths + 1
 
 
+@pytest.mark.system
 def test_what_does_not_fit_into_the_cache_leaves_it_as_it_was():
     cache = model.init_cache(SMALL, 1, 4)
     _, full = model.apply_cached(small(), SMALL, some_tokens(1, 4), cache, jnp.zeros(1, jnp.int32))
@@ -94,6 +97,7 @@ def test_a_token_sees_those_before_it_only():
     assert np.abs(before[:, 5:] - after[:, 5:]).max() > 1e-3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("chunk", [None, 1, 4, 100])
 def test_token_log_probs_and_their_gradient_do_not_depend_on_how_they_are_computed(chunk):
     tokens = some_tokens(3, 11)
@@ -110,6 +114,7 @@ def test_token_log_probs_and_their_gradient_do_not_depend_on_how_they_are_comput
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), plain, ours)
 
 
+@pytest.mark.system
 def test_bfloat16_is_near_float32_and_its_logits_are_float32():
     half = dataclasses.replace(SMALL, dtype="bfloat16")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small())
@@ -123,6 +128,7 @@ def test_bfloat16_is_near_float32_and_its_logits_are_float32():
     np.testing.assert_allclose(cached, logits, atol=0.1)
 
 
+@pytest.mark.system
 def test_random_parameters_begin_near_uniform():
     log_probs = model.token_log_probs(small(), SMALL, some_tokens(8, 33))
     assert abs(float(log_probs.mean()) + np.log(SMALL.vocab_size)) < 0.2
@@ -186,8 +192,9 @@ def test_config_json_of_transformers_4_is_read():
     assert ModelConfig.from_json(fields) == ModelConfig(rope_theta=5e5, dtype="bfloat16")
 
 
+@pytest.mark.system
 def test_bfloat16_is_jax_s_where_tensorflow_has_registered_another():
-    pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip install rlframe[launchpad]")
+    needs("reverb")
     code = (
         "import tensorflow, jax; from rlframe.lm import ModelConfig, model\n"
         "config = ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, dtype='bfloat16')\n"

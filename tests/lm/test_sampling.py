@@ -87,6 +87,7 @@ def test_greedy_answers_are_the_likeliest_tokens_one_by_one():
     assert tokens == np.argmax(logits, axis=-1).tolist()
 
 
+@pytest.mark.system
 def test_an_answer_ends_with_its_stop_token():
     whole = generate(PARAMS, CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12))
     stop = whole[0].tokens[4]

@@ -37,7 +37,8 @@ def test_numbers_that_are_not_finite_become_null_and_arrays_become_lists(tmp_pat
 
 
 def test_device_arrays_are_fetched(tmp_path):
-    jnp = pytest.importorskip("jax.numpy")
+    import jax.numpy as jnp
+
     JSONLLogger(tmp_path / "m.jsonl").write(1, {"loss": jnp.float32(0.25), "priorities": jnp.arange(2)})
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.25, "priorities": [0, 1]}]
 

@@ -13,6 +13,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from rlframe.errors import RlframeError
 from rlframe.metrics import TensorBoardLogger
+from tests.extras import import_or_skip
 
 
 def events(directory) -> list:
@@ -64,7 +65,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
 
 
 def test_tensorboard_itself_reads_the_file(tmp_path):
-    pytest.importorskip("tensorboard")
+    import_or_skip("tensorboard", "pip install 'rlframe[launchpad]'")
     logger = TensorBoardLogger(tmp_path)
     for step in range(5):
         logger.write(step, {"loss": float(step)})

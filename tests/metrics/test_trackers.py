@@ -14,17 +14,19 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.metrics import TrackioLogger, WandbLogger
+from tests.extras import needs
 
 
 @pytest.mark.parametrize(("logger", "module"), [(WandbLogger, "wandb"), (TrackioLogger, "trackio")])
 def test_a_missing_tracker_says_which_extra_to_install(tmp_path, monkeypatch, logger, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=rf"is not installed.*pip install 'rlframe\[{module}\]'"):
+    with pytest.raises(UsageError, match=rf"^{logger.__name__} needs the extra '{module}': pip install "):
         logger(tmp_path)
 
 
+@pytest.mark.system
 def test_wandb_offline_keeps_the_rows_in_the_run_directory(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    needs("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = WandbLogger(tmp_path / "run", config={"seed": 7})
     for step in (10, 20):
@@ -41,8 +43,9 @@ def test_wandb_offline_keeps_the_rows_in_the_run_directory(tmp_path, monkeypatch
     assert b"seed" in content
 
 
+@pytest.mark.system
 def test_a_resumed_run_keeps_its_wandb_id(tmp_path):
-    pytest.importorskip("wandb")
+    needs("wandb")
     first = WandbLogger(tmp_path, mode="disabled")
     run_id = (tmp_path / "wandb_run_id").read_text()
     first.close()
@@ -51,7 +54,7 @@ def test_a_resumed_run_keeps_its_wandb_id(tmp_path):
 
 
 def test_trackio_keeps_the_rows_and_leaves_stdout_alone(tmp_path):
-    pytest.importorskip("trackio")
+    needs("trackio")
     # In a process of its own: Trackio reads its folder from the environment when it is imported.
     program = (
         "import sys\n"

@@ -41,6 +41,7 @@ def with_ids(**options):
     return {"logprobs": 1, "extra_body": {"return_token_ids": True, "ignore_eos": True}, **options}
 
 
+@pytest.mark.system
 def test_a_completion_is_the_model_s(client):
     answer = ask(client, temperature=0, **with_ids())
     (choice,) = answer.choices

@@ -21,6 +21,7 @@ from rlframe.errors import UsageError
 from rlframe.lm import model, weights
 from rlframe.lm.tokenizers import ByteTokenizer
 from rlframe.programs import policy
+from tests.extras import needs
 from tests.policy_server.serving import LONG, TINY, params_of, until
 from tests.trajectories.serving import ROOT
 
@@ -110,8 +111,10 @@ def test_what_takes_too_long_does_not_hold_up_the_end(folder):
         stream.close()
 
 
+@pytest.mark.system
 def test_a_learner_by_its_address_is_followed(folder):
-    serving = pytest.importorskip("tests.serving")
+    needs("launchpad")
+    from tests import serving
     from tests.policy_server.serving import Learner
 
     address = serving.free_address()
@@ -133,6 +136,7 @@ def test_bytes_are_not_guessed_where_a_model_has_thousands_of_tokens(tmp_path):
     assert policy.of_folder(str(tmp_path), None, None, None).tokenizer == "byte"
 
 
+@pytest.mark.system
 def test_input_that_cannot_be_is_one_sentence(tmp_path, folder):
     assert "Name the folder of a model, or a run by --run-dir" in refusal(tmp_path)
     assert "There is no run in nothing" in refusal(tmp_path, "--run-dir", "nothing")

@@ -17,6 +17,7 @@ from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.lm import EngineConfig
 from rlframe.lm.tokenizers import ByteTokenizer
 from rlframe.policy_server import PolicyServer, PolicyServerConfig
+from tests.extras import needs
 from tests.policy_server.serving import (
     DEADLINE,
     ENGINE,
@@ -64,6 +65,7 @@ def test_concurrent_requests_are_decoded_together():
         assert server.stats()["calls"] - alone < 4 * alone, "one after another"
 
 
+@pytest.mark.system
 def test_newer_parameters_come_in_the_middle_of_an_answer_and_drop_nothing():
     learner = Learner(version=3)
     with serving_policy(learner, LONG_ENGINE, LONG) as server, client_of(server) as client:
@@ -89,6 +91,7 @@ def test_newer_parameters_come_in_the_middle_of_an_answer_and_drop_nothing():
         assert report["refreshes"] == 2 and report["since_learner"] < DEADLINE and report["problem"] is None
 
 
+@pytest.mark.system
 def test_each_of_several_choices_names_its_version():
     learner = Learner(version=3)
     one_by_one = dataclasses.replace(LONG_ENGINE, slots=1)
@@ -140,7 +143,9 @@ def test_a_learner_that_begins_anew_is_not_followed_and_no_answer_is_lost(caplog
 
 
 def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
-    serving = pytest.importorskip("tests.serving")
+    needs("launchpad")
+    from tests import serving
+
     address = serving.free_address()
     learner = Learner(version=4)
     server_of_learner = contextlib.ExitStack()
@@ -159,7 +164,9 @@ def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
 
 
 def test_without_parameters_it_says_so_and_without_a_learner_it_fails():
-    serving = pytest.importorskip("tests.serving")
+    needs("launchpad")
+    from tests import serving
+
     address = serving.free_address()
     server = PolicyServer(
         PolicyServerConfig(port=0, learner_deadline=3.0, engine=ENGINE), TINY, "byte", serving.client(address)
@@ -182,6 +189,7 @@ def test_without_parameters_it_says_so_and_without_a_learner_it_fails():
     assert not thread.is_alive() and f"The learner at {address} did not answer" in str(failed[0])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
 def test_a_client_that_leaves_frees_its_slot(streams, caplog):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
@@ -311,7 +319,8 @@ def test_a_server_that_cannot_be_is_refused():
 
 @pytest.mark.system
 def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(tmp_path):
-    serving = pytest.importorskip("tests.serving")
+    needs("launchpad")
+    from tests import serving
     from tests.policy_server.learning import BusyLearner
 
     address = serving.free_address()

@@ -52,25 +52,33 @@ class RunningProgram:
 
     def nodes(self) -> dict[str, psutil.Process]:
         """The nodes that run now, by name: "actor 1"."""
-        found = {}
-        for child in _children(self.process.pid):
+        children = _children(self.process.pid)
+        for child in children:
             self._seen[child.pid] = child
             self._blocks |= _named_blocks(child)
-            title = re.match(r"rlframe: (.*)", " ".join(_cmdline(child)).strip())
-            if title:
-                found[title[1]] = child
-        return found
+        return _by_title(children)
+
+    def alive(self) -> dict[str, psutil.Process]:
+        """As `nodes`, with those that were seen before and have outlived who started them."""
+        self.nodes()
+        return _by_title([process for process in self._seen.values() if _runs(process)])
 
     def node(self, name: str) -> psutil.Process:
         """The node of this name, once it runs."""
-        self.wait_until(lambda: name in self.nodes())
-        return self.nodes()[name]
+        found: dict[str, psutil.Process] = {}
+        self.wait_until(lambda: found.update(self.nodes()) or name in found)
+        return found[name]
 
-    def kill(self, name: str) -> None:
-        """Kills a node, and waits until it is back."""
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Kills a node, or stops it for ever, and waits until it is back."""
         node = self.node(name)
-        node.kill()
-        self.wait_until(lambda: name in self.nodes() and self.nodes()[name].pid != node.pid)
+        node.send_signal(number)
+
+        def is_back() -> bool:
+            found = self.nodes().get(name)
+            return found is not None and found.pid != node.pid
+
+        self.wait_until(is_back)
 
     def rows(self) -> list[dict[str, Any]]:
         """What the monitor has written."""
@@ -78,9 +86,11 @@ class RunningProgram:
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def wait_for_steps(self, steps: int) -> None:
+    def wait_for_steps(self, steps: int, seconds: float = 120.0) -> None:
         """Waits for a row that is at `steps` environment steps at least, and after an update."""
-        self.wait_until(lambda: any(row["step"] >= steps and row.get("learner_steps", 0) > 0 for row in self.rows()))
+        self.wait_until(
+            lambda: any(row["step"] >= steps and row.get("learner_steps", 0) > 0 for row in self.rows()), seconds
+        )
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
         """Waits for a condition; fails where the program ends before."""
@@ -118,6 +128,11 @@ def stop_signal(program: RunningProgram, number: int = signal.SIGINT) -> float:
     program.process.send_signal(number)
     program.process.wait(timeout=30.0)
     return time.monotonic() - began
+
+
+def _by_title(processes: list[psutil.Process]) -> dict[str, psutil.Process]:
+    titles = {process: re.match(r"rlframe: (.*)", " ".join(_cmdline(process)).strip()) for process in processes}
+    return {title[1]: process for process, title in titles.items() if title}
 
 
 def _children(pid: int) -> list[psutil.Process]:

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+from tests.extras import needs
+
+needs("launchpad")
 
 ROOT = pathlib.Path(__file__).parents[2]
 RANDOM = 22.0  # what a random policy returns on CartPole

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.extras import needs
 from tests.programs.elastic import ElasticProgram, last_status
 from tests.programs.running import stop_signal
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
-pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
+needs("launchpad", "trajectories")
 
 DQN = ("--agent", "dqn", "--env", "CartPole-v1")
 STEADY_DQN = (*DQN, "--update-period", "4", "--target-update-period", "400", "--discount", "0.99")
@@ -24,16 +24,24 @@ LONG = ("--steps", "100000000", "--log-every", "500")
 
 
 def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path) -> None:
-    with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, "--steps", "100000") as program:
+    with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG) as program:  # it cannot end before all is seen
         program.wait_for_collectors(1)
         program.scale(2)
         os.kill(program.worker("collector/0")["pid"], signal.SIGKILL)
         program.wait_for(lambda status: status["job"]["restarts"] > 0)
         program.kill_coordinator()
         program.worker("collector/0", above=0)
+        before = program.wait_for(lambda status: True)["job"]
+        program.wait_for(
+            lambda status: (
+                status["job"]["env_steps"] > before["env_steps"]
+                and status["job"]["learner_steps"] > before["learner_steps"]
+            )
+        )
+        program.ask(lambda client: client.cancel("seen enough"))
         code, result = program.finish()
     assert code == 0, program.errors()
-    assert result is not None and result["env_steps"] >= 100_000 and result["episodes"] == 2
+    assert result is not None and result["env_steps"] > before["env_steps"]
     status = last_status(program.run_dir)
     assert (status["job"]["state"], status["job"]["coordinator_restarts"]) == ("CLOSED", 1)
     assert status["job"]["restarts"] >= 1 and status["wanted"]["collector"] == 2

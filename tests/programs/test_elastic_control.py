@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
-pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
+from tests.extras import import_or_skip, needs
 
-pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
+needs("launchpad", "trajectories")
+import_or_skip("playwright", "pip install 'rlframe[test]'")
 from playwright.sync_api import expect
 
 from rlframe.cli import main
@@ -103,7 +103,7 @@ def test_a_queue_runs_what_is_submitted_and_survives_its_own_death(tmp_path: pat
         first = service.ask(lambda client: client.submit({**SPEC, "steps": 30_000}))["id"]
         second = service.ask(lambda client: client.submit({**SPEC, "steps": 30_000}))["id"]
         service.wait_until(lambda: service.is_at_work(1))
-        assert "RUNNING" in service.command("status") and "dqn on CartPole-v1" in service.command("status")
+        assert "running" in service.command("status") and "dqn on CartPole-v1" in service.command("status")
         service.command("scale", "collector", "2")
         service.wait_until(lambda: service.is_at_work(2))
         assert service.job(second)["state"] == "queued"
@@ -135,7 +135,7 @@ def test_the_page_shows_a_real_run_and_steers_it(tmp_path: pathlib.Path) -> None
         checked_pages(browser) as new_page,
     ):
         program.wait_for_collectors(1)
-        control = json.loads((tmp_path / "run" / "coordinator" / "control.json").read_text())
+        control = json.loads((tmp_path / "run" / "control.json").read_text())
         token = pathlib.Path(control["token_file"]).read_text().strip()
         page = new_page(control["url"], viewport={"width": 1280, "height": 1400})
         page.goto(f"{control['url']}/#token={token}")
@@ -178,6 +178,6 @@ def test_a_run_whose_control_cannot_listen_leaves_nothing_behind(
     command = ["train", "--agent", "dqn", "--topology", "elastic", "--quiet", "--run-dir", str(tmp_path / "run")]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main([*command, "--control-port", str(port)]) == 2
+        assert main([*command, "--http", str(port)]) == 2
     assert f"Port {port} of 127.0.0.1 is in use. Choose another one" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()  # so that the same command, with another port, begins

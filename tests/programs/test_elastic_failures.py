@@ -8,10 +8,10 @@ import time
 import pytest
 
 from rlframe.learners import Checkpointer
+from tests.extras import needs
 from tests.programs.elastic import ElasticProgram, last_status
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
-pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
+needs("launchpad", "trajectories")
 
 FEW = ("--num-actors", "1", "--min-actors", "1", "--max-actors", "2", "--num-envs", "2")
 LONG = ("--steps", "100000000", "--log-every", "500", "--quiet")

@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.extras import needs
 from tests.programs.elastic import ElasticProgram, last_status
 from tests.programs.running import ROOT
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
-pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
+needs("launchpad", "trajectories")
 
 pytestmark = pytest.mark.system
 LONG = ("--steps", "100000000", "--log-every", "500", "--num-actors", "1", "--max-actors", "2", "--quiet")

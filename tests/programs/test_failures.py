@@ -7,10 +7,13 @@ import time
 
 import pytest
 
+from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
+from rlframe.programs.run_lock import RunLock
+from tests.extras import needs
 from tests.programs.running import IMPALA, RunningProgram, stop_signal
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+needs("launchpad")
 
 TOPOLOGIES = ("heavy_env", "light_env", "distributed")
 NODES = {
@@ -50,6 +53,7 @@ def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, topolo
     assert versions == sorted(versions)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("topology", GRID)
 def test_a_paused_actor_does_not_stall_the_rest(tmp_path, topology):
     arguments = [*IMPALA, "--topology", topology, "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
@@ -61,6 +65,7 @@ def test_a_paused_actor_does_not_stall_the_rest(tmp_path, topology):
     assert result is not None and result["env_steps"] >= 20_000
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("topology", GRID)
 def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_path, topology):
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology, "--max-restarts", "0") as program:
@@ -73,6 +78,7 @@ def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_pat
     assert "rlframe: The node actor/1 was killed by SIGKILL." in program.errors()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("topology", GRID)
 def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path, topology):
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology) as program:
@@ -128,15 +134,19 @@ class Slow(IMPALA):
     assert "everything is saved" not in program.errors()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("topology", GRID)
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path, topology):
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology) as program:
         program.wait_for_steps(500)
         nodes = program.nodes()
         assert len(nodes) == 1 + len(NODES[topology])  # the second actor
+        with pytest.raises(UsageError, match=f"is in use by process {program.process.pid} on "):
+            RunLock(tmp_path / "run").__enter__()
         program.process.kill()
         program.process.wait()
-        program.check_nothing_is_left()
+        with RunLock(tmp_path / "run"):  # the launcher's alone
+            program.check_nothing_is_left()
 
 
 @pytest.mark.parametrize("topology", GRID)

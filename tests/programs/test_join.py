@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+from tests.extras import needs
+
+needs("launchpad")
 
 from rlframe.programs.door import OPEN_GROUPS
 
@@ -121,6 +123,7 @@ def steps_of(run_dir: pathlib.Path) -> dict[str, int]:
 
 def train(launch: Any, port: int, steps: int, run_dir: pathlib.Path, *more: str, **env: str) -> Launcher:
     options = ["--topology", "distributed", "--num-actors", "1", "--listen", str(port), "--steps", str(steps)]
+    options += ["--hang-timeout", "0"]  # some are stopped, for as long as it takes
     return launch("a", "train", *(more or SMALL), *options, "--run-dir", str(run_dir), "--quiet", "--json", **env)
 
 
@@ -135,6 +138,7 @@ def joined(
     return b
 
 
+@pytest.mark.system
 def test_two_launchers_train_one_agent_over_tcp(launch, tmp_path, xla_cache):
     run_dir, port = tmp_path / "run", free_ports()
     a = train(launch, port, 20_000, run_dir, **xla_cache)

@@ -16,8 +16,10 @@ from rlframe.lm import ModelConfig, weights
 from rlframe.policy_server import PolicyServerConfig
 from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import load_experiment
-from rlframe.programs.language import LanguageExperiment, topology, train
+from rlframe.programs.language import topology
+from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.language.environment import model_server, next_incarnation
+from rlframe.programs.language.run import train
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.language.warmup import WarmUp
 from rlframe.trajectories.serving import TrajectoryServer
@@ -93,6 +95,7 @@ class Counting(Reverse):
 """
 
 
+@pytest.mark.system
 def test_an_environment_of_a_resumed_run_has_its_name_and_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(topology, "ENV_CHECKPOINT_EVERY", 2)
     (tmp_path / "counting.py").write_text(COUNTING)

@@ -12,9 +12,10 @@ import threading
 import time
 
 import psutil
-import pytest
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+from tests.extras import needs
+
+needs("launchpad")
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -43,6 +44,20 @@ def test_a_program_ends_well_with_the_node_that_decides():
     assert "[server] server" in lines and "on here" in lines
     assert re.search(r"^\[client\] client \d+ counts 1$", lines, re.M)
     assert "[server] server stops" in lines
+
+
+def test_the_first_line_names_the_ports_that_all_interfaces_have():
+    process = start("wait")
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    said = re.fullmatch(r"\[launcher\] server \(port (\d+)\), and .* can run code as you\. .* SECURITY\.md\.\n", first)
+    assert said, first
+    line = next(line for line in process.stderr if "server" in line)  # it listens before it runs
+    pid = int(re.findall(r"server (\d+) ", line)[0])
+    listening = [each for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [(each.laddr.ip, each.laddr.port) for each in listening] == [("::", int(said[1]))]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60.0)
 
 
 def test_a_node_that_raises_is_told_with_its_traceback():

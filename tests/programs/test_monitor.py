@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import courier
 import pytest
+
+from tests.extras import needs
+
+needs("launchpad")
+import courier
 
 from rlframe.actors import Actor
 from rlframe.agents.networks import MLPConfig
@@ -99,7 +103,7 @@ class StoppedActor:
     def __init__(self, env_steps: int) -> None:
         self._env_steps = env_steps
 
-    def stats(self) -> dict[str, float]:
+    def allow(self, incarnation: int, env_steps: float) -> dict[str, float]:
         counts = {"env_steps": self._env_steps, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
         return {"rank": 0, "incarnation": 0, **counts}
 
@@ -183,3 +187,29 @@ def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has
 def evaluated_at(run: Run) -> list[int]:
     path = RunDir(run.path).metrics
     return [row["step"] for row in read_jsonl(path) if "return_mean" in row] if path.exists() else []
+
+
+class LedActor(StoppedActor):
+    """One that goes as far as it is let; its monitor hears of it one call late."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.limits: list[float] = []
+
+    def allow(self, incarnation: int, env_steps: float) -> dict[str, float]:
+        said = super().allow(incarnation, env_steps)
+        if incarnation == 0:
+            self.limits.append(env_steps)
+            self._env_steps = max(self._env_steps, min(int(env_steps), self._env_steps + 30))
+        return {**said, "rank": 0}
+
+
+def test_actors_are_let_go_as_far_as_the_run_goes_whoever_of_them_is_silent(tmp_path):
+    run = make_run(tmp_path, steps=200)
+    (tmp_path / "gate").touch()
+    quick, silent = LedActor(), StoppedActor(20)
+    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it is heard, and takes nothing
+    with Node(run) as node, running(Monitor(run, node.learner, [quick, silent])):
+        wait_until(lambda: RunDir(run.path).result.exists())
+    assert Result.read(RunDir(run.path).result).env_steps == 200  # 180 and 20: not one too many
+    assert quick.limits[0] == 90 and max(quick.limits) == 180

@@ -12,7 +12,7 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.lm import weights
 from rlframe.programs import policy
 from rlframe.programs.experiment import Experiment, complete
-from rlframe.programs.language import LanguageExperiment
+from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.run_dir import RunDir
 from tests.agents.token_batches import token_batch
 from tests.policy_server.serving import TINY, params_of, until

@@ -24,6 +24,24 @@ def test_every_preset_fits_the_configs_and_names_its_sources(preset):
 
 
 @pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("ppo/mujoco", "agent.learning_rate", 3e-4, "without its normalised, clipped observations and rewards"),
+        ("ppo/acrobot", "agent.unroll_length", 256, "without its normalised observations and rewards"),
+        ("ppo/mountain_car", "agent.unroll_length", 16, "without its normalised observations and rewards"),
+        ("ppo/pendulum", "steps", 300_000, "which explores by gSDE"),
+        *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("cartpole", "acrobot")),
+        *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("mountain_car", "pendulum")),
+        ("dqn/atari", "agent.huber_threshold", 1.0, "CleanRL squares all of them"),
+        ("dqn/atari", "agent.epsilon_decay_steps", 1_000_000, "from the first update on"),
+    ],
+)
+def test_a_preset_says_where_it_does_otherwise_than_its_source(name, field, value, said):
+    (preset,) = (preset for preset in PRESETS if preset.name == name)
+    assert preset.fields[field].value == value and said in preset.fields[field].source
+
+
+@pytest.mark.parametrize(
     ("agent", "env", "name"),
     [
         ("ppo", "CartPole-v1", "ppo/cartpole"),

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
+from tests.extras import needs
+
+needs("launchpad")
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE = 200.0  # seconds for anything that a test waits for
@@ -164,6 +166,7 @@ def test_a_program_that_is_started_again_goes_on(start: Callable[..., Program], 
     assert "restart" not in again.output
 
 
+@pytest.mark.system
 def test_a_killed_reverb_server_goes_on_from_its_checkpoint(start: Callable[..., Program]):
     program = start("distributed", 300)
     program.wait_for(lambda: program.said and program.said[-1].added >= 200)

@@ -255,7 +255,7 @@ def test_an_environment_that_raises_ends_the_run_with_all_saved_until_then(tmp_p
 def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, caplog):
     once = BREAKING_ENV.format(reward="float('nan') if Breaks.steps == 250 else reward").replace("== 300", "== -1")
     (tmp_path / "env.py").write_text(once)
-    described = ppo(env=f"{tmp_path}/env.py:make", log_every=100)
+    described = ppo(env=f"{tmp_path}/env.py:make", log_every=100, check_finite=False)
     with pytest.raises(NonFiniteLossError, match="Nothing was saved before"):
         train(described, run_dir=tmp_path / "run")
     result = train(described, run_dir=tmp_path / "run", resume=True)
@@ -266,7 +266,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, ca
 
 
 def test_a_run_in_which_nothing_was_learned_says_so(tmp_path, caplog):
-    result = train(dqn(min_replay_size=500), run_dir=tmp_path / "run")
+    result = train(dqn(min_replay_size=500, steps=1000), run_dir=tmp_path / "run", stop_at=400)
     assert result.learner_steps == 0
     assert f"No update was made in {result.env_steps} steps: the first one needs 500 items" in caplog.text
 
@@ -320,7 +320,7 @@ def test_a_replay_that_belongs_to_no_checkpoint_is_not_taken_for_a_later_one(tmp
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_the_last_good_checkpoint(tmp_path):
     (tmp_path / "env.py").write_text(BREAKING_ENV.format(reward="float('nan') if Breaks.steps > 200 else reward"))
-    described = ppo(env=f"{tmp_path}/env.py:make", checkpoint_every=100)
+    described = ppo(env=f"{tmp_path}/env.py:make", checkpoint_every=100, check_finite=False)
     with pytest.raises(NonFiniteLossError, match=r"The last good checkpoint is .*/checkpoints/\d+"):
         train(described, run_dir=tmp_path / "run")
     assert all(np.isfinite(array).all() for array in saved_arrays(tmp_path / "run"))

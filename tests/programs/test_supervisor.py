@@ -92,11 +92,10 @@ def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path, 
     assert "[learner] failed with exit code 3: restart 1 of 1 in 0.01 s" in output and "[learner] back" in output
 
 
-def test_a_node_that_ignores_sigterm_is_killed_after_the_grace(monkeypatch):
-    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+def test_a_node_that_ignores_sigterm_is_killed_after_the_grace():
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
     output = io.StringIO()
-    program = Supervisor([node("deaf", deaf)], output)
+    program = Supervisor([node("deaf", deaf)], output, grace=0.5)
     threading.Thread(target=lambda: (wait_for(lambda: "up" in output.getvalue()), program.stop())).start()
     began = time.monotonic()
     assert program.run() is None
@@ -121,13 +120,12 @@ def interrupted(*nodes: NodeProcess, once: str, times: int = 1) -> tuple[int | N
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        return Supervisor(nodes, output).run(), output.getvalue()
+        return Supervisor(nodes, output, grace=0.5).run(), output.getvalue()
     finally:
         thread.join()
 
 
-def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have(monkeypatch):
-    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have():
     assert interrupted(node("learner", SERVES, saves=True), once="[learner] up")[0] == signal.SIGINT
     result, output = interrupted(node("actor", FAILS), node("learner", SERVES, saves=True), once="[actor] up")
     assert result == signal.SIGINT and "[actor] failed with exit code 1 while the program ended" in output
@@ -136,8 +134,25 @@ def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have(m
         interrupted(node("learner", FAILS, saves=True), once="[learner] up")
     with pytest.raises(ProgramError, match=rf"^The node learner was killed by SIGKILL {lost}up"):
         interrupted(node("learner", DEAF, saves=True), once="[learner] up")
-    with pytest.raises(KeyboardInterrupt):
+
+
+def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_saved():
+    with pytest.raises(ProgramError, match="^The node learner was killed by SIGKILL while the program ended"):
         interrupted(node("learner", DEAF, saves=True), once="[learner] up", times=2)
+    output = io.StringIO()
+    program = Supervisor([node("learner", SERVES, saves=True), node("actor", DEAF)], output)
+
+    def interrupt() -> None:
+        wait_for(lambda: "[learner] up" in output.getvalue() and "[actor] up" in output.getvalue())
+        learner = next(child for child in psutil.Process().children() if "sys.exit(0)" in " ".join(child.cmdline()))
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: not learner.is_running())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert program.run() == signal.SIGINT
+    thread.join()
 
 
 def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_program_is_stopped(monkeypatch):
@@ -163,7 +178,7 @@ print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, supervisor.STOP_SIGNAL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, supervisor.STOP_SIGNAL])
 def test_a_signal_to_the_launcher_ends_all_and_is_told(number: signal.Signals):
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SERVES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

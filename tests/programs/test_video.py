@@ -6,6 +6,7 @@ import pytest
 
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.video import Film
+from tests.extras import needs
 
 OPTIONS = {"env_kwargs": {"reward_clip": True, "lives": 3}, "eval_env_kwargs": {"reward_clip": False}}
 
@@ -13,7 +14,7 @@ OPTIONS = {"env_kwargs": {"reward_clip": True, "lives": 3}, "eval_env_kwargs": {
 @pytest.fixture
 def filmed(tmp_path):
     """Gives the one gymnasium environment that a film of an experiment plays."""
-    pytest.importorskip("imageio_ffmpeg")
+    needs("gymnasium")
     films = []
 
     def env_of(**fields):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.replay.reverb import ReverbReplayBuffer
+from tests.extras import needs
 from tests.replay.serve import Servers
 
 
@@ -31,6 +32,7 @@ def reverb(agent: Any, seed: int = 0, writers: int = 1) -> BaseReplayBuffer:
 @functools.cache
 def servers() -> Servers:
     """The process that all tests' servers run in."""
+    needs("reverb")
     made = Servers()
     atexit.register(made.close)
     return made

@@ -13,7 +13,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.replay import ReplayBuffer
 from rlframe.types import Sequence, Transition, global_env_ids
-from tests.replay.factories import FACTORIES, reverb
+from tests.replay.factories import FACTORIES, local, reverb, shared_memory
 from tests.replay.streams import Stream, Twin, assert_batch_matches, fake_agent, first_ids
 
 ITEMS = [
@@ -28,14 +28,30 @@ ITEMS = [
 SCENES = ["lockstep", "subsets", "broken fragments", "two writers", "reclaimed rank", "one slow environment"]
 
 
+# Every third of them in `make test`. The buffer in memory, which completes the items of Reverb, goes through every
+# scene; Reverb, with a server for each, only through those.
+EACH_SCENE = pytest.mark.parametrize(
+    ("make", "item", "scene"),
+    [
+        pytest.param(
+            *(factory, item, scene),
+            id=f"{factory.__name__}-{item}-{scene}",
+            marks=[pytest.mark.system] if (i + j) % 3 else [],
+        )
+        for factory in FACTORIES
+        for i, item in enumerate(ITEMS)
+        for j, scene in enumerate(SCENES)
+        if factory is not reverb or (i + j) % 3 == 0
+    ],
+    indirect=["make"],
+)
+# A Reverb server takes no seed, and gives no items by their keys.
+NOT_REVERB = pytest.mark.parametrize("make", [local, shared_memory], indirect=True, ids=["local", "shared_memory"])
+
+
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
 def make(request: pytest.FixtureRequest) -> Any:
     made = []
-    params = request.node.callspec.params
-    # The buffer in memory, which completes Reverb's items, goes through every scene. A server for each takes a minute.
-    scenes = request.param is reverb and "scene" in params
-    if scenes and (ITEMS.index(params["item"]) + SCENES.index(params["scene"])) % 3:
-        pytest.skip("every third item and scene will do for Reverb")
 
     def build(*args: Any, seed: int = 0, writers: int = 1, **kwargs: Any) -> Any:
         made.append(request.param(fake_agent(*args, **kwargs), seed=seed, writers=writers))
@@ -79,8 +95,7 @@ def play(scene: str, buffer: Any, twin: Twin, steps: int, num_envs: int = 6, see
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
-@pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("item", ITEMS, ids=str)
+@EACH_SCENE
 def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scene: str, kind: str) -> None:
     buffer, twin = make(kind, item, 8, 10_000, writers=writers(scene)), Twin(item)
     for _ in play(scene, buffer, twin, 40):
@@ -92,8 +107,7 @@ def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scene: s
             np.testing.assert_allclose(batch.probabilities, 1 / len(twin.items), rtol=1e-6)
 
 
-@pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("item", ITEMS, ids=str)
+@EACH_SCENE
 def test_a_queue_gives_each_item_once_and_in_order(make: Any, item: Any, scene: str) -> None:
     buffer, twin, seen = make("queue", item, 4, 10_000, writers=writers(scene)), Twin(item), []
     for _ in play(scene, buffer, twin, 40):
@@ -109,8 +123,7 @@ def test_a_queue_gives_each_item_once_and_in_order(make: Any, item: Any, scene: 
 
 
 @pytest.mark.parametrize("kind", ["uniform", "queue", "prioritised"])
-@pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("item", ITEMS, ids=str)
+@EACH_SCENE
 def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, kind: str) -> None:
     capacity, num_envs = 96, 6
     buffer, twin = make(kind, item, 4, capacity, writers=writers(scene)), Twin(item)
@@ -231,9 +244,8 @@ def test_priorities_that_are_none_are_refused(make: Any, wrong: list[float]) -> 
         buffer.update_priorities(buffer.sample().keys, np.array(wrong))
 
 
+@NOT_REVERB
 def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
-    if make.is_reverb:
-        pytest.skip("a Reverb server takes no seed")
     first, second, other = (make("uniform", Transition(1), 16, 1000, seed=seed) for seed in (1, 1, 2))
     stream = Stream(4)
     for buffer in (first, second, other):
@@ -305,13 +317,12 @@ def add_for(buffers: list[Any], stream: Stream, steps: int) -> None:
 def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
     """A buffer that gives items by their keys, to which a writer of 6 environments adds."""
     buffer = make(*args, **kwargs)
-    if not buffer.fetches_by_key:
-        assert not hasattr(buffer, "draw")
-        pytest.skip("it gives no items by their keys")
+    assert buffer.fetches_by_key
     buffer.claim_rank(6)
     return buffer
 
 
+@NOT_REVERB
 @pytest.mark.parametrize("kind", ["uniform", "prioritised", "queue"])
 @pytest.mark.parametrize("item", [Transition(1), Transition(3, 0.9), Sequence(4, 3)], ids=str)
 def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item: Any) -> None:
@@ -336,6 +347,7 @@ def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item
     assert stats["added"] == stats["items"] + stats["evicted"] + taken
 
 
+@NOT_REVERB
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
 def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str) -> None:
     buffer, twin, stream = keyed(make, kind, Transition(2), 64, 300), Twin(Transition(2)), Stream(6, end=0.0)
@@ -370,6 +382,7 @@ def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str)
     assert buffer.fetch(other_incarnation, again.probabilities) is None
 
 
+@NOT_REVERB
 def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -> None:
     buffer = keyed(make, "prioritised", Transition(1), 32, 300, priority_exponent=1.0)
     add_for([buffer], Stream(6, end=0.0), 10)
@@ -380,6 +393,7 @@ def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -
     assert following.probabilities[following.keys[:, 2] == batch.keys[0, 2]][0] > 0.99
 
 
+@NOT_REVERB
 def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
     buffer, twin, stream = keyed(make, "queue", Sequence(3), 4, 60), Twin(Sequence(3)), Stream(6)
     twin.claim_rank(6, 0)
@@ -402,6 +416,7 @@ def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
     assert (stats["added"], stats["sampled"], stats["evicted"], stats["items"]) == (12, 12, 0, 0)
 
 
+@NOT_REVERB
 def test_drawing_is_paced_as_sampling_is(make: Any) -> None:
     buffer = keyed(make, "uniform", Transition(1), 8, 1000, min_size=12, samples_per_insert=2.0)
     stream, drawn = Stream(6, end=0.0), []
@@ -414,6 +429,7 @@ def test_drawing_is_paced_as_sampling_is(make: Any) -> None:
     assert sum(drawn) * 8 == pytest.approx(2 * (60 - 12), abs=8)
 
 
+@NOT_REVERB
 def test_who_waits_for_a_draw_gets_it_when_enough_was_added(make: Any) -> None:
     buffer = keyed(make, "uniform", Transition(1), 8, 1000, min_size=12)
     stream = Stream(6, end=0.0)
@@ -436,6 +452,7 @@ def test_who_waits_for_a_draw_gets_it_when_enough_was_added(make: Any) -> None:
     assert drawn.keys.shape == (8, 3)
 
 
+@NOT_REVERB
 @pytest.mark.parametrize(("keys", "count"), [((8, 2), 8), ((8, 3), 7), ((0, 3), 0), ((3,), 3)])
 def test_keys_that_are_none_are_refused(make: Any, keys: tuple[int, ...], count: int) -> None:
     buffer = keyed(make, "uniform", Transition(1), 8, 1000)

@@ -48,6 +48,7 @@ def assert_adds_up(stats: dict[str, int]) -> None:
     assert stats["added"] == stats["items"] + stats["evicted"] + stats["sampled"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("item", [Transition(1), Sequence(4, 3)], ids=str)
 def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, item: Any) -> None:
     buffer = scene.buffer("queue", item, 10, 60, num_writers=2, timeout=DEADLINE)
@@ -143,6 +144,7 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
     assert buffer.fetch(*taken[1]) is None  # overwritten since: the batch is dropped, not half of it learned
 
 
+@pytest.mark.system
 def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_draws_is_killed(scene: Scene) -> None:
     item = Transition(1)
     buffer = scene.buffer("queue", item, 20, 200, num_writers=2, timeout=DEADLINE)
@@ -173,6 +175,7 @@ def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_dr
     assert stats["evicted"] >= 0
 
 
+@pytest.mark.system
 def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that_draws(scene: Scene) -> None:
     buffer = scene.buffer("queue", Transition(1), 20, 100, timeout=DEADLINE)
     drawer = scene.process(processes.draw_when_told, buffer)
@@ -202,6 +205,7 @@ def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that
     assert stats["sampled"] == 20 * len(taken) == stats["added"] // 20 * 20
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
 def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(3, 0.9), 64, 400)
@@ -227,6 +231,7 @@ def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: st
     os.kill(writer.popen.pid, 9)
 
 
+@pytest.mark.system
 def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_path: Path) -> None:
     item, path = Transition(1), str(tmp_path / "replay")
     buffer = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)

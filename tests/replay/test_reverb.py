@@ -105,6 +105,7 @@ def is_adding(buffer: ReverbReplayBuffer) -> bool:
 # --- a server that goes and comes back
 
 
+@pytest.mark.system
 def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_process: Any, tmp_path: Path) -> None:
     agent, stream, twin = fake_agent("uniform", Transition(1), 8, 1000), Stream(4, end=0.0), Twin(Transition(1))
     tables, first = ReverbReplayBuffer.tables(agent), own_process()
@@ -141,6 +142,7 @@ def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_proce
         dataset.close()
 
 
+@pytest.mark.system
 def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: Path) -> None:
     agent, stream = fake_agent("uniform", Transition(1), 8, 1000), Stream(4, end=0.0)
     tables, first = ReverbReplayBuffer.tables(agent), own_process()
@@ -300,6 +302,7 @@ def test_an_actor_that_a_full_queue_holds_back_stops(serve: Serve) -> None:
         actor.close()
 
 
+@pytest.mark.system
 def test_a_writer_that_waits_for_a_server_that_is_gone_can_be_told_to_stop(own_process: Any) -> None:
     agent, stream, process = fake_agent("prioritised", Transition(1), 8, 1000), Stream(4, end=0.0), own_process()
     with buffer_of(agent, process.start(ReverbReplayBuffer.tables(agent))) as buffer:
@@ -451,6 +454,7 @@ def test_a_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
     learner.close()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_saves(
     own_process: Any, tmp_path: Path, how: signal.Signals

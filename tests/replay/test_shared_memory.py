@@ -83,6 +83,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritised", Transition(1)), ("uniform", Sequence(5, 2))]
 )
@@ -102,6 +103,7 @@ def test_no_item_is_torn_while_writers_come_round_again_and_again(scene: Scene, 
     assert [writer.hear() for writer in writers] == ["stopped", "stopped"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("item", "batch_size"), [(Transition(1), 32), (Transition(3), 7), (Sequence(6), None), (Sequence(4, 3), 5)], ids=str
 )
@@ -346,7 +348,8 @@ def test_others_read_a_prioritised_buffer_uniformly(scene: Scene) -> None:
 
 
 def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(scene: Scene, tmp_path: Path) -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")
+    import cloudpickle
+
     buffer = scene.buffer("uniform", Transition(1), 8, 1000)
     text = cloudpickle.dumps(buffer)
     assert len(text) < 5000

@@ -83,6 +83,7 @@ def test_a_restored_buffer_draws_the_very_same_batches(
     assert os.listdir(tmp_path) == ["replay"]
 
 
+@pytest.mark.system
 def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, scene: Scene) -> None:
     item = Sequence(5)
     buffer = scene.buffer("prioritised", item, 64, 30_000, num_writers=2)

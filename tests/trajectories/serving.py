@@ -7,10 +7,13 @@ import os
 import pathlib
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE = 60.0  # seconds for the service to start or end, on a machine that is busy
@@ -97,3 +100,13 @@ def running_service(tmp_path: pathlib.Path, *arguments: str) -> Iterator[Service
         yield service
     finally:
         service.kill()
+
+
+def outer_address() -> str:
+    """An address of this machine that is not loopback. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("This machine has no address but loopback.")
+        return probe.getsockname()[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pathlib
 
 import httpx
-import pytest
 
-pytest.importorskip("fastapi")
+from tests.extras import needs
+
+needs("trajectories")
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlframe.trajectories.prometheus import PREFIX

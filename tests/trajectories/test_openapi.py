@@ -46,6 +46,7 @@ def check(service: ServiceProcess, case: schemathesis.Case) -> None:
     case.validate_response(response, checks=DESCRIBED)
 
 
+@pytest.mark.system
 @schema.parametrize()
 @hypothesis.settings(FUZZ, max_examples=10)
 def test_every_answer_is_as_described(case, service):

@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
-pytest.importorskip("tokenizers")
+from tests.extras import import_or_skip, needs
+
+needs("trajectories", "tokenizers")
+import_or_skip("playwright", "pip install 'rlframe[test]'")
 import tokenizers
 from playwright.sync_api import Browser, Page, expect
 
@@ -249,6 +250,7 @@ def test_it_asks_for_the_token(tmp_path: pathlib.Path, open_page: Open) -> None:
         assert page.evaluate("[sessionStorage.getItem('token'), localStorage.length]") == ["secret", 0]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("width", [390, 1200])
 def test_nothing_is_wider_than_the_window(
     service: ServiceProcess, client: httpx.Client, open_page: Open, width: int

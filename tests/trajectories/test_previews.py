@@ -13,8 +13,10 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.trajectories.decoding import load_decode
 from rlframe.trajectories.previews import MAX_BYTES, MAX_SEQUENCES, MAX_TOKENS, Message, Piece, preview
+from tests.extras import needs
 
-tokenizers = pytest.importorskip("tokenizers")
+needs("tokenizers")
+import tokenizers
 
 
 def stored(**fields: Any) -> bytes:

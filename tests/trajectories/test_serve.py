@@ -15,7 +15,7 @@ import pytest
 
 from tests.trajectories.api import Api, group
 from tests.trajectories.redis_server import running_redis
-from tests.trajectories.serving import ROOT, running_service
+from tests.trajectories.serving import ROOT, outer_address, running_service
 
 DEADLINE = 60.0
 
@@ -43,7 +43,7 @@ def test_it_says_where_it_listens_and_drains_when_told_to_end(tmp_path, number):
         with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
             api = Api(client).started()
             with socket.create_connection(("127.0.0.1", client.base_url.port), DEADLINE) as waiting:
-                waiting.sendall(b"GET /batch?wait=50 HTTP/1.1\r\nHost: x\r\n\r\n")
+                waiting.sendall(b"GET /batch?wait=50 HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 api.send(1)
                 httpx.get(f"{service.url}/status")  # a later connection, so the earlier one has been read
                 assert service.stop(number) == 0
@@ -102,27 +102,55 @@ def test_two_processes_on_one_redis_and_its_loss(tmp_path):
         assert "lost records" in said and "Traceback" not in said
 
 
-def test_under_uvicorn_settings_come_from_the_environment(tmp_path):
+@contextlib.contextmanager
+def under_uvicorn(folder, *arguments, **settings):
+    """(port, what it said on stderr until it ran) of the application as uvicorn serves it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    told = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "uvicorn", "rlframe.trajectories.server:app", "--port", str(port)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RLFRAME_TRAJECTORIES_STORE": f"sqlite:{tmp_path}/mine.db"},
+        [sys.executable, "-m", "uvicorn", "rlframe.trajectories.server:app", "--port", str(port), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **told},
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
+        said = ""
         for line in process.stderr:
+            said += line
             if "running on" in line:
                 break
-        answer = httpx.post(f"http://127.0.0.1:{port}/scored_data", json=group())
-        assert answer.json() == {"status": "received"}
-        assert (tmp_path / "mine.db").exists()
+        yield port, said
     finally:
         process.terminate()
         process.communicate(timeout=DEADLINE)
+
+
+def test_under_uvicorn_settings_come_from_the_environment(tmp_path):
+    with under_uvicorn(tmp_path, store=f"sqlite:{tmp_path}/mine.db") as (port, _):
+        answer = httpx.post(f"http://127.0.0.1:{port}/scored_data", json=group())
+        assert answer.json() == {"status": "received"}
+        assert (tmp_path / "mine.db").exists()
+
+
+def test_under_uvicorn_on_all_interfaces_only_this_machine_needs_no_token(tmp_path):
+    with under_uvicorn(tmp_path, "--host", "0.0.0.0", store="memory") as (port, _):
+        assert httpx.get(f"http://127.0.0.1:{port}/status").status_code == 200
+        refused = httpx.get(f"http://{outer_address()}:{port}/reset_data")
+        assert refused.status_code == 403 and "_TOKEN_FILE" in refused.json()["detail"]
+        marked = {"Sec-Fetch-Site": "cross-site"}
+        assert httpx.get(f"http://127.0.0.1:{port}/reset_data", headers=marked).status_code == 403
+
+
+def test_under_uvicorn_other_machines_are_answered_where_that_was_said(tmp_path):
+    settings = {"store": "memory", "no_token": "true", "allowed_hosts": "rollouts.example"}
+    with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, said):
+        assert "whoever reaches this service, from whichever machine, can read, send and erase experience" in said
+        url = f"http://{outer_address()}:{port}/status"
+        for host, status in (("rollout-server", 200), ("rollouts.example", 200), ("evil.example", 403)):
+            assert httpx.get(url, headers={"Host": host}).status_code == status
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path):
@@ -140,7 +168,23 @@ def test_input_that_cannot_be_is_one_sentence(tmp_path):
     assert "cannot be read" in refusal(tmp_path, "trajectories", "--token-file", "nothing")
 
 
-def test_beyond_loopback_without_a_token_there_is_a_warning(tmp_path):
-    with running_service(tmp_path, "--host", "0.0.0.0", "--store", "memory") as service:
+def test_beyond_loopback_it_wants_a_token_or_to_be_told_that_it_needs_none(tmp_path):
+    said = refusal(tmp_path, "trajectories", "--host", "0.0.0.0", "--port", "0")
+    assert "--token-file" in said and "--no-token" in said
+    arguments = (
+        "--host",
+        "0.0.0.0",
+        "--store",
+        "memory",
+        "--no-token",
+        "--allowed-host",
+        "a.b",
+        "--allowed-host",
+        "c.d",
+    )
+    with running_service(tmp_path, *arguments) as service:
+        for host, status in (("a.b", 200), ("c.d:80", 200), ("e.f", 403)):
+            assert httpx.get(f"{service.url}/status", headers={"Host": host}).status_code == status
         assert service.stop() == 0
-        assert "--token-file" in service.log.read_text()
+        said = service.log.read_text()
+        assert "--no-token: whoever reaches this service" in said and said.count("\n") == 1

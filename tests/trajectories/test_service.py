@@ -238,7 +238,7 @@ def test_what_comes_just_after_the_answer_that_there_is_nothing_is_not_waited_fo
             app = make_app(Settings(store="memory"), service)
             app.state.service = service
             transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 polled = client.get("/runs/run/batch", params={"wait": 60})
                 answer = await asyncio.wait_for(polled, 10.0)
             assert len(answer.json()["batch"]) == 2

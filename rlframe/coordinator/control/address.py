@@ -1,8 +1,8 @@
-"""Where the control of a run is: `RUN_DIR/coordinator/control.json`, for programs on the same machine.
+"""Where the control of a run is: `RUN_DIR/control.json`, for programs on the same machine.
 
 That of a queue of runs is `RUNS/control.json`.
 
-    {"version": 1, "url": "http://127.0.0.1:40123", "token_file": "/.../coordinator/token" or null, "pid": 1234}
+    {"version": 1, "url": "http://127.0.0.1:40123", "token_file": "/.../token" or null, "pid": 1234}
 
 It is written by who serves the control, once it answers, and removed when that ends; it stays behind where that is
 killed: `pid` tells.
@@ -34,7 +34,7 @@ class ControlAddress:
 
 def control_file(run_dir: str | os.PathLike) -> pathlib.Path:
     """The path of the file."""
-    return pathlib.Path(run_dir) / "coordinator" / "control.json"
+    return pathlib.Path(run_dir) / "control.json"
 
 
 def status_file(run_dir: str | os.PathLike) -> pathlib.Path:
@@ -103,7 +103,7 @@ def read_control(run_dir: str | os.PathLike) -> ControlAddress:
     return _read(
         path,
         f"There is no {path}: the run in {os.fspath(run_dir)} has no control, has not begun, or is over (then "
-        f"{status_file(run_dir)} is its last status). Start it by `rlframe train --topology elastic --control-port 0`.",
+        "`rlframe status` shows its last status). Start it by `rlframe train --http 0`.",
     )
 
 

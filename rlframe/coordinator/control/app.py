@@ -1,9 +1,13 @@
-"""The FastAPI application in front of a coordinator: see `rlframe.coordinator.control.serving` for how it is run."""
+"""The FastAPI application in front of a coordinator, or of a run without one.
+
+See `rlframe.coordinator.control.serving` for how it is run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -29,31 +33,46 @@ from rlframe.http.page import Page
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /status and /events/stream
 _MAX_BODY = 1 << 20
 _OPEN = ("/healthz",)  # without a token
-_DESCRIPTION = """Watches and steers a run under a coordinator. `GET /` is a page that does so in a browser."""
+_DESCRIPTION = """Watches and steers a run. `GET /` is a page that does so in a browser."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an application is about."""
+
+    title: str
+    prefix: str  # of its metrics
+    commands: tuple[str, ...]  # that it offers, by the methods of the target
+
+
+COORDINATOR = Kind(
+    "rlframe coordinator",
+    "rlframe_coordinator_",
+    ("submit", "cancel", "pause", "resume", "scale", "evaluate_now", "checkpoint", "restore"),
+)
+RUN = Kind("rlframe run", "rlframe_run_", ("cancel",))  # without a coordinator
 
 
 def make_app(
     target: Any,
     token: str | None = None,
     *,
-    hosts: Iterable[str] = (),
     routers: Iterable[APIRouter] = (),
-    title: str = "rlframe coordinator",
+    kind: Kind = COORDINATOR,
 ) -> FastAPI:
     """The application.
 
     Args:
         target: an object with the coordinator's methods, which may block: `status`, `events`, `submit`, `cancel`,
-            `pause`, `resume`, `scale`, `evaluate_now`, `checkpoint`, `restore`. Where it is away
+            `pause`, `resume`, `scale`, `evaluate_now`, `checkpoint`, `restore`, or what `kind` has. Where it is away
             (`PeerError`, `UnavailableError`) requests are answered with 503, and the application goes on.
         token: that requests carry, but for the page's static file and /healthz; None: none is needed.
-        hosts: names that the service is reached under, beside `localhost` and IP addresses.
         routers: further endpoints.
-        title: of the API's description.
+        kind: of what is shown.
 
     `app.state.let_go()` ends the event streams, so that a server that ends need not wait for their readers.
     """
-    calls, metrics = Calls(target), Metrics()
+    calls, metrics = Calls(target), Metrics(kind.prefix)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -66,7 +85,7 @@ def make_app(
             await asyncio.gather(following, return_exceptions=True)
 
     app = FastAPI(
-        title=title,
+        title=kind.title,
         version=rlframe.__version__,
         description=_DESCRIPTION,
         lifespan=life,
@@ -74,9 +93,14 @@ def make_app(
     )
     log = EventLog(calls)
     app.state.let_go = log.close
-    app.get("/", response_model=dict[str, str], tags=["service"], responses=REFUSED)(_root)
+
+    @app.get("/", response_model=dict[str, str], tags=["service"], responses=REFUSED)
+    async def root() -> Response:
+        """That the service is there. A browser, which asks for text/html, gets the live page."""
+        return answer({"message": kind.title})
+
     app.include_router(reading_router(calls, log, metrics), responses=REFUSED)
-    app.include_router(command_router(calls), responses=REFUSED)
+    app.include_router(command_router(calls, kind.commands), responses=REFUSED)
     for router in routers:
         app.include_router(router, responses=REFUSED)
     _handle_errors(app)
@@ -86,7 +110,7 @@ def make_app(
     if token is not None:
         app.add_middleware(_TokenButOpen, token=token)
     app.add_middleware(Page, file=PAGE)
-    app.add_middleware(SameOrigin, hosts=tuple(hosts), refusal=refusal)
+    app.add_middleware(SameOrigin, token=token is not None, refusal=refusal)
     app.add_middleware(Measure, metrics=metrics)
     return app
 
@@ -100,11 +124,6 @@ class _TokenButOpen:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app if scope.get("path") in _OPEN else self._guarded
         await app(scope, receive, send)
-
-
-async def _root() -> Response:
-    """That the service is there. A browser, which asks for text/html, gets the live page."""
-    return answer({"message": "rlframe coordinator"})
 
 
 def _handle_errors(app: FastAPI) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query
@@ -129,8 +129,8 @@ def reading_router(calls: Calls, log: EventLog, metrics: Metrics) -> APIRouter:
     return router
 
 
-def command_router(calls: Calls) -> APIRouter:
-    """What changes the job."""
+def command_router(calls: Calls, commands: Collection[str]) -> APIRouter:
+    """What changes the job: of the methods of its target, `commands`."""
     router = APIRouter(tags=["commands"])
 
     async def call(method: str, *args: Any) -> Response:
@@ -143,14 +143,25 @@ def command_router(calls: Calls) -> APIRouter:
             calls.forget_status()
         return answer({"status": "ok", "result": result})
 
+    def offer(path: str, method: str, endpoint: Callable[..., Any], doc: str) -> None:
+        if method not in commands:
+            return
+        endpoint.__doc__ = doc
+        router.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            response_model=Done,
+            responses=WRITES,
+            name=path[1:],
+            operation_id=method,
+        )
+
     def plain(path: str, method: str, doc: str) -> None:
         async def endpoint() -> Response:
             return await call(method)
 
-        endpoint.__doc__ = doc
-        router.add_api_route(
-            path, endpoint, methods=["POST"], response_model=Done, responses=WRITES, name=path[1:], operation_id=method
-        )
+        offer(path, method, endpoint, doc)
 
     plain("/pause", "pause", "Has learner and collectors hold; what they have stays.")
     plain("/resume", "resume", "Ends a pause.")
@@ -158,22 +169,19 @@ def command_router(calls: Calls) -> APIRouter:
     plain("/checkpoint", "checkpoint", "Has the learner save.")
     plain("/restore", "restore", "Has the learner go back to its latest checkpoint; versions go on rising.")
 
-    @router.post("/submit", response_model=Done, responses=WRITES)
     async def submit(spec: dict[str, Any]) -> Response:
-        """Hands in a job: the fields of an experiment."""
         return await call("submit", spec)
 
-    @router.post("/scale", response_model=Done, responses=WRITES)
     async def scale(body: Scale) -> Response:
-        """So many workers of this role from now on, within the limits of the job."""
         _check_limits(await calls.status(), body)
         return await call("scale", body.role, body.n)
 
-    @router.post("/stop", response_model=Done, responses=WRITES)
     async def stop(body: Stop) -> Response:
-        """Ends the job: it saves and lets its workers go; nothing is evaluated any more. It cannot be undone."""
         return await call("cancel", body.reason)
 
+    offer("/submit", "submit", submit, "Hands in a job: the fields of an experiment.")
+    offer("/scale", "scale", scale, "So many workers of this role from now on, within the limits of the job.")
+    offer("/stop", "cancel", stop, "Ends the job: it saves and lets its workers go; nothing is evaluated any more.")
     return router
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 
 from rlframe.coordinator.control.address import make_queue_token, remove_queue, write_queue
 from rlframe.coordinator.control.app import make_app
 from rlframe.coordinator.control.job_target import JobTarget
 from rlframe.coordinator.control.jobs import Command, JobQueue, train_command
 from rlframe.coordinator.control.jobs_endpoints import jobs_router
-from rlframe.coordinator.control.serving import HOST, MAX_CONNECTIONS, PORT, check_guarded
+from rlframe.coordinator.control.serving import CAN, HOST, MAX_CONNECTIONS, PORT
 from rlframe.http.serving import Server, address_of, listen
-from rlframe.http.token_file import read_token
+from rlframe.http.token_file import check_guarded, read_token
 
 
 def serve_jobs(
@@ -22,7 +21,6 @@ def serve_jobs(
     port: int = PORT,
     token_file: str | None = None,
     *,
-    hosts: Iterable[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     command: Command = train_command,
 ) -> None:
@@ -30,7 +28,7 @@ def serve_jobs(
 
     Args:
         runs: directory of the queue and its runs.
-        host, port, hosts: as `serve_control`.
+        host, port: as `serve_control`.
         token_file: with the token that requests have to carry; None: one that is made in `runs`, and only loopback may
             be listened at. Who reaches the service runs
             programs as its owner, so there always is one.
@@ -40,7 +38,7 @@ def serve_jobs(
     Raises:
         UsageError: it cannot listen there, needs a token, or another service has the folder.
     """
-    check_guarded(host, token_file)
+    check_guarded(host, token_file, CAN)
     token = read_token(token_file)  # before anything is made
     listener = listen(host, port)
     try:
@@ -55,7 +53,7 @@ def serve_jobs(
         listener.close()
         raise
     url = f"http://{address_of(listener)}"
-    app = make_app(JobTarget(queue), token, hosts=(host, *hosts), routers=[jobs_router(queue)])
+    app = make_app(JobTarget(queue), token, routers=[jobs_router(queue)])
 
     def greeting() -> None:
         write_queue(runs, url, token_file)

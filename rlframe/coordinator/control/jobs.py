@@ -36,7 +36,7 @@ MAX_SESSIONS = 5  # processes that one job may have, one after the other died
 MAX_QUEUED = 1000
 _STEP = 0.2  # seconds between two looks at the process
 _DRAIN, _TERMINATE = 180.0, 30.0  # seconds for a run that was told to stop, and then for SIGTERM
-_INTERRUPTED = (130, 143)  # exit codes of a run that SIGINT or SIGTERM ended: it has saved
+_INTERRUPTED = (129, 130, 143)  # exit codes of a run that SIGHUP, SIGINT or SIGTERM ended: it has saved
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def train_command(job: Job, config: pathlib.Path, resume: bool) -> list[str]:
     """The command that runs a job: the one place that knows it."""
     described = ["--resume"] if resume else ["--config", str(config)]
     return [
-        *(sys.executable, "-m", "rlframe", "train", *described, "--control-port", "0"),
+        *(sys.executable, "-m", "rlframe", "train", *described, "--http", "0"),
         *("--run-dir", job.run_dir, "--quiet", "--json"),
     ]
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a coordinator: its status, when it is asked."""
+"""What Prometheus is told of a run: its status, when it is asked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from prometheus_client.registry import Collector
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState
 from rlframe.http.measuring import RequestMetrics
-
-PREFIX = "rlframe_coordinator_"
 
 # Name, help and the key in `status["job"]`.
 _COUNTERS = (
@@ -38,28 +36,29 @@ _GAUGES = (
 class Metrics(RequestMetrics):
     """All of one application: its requests, its process, and the coordinator's status."""
 
-    def __init__(self) -> None:
-        super().__init__(PREFIX)
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self._prefix = prefix
 
     def text(self, status: dict[str, Any] | None) -> bytes:
         """The exposition in Prometheus's text format 0.0.4; `status` is None where the coordinator does not answer."""
-        return self.exposition(_Status(status))
+        return self.exposition(_Status(self._prefix, status))
 
 
 class _Status(Collector):
-    def __init__(self, status: dict[str, Any] | None) -> None:
-        self._status = status
+    def __init__(self, prefix: str, status: dict[str, Any] | None) -> None:
+        self._prefix, self._status = prefix, status
 
     def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily(PREFIX + "up", "1 where the coordinator answers.", self._status is not None)
+        yield GaugeMetricFamily(self._prefix + "up", "1 where the coordinator answers.", self._status is not None)
         if self._status is None:
             return
         job = self._status.get("job") or {}
         for family, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for name, help_text, key in table:
                 if job.get(key) is not None:
-                    yield family(PREFIX + name, help_text, job[key])
-        state = GaugeMetricFamily(PREFIX + "job_state", "1 for the state that the job is in.", labels=["state"])
+                    yield family(self._prefix + name, help_text, job[key])
+        state = GaugeMetricFamily(self._prefix + "job_state", "1 for the state that the job is in.", labels=["state"])
         for one in JobState if job else ():
             state.add_metric([one.name], job.get("state") == one.name)
         yield state
@@ -68,7 +67,7 @@ class _Status(Collector):
             ("replay", "Counts of the replay buffer.", "replay"),
             ("batches", "Batches by what became of them.", "accounts"),
         ):
-            metric = GaugeMetricFamily(PREFIX + name, help_text, labels=["count"])
+            metric = GaugeMetricFamily(self._prefix + name, help_text, labels=["count"])
             for count, value in (self._status.get(key) or {}).items():
                 if isinstance(value, (int, float)):
                     metric.add_metric([str(count)], value)
@@ -77,8 +76,8 @@ class _Status(Collector):
     def _workers(self) -> Metric:
         assert self._status is not None
         counts = Counter((one["role"], one["state"]) for one in self._status.get("workers") or ())
-        workers = GaugeMetricFamily(PREFIX + "workers", "Workers by role and state.", labels=["role", "state"])
-        for role in ROLES:
+        workers = GaugeMetricFamily(self._prefix + "workers", "Workers by role and state.", labels=["role", "state"])
+        for role in ROLES if "wanted" in self._status else sorted({role for role, _ in counts}):
             for state in WorkerState:
                 workers.add_metric([role, state.name], counts[role, state.name])
         return workers

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from rlframe import handles
-from rlframe.coordinator.control.app import make_app
-from rlframe.errors import PeerError, UsageError
+from rlframe.coordinator.control.app import COORDINATOR, Kind, make_app
+from rlframe.errors import PeerError
 from rlframe.http.serving import Server, address_of, listen
-from rlframe.http.token_file import is_loopback, read_token
+from rlframe.http.token_file import check_guarded, read_token
 
 HOST, PORT = "127.0.0.1", 8765
 MAX_CONNECTIONS = 256
+CAN = "stop runs, and run programs by it"  # what whoever may call a coordinator can do
 _ATTEMPTS = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
 _READY = 30.0  # seconds for it to begin
 _END = 15.0  # seconds for it to end: what is under way has ten
@@ -71,7 +71,7 @@ def serve_control(
     port: int = PORT,
     token_file: str | None = None,
     *,
-    hosts: Iterable[str] = (),
+    kind: Kind = COORDINATOR,
 ) -> Any:
     """Serves the control of a coordinator for the time of a `with`, which gets a `ControlServer` with its `url`.
 
@@ -81,25 +81,16 @@ def serve_control(
         port: 0: one that is free.
         token_file: with the token that requests have to carry; None: none is needed, and only loopback may be
             listened at.
-        hosts: names that the service is reached under, beside `localhost` and IP addresses.
+        kind: of the target.
 
     Raises:
         UsageError: it cannot listen there; the token file cannot be read, or is needed.
     """
-    check_guarded(host, token_file)
+    check_guarded(host, token_file, CAN)
     stop = threading.Event()
     target = handles.resolve(target, "coordinator", deadline=_ATTEMPTS, stop=stop)
-    with ControlServer(make_app(target, read_token(token_file), hosts=(host, *hosts)), host, port) as server:
+    with ControlServer(make_app(target, read_token(token_file), kind=kind), host, port) as server:
         try:
             yield server
         finally:
             stop.set()
-
-
-def check_guarded(host: str, token_file: str | None) -> None:
-    """Raises `UsageError` where others than this machine's could steer runs, and submit programs, without a token."""
-    if token_file is None and not is_loopback(host):
-        raise UsageError(
-            f"{host} can be reached from other machines, and who reaches a coordinator can run programs by it. Give it "
-            "a --token-file, or listen at 127.0.0.1."
-        )

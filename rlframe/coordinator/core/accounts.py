@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.coordinator.messages import Collected, Learned
+from rlframe.metrics.sums import Sums
 
 COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")
 _KEPT = 500  # points of a curve
@@ -19,6 +20,7 @@ class Accounts:
 
     Attributes:
         census: "rank.incarnation" -> its counters, in the order of `COUNTERS`.
+        logged: "rank.incarnation" -> what its environments logged.
         learner_steps: of the parameters that are learned on: a restarted learner goes on from its checkpoint.
         granted: batches that learners were told to learn from.
         learned: of these, those that they did learn from.
@@ -30,6 +32,7 @@ class Accounts:
     """
 
     census: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    logged: dict[str, Sums] = dataclasses.field(default_factory=dict)
     learner_steps: int = 0
     params_version: int = -1
     granted: int = 0
@@ -70,7 +73,7 @@ class Accounts:
         new = [reply.stats[name] for name in COUNTERS]
         before = self.census.get(who, [0.0])[0]
         if new[0] >= before:
-            self.census[who] = new
+            self.census[who], self.logged[who] = new, reply.stats.get("logged", {})
             self._env_steps += new[0] - before
 
     def learn(self, reply: Learned) -> None:

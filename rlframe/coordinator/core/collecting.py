@@ -8,6 +8,7 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import COUNTERS
 from rlframe.coordinator.core.roster import Worker
 from rlframe.coordinator.messages import Collected
+from rlframe.metrics.sums import Sums, add_up, env_means
 
 if TYPE_CHECKING:
     from rlframe.coordinator.core.machine import Machine
@@ -28,14 +29,15 @@ class Collecting:
         self._machine = machine
         self.seconds = self.paced_seconds = 0.0
         self._row_at, self._row_totals, self._row_began = 0, dict.fromkeys(COUNTERS, 0.0), machine.now
+        self._row_logged: Sums = {}
 
     def to_json(self) -> list[Any]:
         """For the journal: what the last row was of."""
-        return [self._row_at, self._row_totals]
+        return [self._row_at, self._row_totals, self._row_logged]
 
     def restore(self, saved: list[Any]) -> None:
         """Takes what `to_json` gave."""
-        self._row_at, self._row_totals = saved
+        self._row_at, self._row_totals, self._row_logged = saved
 
     def collected(self, worker: Worker, reply: Collected) -> None:
         """Takes what a collector said of itself."""
@@ -65,9 +67,12 @@ class Collecting:
             values["episode_length"] = new["length_sum"] / new["episodes"]
             values["episodes"] = int(new["episodes"])
             accounts.note_return(values["episode_return"])
+        logged = add_up(accounts.logged.values())
+        values.update(env_means(logged, self._row_logged))
         values["steps_per_second"] = new["env_steps"] / max(machine.now - self._row_began, 1e-9)
         values.update(accounts.logs)
         values["learner_steps"], values["params_version"] = accounts.learner_steps, accounts.params_version
         values["collectors"] = len([worker for worker in machine.roster.of("collector") if worker.task_id])
         self._row_at, self._row_totals, self._row_began = accounts.env_steps, totals, machine.now
+        self._row_logged = logged
         machine.emit(ev.Row(accounts.env_steps, values))

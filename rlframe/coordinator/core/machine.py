@@ -128,6 +128,7 @@ class Machine:
             "row": self.collecting.to_json(),
             "task_count": self.tasks.count,
             "tasks": [task.to_json() for task in self.tasks],
+            "staff": self.staff.to_json(),
             "accounts": self.accounts.to_json(),
             "ending": self.ending.to_json() if self.ending is not None else None,
         }
@@ -140,6 +141,7 @@ class Machine:
         self.collecting.restore(saved["row"])
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
+        self.staff.restore(saved["staff"])
         for each in saved["tasks"]:
             task = Task.from_json(each)
             self.accounts.lost += task.granted

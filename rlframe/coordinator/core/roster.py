@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ class Worker:
     ping_out: bool = False
     progress: int = -1  # as it said last
     progress_at: float = 0.0  # when that changed, or the worker said what it waits for
+    overdue: str = ""  # how its work exceeds the deadline that it has declared, as it said last
     task_id: str | None = None
     call: Call | None = None
     said_at: float = 0.0  # when the call was, or is to be, sent
@@ -127,6 +129,10 @@ class Roster:
             return f"it did not come within {waited:.0f} s" if is_late else ""
         if silent > (limits.lost_after_starting if starts else limits.lost_after):
             return f"it has not answered for {silent:.0f} s"
+        if math.isinf(limits.lost_after):
+            return ""  # nobody is lost for being slow
+        if worker.overdue:
+            return f"it hangs: {worker.overdue}"
         stuck = now - worker.progress_at
         deadline = limits.starting_deadline if starts else limits.progress_deadline
         if worker.call is not None and stuck > deadline:

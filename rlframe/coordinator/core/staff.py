@@ -28,17 +28,37 @@ class Staff:
         self._machine = machine
         self._false_starts: dict[str, int] = {}  # in a row, by worker_id
         self._lacks_since: dict[Role, float] = {}  # when a role was seen last, or the operator could not say
+        self._before: dict[str, int] = {}  # worker_id -> incarnation, of the coordinator before this one
+
+    def to_json(self) -> dict[str, int]:
+        """The incarnations of those that are here to stay."""
+        return {worker.worker_id: worker.incarnation for worker in self._machine.roster if worker.is_here}
+
+    def restore(self, saved: dict[str, int]) -> None:
+        """Takes what `to_json` gave: of these, some may have ended meanwhile."""
+        self._before = saved
 
     # --- coming
 
     def listed(self, workers: tuple[ev.Seen, ...]) -> None:
         """Takes what the operator has: there are new ones, and those that it has not are lost."""
+        self._count_those_that_ended_unseen(workers)
         for seen in workers:
             self._see(seen)
         here = {(seen.worker_id, seen.incarnation) for seen in workers}
         for worker in self._machine.roster:
             if not is_over(worker.state) and (worker.worker_id, worker.incarnation) not in here:
                 self.lose(worker, "its process has ended")
+
+    def _count_those_that_ended_unseen(self, workers: tuple[ev.Seen, ...]) -> None:
+        machine = self._machine
+        newest = {seen.worker_id: seen.incarnation for seen in workers}
+        for worker_id, incarnation in self._before.items():
+            if newest.get(worker_id, -1) != incarnation:
+                machine.accounts.restarts += 1
+                text = f"{worker_id} (incarnation {incarnation}) ended while the coordinator was away."
+                machine.note("lost", text, worker_id=worker_id, incarnation=incarnation)
+        self._before = {}
 
     def _see(self, seen: ev.Seen) -> None:
         machine = self._machine
@@ -76,8 +96,9 @@ class Staff:
         """Takes the answer to a call that is of no task: `ping` or `resources`."""
         self.hear(worker)
         if isinstance(reply, Alive):
-            worker.ping_out = False
-            if reply.progress != worker.progress:
+            worker.ping_out, worker.overdue = False, reply.overdue
+            # Work that was declared has a deadline of its own, which the worker itself looks at.
+            if reply.progress != worker.progress or (reply.within and not reply.overdue):
                 worker.progress, worker.progress_at = reply.progress, self._machine.now
             if worker.state is WorkerState.CONNECTING:
                 self._came(worker, reply)

@@ -15,13 +15,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import kubernetes
-import urllib3
-
+from rlframe import extras
 from rlframe.coordinator.operators.base import OperatorError, WorkerInfo, worker_id_of
 from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Seen, Start
 from rlframe.coordinator.operators.reconciling import ReconcilingOperator
 from rlframe.errors import UsageError
+
+with extras.needed("KubernetesOperator", "kubernetes"):
+    import kubernetes
+    import urllib3
+    import yaml
 
 MANAGED_BY = "rlframe-coordinator"
 PORT = 7400  # of every worker, in a Pod of its own
@@ -102,8 +105,6 @@ class KubernetesOperator(ReconcilingOperator):
 
 def load_templates(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """The templates in ROLE.yaml of a directory, as `deploy/kubernetes/workers.yaml` has them mounted."""
-    import yaml
-
     paths = sorted(pathlib.Path(directory).glob("*.yaml"))
     if not paths:
         raise UsageError(f"{directory} has no ROLE.yaml: it must hold a Pod's manifest for each role.")

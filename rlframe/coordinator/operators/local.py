@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
+from rlframe import extras
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.operators.base import OperatorError, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.logs import LogTail
@@ -37,7 +38,7 @@ class LocalOperator(ReconcilingOperator):
 
     The processes outlive the one that spawned them: another operator with the same `state_dir` adopts them. They end
     with `owner`, or when nobody has called them for `silence` seconds. What they write goes to
-    `state_dir/logs/ROLE-INDEX.log`, and from there to `output`.
+    `ROLE-INDEX.log`, and from there to `output`.
 
     Args:
         state_dir: a directory of the run, in which `save_workers` has written what makes the workers.
@@ -47,6 +48,7 @@ class LocalOperator(ReconcilingOperator):
         silence: seconds without a call after which a worker ends.
         backoff: between the deaths of a worker that does not stay up.
         output: where the workers' lines go; stderr.
+        logs: the directory in which they are kept; None: `state_dir/logs`.
     """
 
     def __init__(
@@ -58,10 +60,14 @@ class LocalOperator(ReconcilingOperator):
         silence: float = SILENCE,
         backoff: Backoff | None = None,
         output: TextIO | None = None,
+        logs: pathlib.Path | None = None,
     ) -> None:
+        extras.require("LocalOperator", "launchpad")  # by whose Courier the workers serve
         directory, life, env = pathlib.Path(state_dir), Life(owner, silence), {**ENV, **(env or {})}
         super().__init__(
-            lambda: _Processes(directory, life, env, output if output is not None else sys.stderr),
+            lambda: _Processes(
+                directory, life, env, output if output is not None else sys.stderr, logs or directory / "logs"
+            ),
             state_dir,
             roles=tuple(env),
             every=_EVERY,
@@ -81,10 +87,12 @@ class _Child:
 class _Processes:
     """The backend: processes, known by their records on disk, or because they are this process's children."""
 
-    def __init__(self, state_dir: pathlib.Path, life: Life, env: Mapping[str, WorkerEnv], output: TextIO):
+    def __init__(
+        self, state_dir: pathlib.Path, life: Life, env: Mapping[str, WorkerEnv], output: TextIO, logs: pathlib.Path
+    ):
         self._state_dir, self._life, self._env = state_dir, life, env
         self._records = Records(state_dir)
-        self._log_dir = state_dir / "logs"
+        self._log_dir = logs
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._tail = LogTail(output)
         self._children: dict[WorkerKey, _Child] = {}

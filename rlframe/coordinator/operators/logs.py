@@ -8,6 +8,8 @@ import pathlib
 import threading
 from typing import TextIO
 
+from rlframe.programs.logs import shown
+
 _EVERY = 0.1  # seconds
 _AT_ONCE = 1 << 16  # bytes of one file per look, so that one that says much does not hold up the others
 
@@ -45,7 +47,7 @@ class LogTail:
     def say(self, name: str, text: str) -> None:
         """Shows a line that is no worker's own."""
         with contextlib.suppress(OSError, ValueError):  # who reads has died, or the stream is closed
-            self._output.write(f"[{name}] {text}\n")
+            self._output.write(shown(name, text))
             self._output.flush()
 
     def close(self) -> None:

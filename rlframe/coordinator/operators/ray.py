@@ -15,14 +15,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
-import ray
 
+from rlframe import extras
 from rlframe.coordinator.operators.base import OperatorError, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Seen, Start
 from rlframe.coordinator.operators.reconciling import ReconcilingOperator
 from rlframe.coordinator.workers.process import SILENCE, Ending, Life, Server
 from rlframe.coordinator.workers.records import MakeWorker
 from rlframe.errors import UsageError
+
+with extras.needed("RayOperator", "ray"):
+    import ray
 
 _EVERY = 0.5  # seconds between two lists of the actors
 _GRACE = 8.0  # seconds between being told to end and being killed

@@ -34,9 +34,12 @@ from rlframe.coordinator.messages import (
     StartTask,
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
+from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.progress import STARTING, Progress, complaint
 
 _ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
 _FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
+_PINGED = 10.0  # seconds from ping to ping; where more pass, nobody watches, or this process was stopped
 _ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is closed
 
 
@@ -72,6 +75,7 @@ class Worker:
         self._done = 0  # pieces of work
         self._closed = False
         self._accelerators: tuple[str, ...] = ()
+        self._progress, self._clock = Progress(), Clock(_PINGED)
         self._thread = threading.Thread(target=self._run, name=f"rlframe {self.worker_id}", daemon=True)
         self._thread.start()
 
@@ -80,9 +84,12 @@ class Worker:
     def ping(self) -> Alive:
         """That it is there, and how far. Waits for nothing."""
         task, phase, progress = self._task, self._phase, self._done + self._steps_within()
+        stay = self._progress.look(self._clock.tick(), self._thread.ident)
+        within = stay.phase.name if stay is not None else ""
+        overdue = complaint(*stay.told) if stay is not None and stay.overdue > 0 else ""
         if task is None or task.result is not None:
             return Alive(self.worker_id, self.incarnation, "idle", progress=progress)
-        return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, progress)
+        return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, progress, within, overdue)
 
     def resources(self) -> Resources:
         """What it has to work with. Waits for nothing: accelerators are named as soon as JAX has found them."""
@@ -276,7 +283,8 @@ class Worker:
         try:
             if request.kind not in self.kinds:
                 raise self._cannot(request.kind)
-            started = self._start(request)
+            with STARTING:
+                started = self._start(request)
         except BaseException:
             self._leave_task()
             raise

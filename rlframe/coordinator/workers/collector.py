@@ -10,6 +10,7 @@ from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady
 from rlframe.coordinator.workers.base import Worker
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.interprocess.progress import waiting_for
 from rlframe.types import Logs, Tree
 
 _POLL = 0.2  # seconds that the param store is waited for at once
@@ -92,10 +93,14 @@ class CollectorWorker(Worker):
 
     def _wait_for_params(self, source: Any) -> None:
         self._waits_for = "params"
+        with waiting_for("the first parameters"):
+            self._wait_for_a_version(source)
+        self._waits_for = ""
+
+    def _wait_for_a_version(self, source: Any) -> None:
         while source.wait_for_version(-1, _POLL) < 0:
             if self._stop.is_set():
                 raise StoppedError(f"{self.worker_id} was told to stop while it waited for the first parameters.")
-        self._waits_for = ""
 
     def _start_evaluating(self, task: StartTask) -> Started:
         version = task.options["params_version"]

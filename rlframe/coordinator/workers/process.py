@@ -22,9 +22,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from rlframe import extras
 from rlframe.coordinator.workers.records import Record, Records, load_maker, this_host
 from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.programs import logs
 from rlframe.programs.launching.supervisor import FOR_GOOD
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served
@@ -52,7 +54,8 @@ class Server:
     """
 
     def __init__(self, worker: Any, port: int = 0, while_picking: Any = None) -> None:
-        import courier
+        with extras.needed("A worker's server", "launchpad"):
+            import courier
 
         self._in_flight, self._last_call = 0, time.monotonic()
         self._lock = threading.Lock()
@@ -185,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import setproctitle
 
     setproctitle.setproctitle(f"rlframe: {options.role} {options.index}")
+    logs.set_up(f"{options.role}-{options.index}")
     owner = None
     if options.owner:
         pid, _, started = options.owner.partition(":")

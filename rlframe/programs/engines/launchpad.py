@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from rlframe import extras
+from rlframe.interprocess.heartbeat import TIMEOUT
+from rlframe.interprocess.progress import STARTING
 from rlframe.programs.door import OPEN_GROUPS
 from rlframe.programs.engines import SAVING_GROUPS
 from rlframe.programs.launching.launcher import ON_CPU, GroupPolicy, launch
 from rlframe.programs.launching.ports import KnownAddress, check_free, pick_free
+from rlframe.programs.launching.supervisor import GRACE, Watch
+from rlframe.programs.logs import NodeLogs
 
 
 class LaunchpadEngine:
@@ -20,16 +27,30 @@ class LaunchpadEngine:
         decides: the group that ends the program when its nodes have ended.
         listen: the port of the first of the nodes that other machines may call, whose ports follow each other; None:
             ports are picked.
+        logs: the directory in which the nodes' lines are kept; None: nowhere.
+        hang_timeout, grace: see `rlframe.launch`.
 
     Raises:
         UsageError: one of these ports is in use.
     """
 
-    def __init__(self, max_restarts: int, *, decides: str = "monitor", listen: int | None = None) -> None:
-        import launchpad as lp
+    def __init__(
+        self,
+        max_restarts: int,
+        *,
+        decides: str = "monitor",
+        listen: int | None = None,
+        logs: pathlib.Path | None = None,
+        hang_timeout: float = TIMEOUT,
+        grace: float = GRACE,
+    ) -> None:
+        with extras.needed("--engine launchpad", "launchpad"):
+            import launchpad as lp
 
         self.program = lp.Program("rlframe")
+        self._logs = NodeLogs(logs)
         self._max_restarts, self._decides = max_restarts, decides
+        self._hang_timeout, self._grace = hang_timeout, grace
         self._ports = {} if listen is None else {label: listen + i for i, label in enumerate(OPEN_GROUPS)}
         check_free(self._ports)
         self._resources: list[Any] = []
@@ -39,14 +60,15 @@ class LaunchpadEngine:
         import launchpad as lp
 
         with self.program.group(group):
-            return self.program.add_node(lp.CourierNode(constructor, *args, **kwargs))
+            return self.program.add_node(lp.CourierNode(functools.partial(_start, constructor), *args, **kwargs))
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `rlframe.programs.topologies.Engine`."""
-        from rlframe.programs.launching.reverb_node import CheckpointedReverbNode
+        with extras.needed("--replay reverb", "reverb"):
+            from rlframe.programs.launching.reverb_node import CheckpointedReverbNode
 
         with self.program.group(group):
-            return self.program.add_node(CheckpointedReverbNode(tables, path))
+            return self.program.add_node(CheckpointedReverbNode(tables, path, at_end=self._grace / 2.0))
 
     def address_of(self, group: str) -> str:
         """The "host:port" at which the one node of a group will be called, for who is no node of this program."""
@@ -67,11 +89,19 @@ class LaunchpadEngine:
         self._resources.append(resource)
         return resource
 
-    def run(self) -> int | None:
-        """As `rlframe.launch`."""
+    def run(self, watch: Watch | None = None) -> int | None:
+        """As `rlframe.launch`, whose `watch` this is."""
         try:
             policies = {label: self._policy(label) for label in self.program.groups}
-            return launch(self.program, policies, ports=self._ports)
+            return launch(
+                self.program,
+                policies,
+                ports=self._ports,
+                logs=self._logs,
+                hang_timeout=self._hang_timeout,
+                watch=watch,
+                grace=self._grace,
+            )
         finally:
             for resource in self._resources:
                 resource.close()
@@ -89,3 +119,8 @@ class LaunchpadEngine:
         )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores - busy)
+
+
+def _start(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with STARTING:
+        return constructor(*args, **kwargs)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from rlframe import extras
 from rlframe.errors import ProgramError
 from rlframe.programs.engines import SAVING_GROUPS
+from rlframe.programs.node_status import node_status
 from rlframe.programs.stopping import StopSignal
 
 _log = logging.getLogger(__name__)
@@ -37,7 +41,8 @@ class ThreadsEngine:
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `rlframe.programs.topologies.Engine`. Nothing is kept in `path`: the server ends with this process."""
-        import reverb
+        with extras.needed("--replay reverb", "reverb"):
+            import reverb
 
         server = self.own(_Server(reverb.Server(tables(), port=None)))
         return reverb.Client(f"localhost:{server.port}")
@@ -47,8 +52,11 @@ class ThreadsEngine:
         self._resources.append(resource)
         return resource
 
-    def run(self) -> int | None:
+    def run(self, watch: Callable[[bool, list[dict[str, Any]]], None] | None = None) -> int | None:
         """Runs until the monitor's thread has ended, or one has failed.
+
+        Args:
+            watch: is told that this one process is all there is.
 
         Returns:
             The number of the signal that ended it, or None.
@@ -58,7 +66,13 @@ class ThreadsEngine:
         """
         failure: ProgramError | None = None
         is_complete = False
-        threads = [threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}") for node in self._nodes]
+        if watch is not None:
+            watch(False, [node_status("launcher", 0, os.getpid())])
+        # They do not hold up the end of the process: after a second Ctrl-C some may still be at work.
+        threads = [
+            threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}", daemon=True)
+            for node in self._nodes
+        ]
         with StopSignal() as stop:
             for thread in threads:
                 thread.start()
@@ -76,8 +90,9 @@ class ThreadsEngine:
             finally:
                 for _, node in self._nodes:
                     node.stop()
-                for thread in threads:
-                    thread.join(_JOIN_WITHIN)
+                with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
+                    for thread in threads:
+                        thread.join(_JOIN_WITHIN)
                 unsaved = self._how_others_ended(threads)
                 self._close()
         failure = failure or (None if is_complete else unsaved)
@@ -90,7 +105,7 @@ class ThreadsEngine:
         unsaved: ProgramError | None = None
         for (group, _), thread in zip(self._nodes, threads):
             if thread.is_alive():
-                self._ended.put((group, TimeoutError(f"it did not end within {_JOIN_WITHIN:g} s")))
+                self._ended.put((group, TimeoutError("it had not ended when it was no longer waited for")))
         while not self._ended.empty():
             group, error = self._ended.get()
             if error is None:

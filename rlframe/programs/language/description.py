@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any, Literal, Union
 
 from rlframe.errors import UsageError
-from rlframe.programs.experiment import MAX_SEED, EngineName
+from rlframe.interprocess.heartbeat import TIMEOUT
+from rlframe.programs.experiment import MAX_SEED, EngineName, check_is_of_launchpad
+from rlframe.programs.launching.supervisor import GRACE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,8 @@ class LanguageExperiment:
     num_envs: int = 1  # processes that collect
     engine: EngineName = "launchpad"  # what runs the nodes; threads: all in this process
     max_restarts: int = 3  # how often each node of the engine launchpad may die and be started again
+    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
+    grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
     tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; None: that of the weights, or byte
     max_staleness: Union[int, None] = None  # policy versions that a group may be behind the learner; None: any
     slots: int = 32  # sequences that the policy server decodes at once
@@ -40,7 +44,7 @@ class LanguageExperiment:
         for name in ("steps", "num_envs", "slots", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("max_restarts", "eval_every"):
+        for name in ("max_restarts", "hang_timeout", "grace_seconds", "eval_every"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must be at least 0, got {getattr(self, name)}.")
         for name in ("service_port", "policy_port"):
@@ -55,11 +59,7 @@ class LanguageExperiment:
                 f"A language model learns under the topology light_env, got {self.topology!r}. (Over several machines: "
                 "start the four services by hand, as docs/llm.md shows.)"
             )
-        if self.max_restarts != LanguageExperiment.max_restarts and self.engine != "launchpad":
-            raise UsageError(
-                f"max_restarts={self.max_restarts} is for the engine launchpad: nothing is started again by "
-                f"{self.engine}. Leave it at {LanguageExperiment.max_restarts}, or choose another engine."
-            )
+        check_is_of_launchpad(self)
 
     @property
     def warmup_steps(self) -> int:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlframe import handles
 from rlframe.actors.actor import env_seed
+from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.errors import UsageError
+from rlframe.interprocess.progress import Phase, advance
 from rlframe.programs import naming
 from rlframe.trajectories.base_env import APIServerConfig, BaseEnv
 from rlframe.trajectories.base_env.files import write_atomically
@@ -20,6 +22,8 @@ from rlframe.trajectories.base_env.loop import ServeLoop
 
 if TYPE_CHECKING:
     from rlframe.programs.language.session import LanguageRun
+
+_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # in the event loop, which an environment may hold up for so long
 
 MODEL = "policy"  # what the policy server calls its model
 
@@ -109,11 +113,15 @@ class Environment:
             if self._stopped:
                 return
             self._loop, self._task = asyncio.get_running_loop(), asyncio.create_task(self._serving.run())
+        beside = asyncio.create_task(_advance())
         try:
-            await self._task
+            with _COLLECTING:
+                await self._task
         except asyncio.CancelledError:
             if not self._stopped:
                 raise
+        finally:
+            beside.cancel()
 
     def stop(self) -> None:
         """Ends `run()`: says goodbye to the service. Any thread may call it, and more than once."""
@@ -198,6 +206,13 @@ def _own_name(name: str) -> str:
         if slash and head.endswith(f"_{kind}"):
             return f"{kind}/{tail}"
     return name
+
+
+async def _advance() -> None:
+    """Notes as long as the event loop turns that it does."""
+    while True:
+        advance()
+        await asyncio.sleep(1.0)
 
 
 def model_server(run: LanguageRun) -> APIServerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
+from rlframe.programs.experiment import patience
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.monitor import finish
 from rlframe.programs.run_dir import Result, RunDir
@@ -20,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 0.1  # seconds between two looks at the nodes
 _EVALUATE_WITHIN = 600.0  # seconds for an evaluation; the environment may be started again meanwhile
-_REFRESH_WITHIN = 60.0  # seconds that the policy server has for the learner's last version
+_REFRESH_WITHIN = 600.0  # seconds that the policy server has for the learner's last version
 
 
 class LanguageMonitor:
@@ -37,9 +39,10 @@ class LanguageMonitor:
     def __init__(self, run: LanguageRun, learner: Any, policy: Any, environments: list[Any]) -> None:
         self._run, self._described, self._directory = run, run.described, RunDir(run.path)
         self._stop = threading.Event()
-        self._learner = handles.resolve(learner, "learner", stop=self._stop)
+        found = functools.partial(handles.resolve, deadline=patience(self._described), stop=self._stop)
+        self._learner = found(learner, "learner")
         self._ask_learner = handles.Poll(self._learner, "stats")
-        self._policy = handles.resolve(policy, "policy server", stop=self._stop)
+        self._policy = found(policy, "policy server")
         self._ask_policy = handles.Poll(self._policy, "stats")
         asked = [handles.resolve(each, "environment", stop=self._stop) for each in environments]
         self._ask_environments = [handles.Poll(each, "stats") for each in asked]

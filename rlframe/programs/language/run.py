@@ -15,6 +15,7 @@ from rlframe.errors import UsageError
 from rlframe.lm.tokenizers import load_tokenizer
 from rlframe.metrics import CallbackLogger, Logger
 from rlframe.programs.assemble import make_agent
+from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.language.environment import env_class, env_config
 from rlframe.programs.language.session import HOST, LanguageRun
@@ -22,6 +23,7 @@ from rlframe.programs.language.topology import light_env
 from rlframe.programs.language.warmup import WarmUp
 from rlframe.programs.program import conduct, make_engine
 from rlframe.programs.run_dir import Result, RunDir, open_session
+from rlframe.programs.run_status import StatusFile
 
 
 def train(
@@ -29,27 +31,42 @@ def train(
     *,
     run_dir: str | os.PathLike | None = None,
     resume: bool = False,
+    resume_from: int | None = None,
+    take_over: bool = False,
     stop_at: int | None = None,
     callback: Callable[[int, dict[str, Any]], Any] | None = None,
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
     progress: Logger | None = None,
     notes: dict[str, Any] | None = None,
+    control: Control | None = None,
 ) -> Result:
     """See `rlframe.programs.train`; `stop_at` and the rows' steps are learner steps here.
 
     The supervised steps come first, in a program of their own; what they lead to is kept in the run directory.
     """
-    described, directory = open_session(described, run_dir, resume, stop_at)
-    with contextlib.ExitStack() as undo:
-        if not resume:
-            undo.callback(directory.remove)
-        until = min(described.steps, stop_at or described.steps)
-        run = _open(described, directory, until)
-        directory.write_config(described, notes or {})
-        more = list(open_loggers(directory.path)) if open_loggers is not None else []
-        undo.pop_all()
-    loggers = [*([progress] if progress is not None else []), *more, *([CallbackLogger(callback)] if callback else [])]
-    return conduct(directory, loggers, lambda: _run(run, directory), lambda: _read_result(directory, run))
+    with open_session(described, run_dir, resume, stop_at, take_over, resume_from) as (described, directory):
+        with contextlib.ExitStack() as undo:
+            if not resume:
+                undo.callback(directory.remove)
+            until = min(described.steps, stop_at or described.steps)
+            run = _open(described, directory, until)
+            directory.write_config(described, notes or {})
+            more = list(open_loggers(directory.path)) if open_loggers is not None else []
+            undo.pop_all()
+        loggers = [
+            *([progress] if progress is not None else []),
+            *more,
+            *([CallbackLogger(callback)] if callback else []),
+        ]
+        status = StatusFile(directory, described, until + described.warmup_steps)
+        with serve_control_of(directory.path, control):
+            return conduct(
+                directory,
+                status,
+                loggers,
+                lambda watch: _run(run, directory, watch),
+                lambda: _read_result(directory, run),
+            )
 
 
 def _open(described: LanguageExperiment, directory: RunDir, until: int) -> LanguageRun:
@@ -67,31 +84,38 @@ def _open(described: LanguageExperiment, directory: RunDir, until: int) -> Langu
     return run
 
 
-def _run(run: LanguageRun, directory: RunDir) -> int | None:
+def _run(run: LanguageRun, directory: RunDir, watch: Any) -> int | None:
     described = run.described
     if described.warmup_steps:
         if not directory.warmup.exists():
-            engine, group = _engine_of_one(described)
+            engine, group = _engine_of_one(described, directory)
             engine.add(group, WarmUp, run)
-            number = engine.run()
+            number = engine.run(watch)
             if number is not None or not directory.warmup.exists():
                 return number
         config = dataclasses.replace(described.agent_config, weights=str(directory.warmup.absolute()))
         run = dataclasses.replace(
             run, agent=make_agent(dataclasses.replace(described, agent_config=config), None, None)
         )
-    engine = make_engine(described)
+    engine = make_engine(described, directory)
     light_env(engine, run)
-    return engine.run()
+    return engine.run(watch)
 
 
-def _engine_of_one(described: LanguageExperiment) -> tuple[Any, str]:
+def _engine_of_one(described: LanguageExperiment, directory: RunDir) -> tuple[Any, str]:
     """An engine for one node, with the learner's cores and accelerators, and the group that it is to be in."""
     if described.engine == "threads":
-        return make_engine(described), "monitor"
+        return make_engine(described, directory), "monitor"
     from rlframe.programs.engines.launchpad import LaunchpadEngine
 
-    return LaunchpadEngine(described.max_restarts, decides="learner"), "learner"
+    engine = LaunchpadEngine(
+        described.max_restarts,
+        decides="learner",
+        logs=directory.logs,
+        hang_timeout=described.hang_timeout,
+        grace=described.grace_seconds,
+    )
+    return engine, "learner"
 
 
 def _read_result(directory: RunDir, run: LanguageRun) -> Result:

@@ -11,6 +11,7 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.lm import EngineConfig
 from rlframe.policy_server import PolicyServer, PolicyServerConfig
 from rlframe.programs.assemble import CHECKPOINTS_KEPT
+from rlframe.programs.experiment import patience
 from rlframe.programs.language.environment import FOR_EVER, MODEL, Environment
 from rlframe.programs.language.monitor import LanguageMonitor
 from rlframe.programs.language.session import HOST, LanguageRun
@@ -30,7 +31,14 @@ def light_env(engine: Engine, run: LanguageRun) -> None:
     engine.add("trajectories", TrajectoryServer, settings, HOST, run.service_port)
     learner = engine.add("learner", make_learner, run)
     decoding = EngineConfig(slots=described.slots, length=described.agent_config.max_tokens)
-    policy_config = PolicyServerConfig(HOST, run.policy_port, model_name=MODEL, engine=decoding, seed=described.seed)
+    policy_config = PolicyServerConfig(
+        HOST,
+        run.policy_port,
+        model_name=MODEL,
+        engine=decoding,
+        seed=described.seed,
+        learner_deadline=patience(described),
+    )
     model_config = run.agent.model_config  # type: ignore[attr-defined]
     policy = engine.add("policy", PolicyServer, policy_config, model_config, described.tokenizer_name, learner)
     environments = [engine.add("environment", Environment, run, rank) for rank in range(described.num_envs)]
@@ -52,6 +60,8 @@ def make_learner(run: LanguageRun) -> Learner:
         )
     cfg = LearnerConfig(
         seed=described.seed,
+        max_learner_steps=run.until,  # whatever becomes of the monitor, which ends the program
+        ends_program=False,
         checkpoint_dir=str(RunDir(run.path).checkpoints),
         checkpoint_every=described.checkpoint_every,
         checkpoints_kept=CHECKPOINTS_KEPT,

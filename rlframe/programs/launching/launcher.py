@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from rlframe.errors import UsageError, suggest
+from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs.launching.node_main import LAUNCHER_PID
-from rlframe.programs.launching.ports import KnownAddress
-from rlframe.programs.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
+from rlframe.programs.launching.ports import KnownAddress, open_ports
+from rlframe.programs.launching.supervisor import GRACE, STOP_SIGNAL, NodeProcess, Supervisor, Watch
+from rlframe.programs.logs import NodeLogs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,32 +41,48 @@ ON_CPU = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 
+_OPEN = (
+    "{}, and what these start, listen on all interfaces of this machine, without authentication: whoever reaches such "
+    "a port can run code as you. Close them (firewall, network namespace), or run where nobody else reaches this "
+    "machine: see SECURITY.md."
+)
+
 
 def launch(
     program: Any,
     policies: Mapping[str, GroupPolicy] | None = None,
     output: TextIO | None = None,
     ports: Mapping[str, int] | None = None,
+    logs: NodeLogs | None = None,
+    hang_timeout: float = TIMEOUT,
+    watch: Watch | None = None,
+    grace: float = GRACE,
 ) -> int | None:
     """Runs every node of a program as a process, and returns when it is over.
 
     It is over when the nodes of the groups that decide have ended, when all nodes have, when a node calls
-    `lp.stop()`, or on Ctrl-C and SIGTERM. Every process gets SIGTERM then (`lp.stop_event()` is set) and is killed
-    after 8 s. Nothing outlives the caller, whatever it dies of.
+    `lp.stop()`, or on Ctrl-C, SIGTERM and SIGHUP (unless that is ignored). Every process gets SIGTERM then
+    (`lp.stop_event()` is set) and is killed after `grace` seconds. Nothing outlives the caller, whatever it dies of.
+
+    One line at the start names the nodes that listen: Courier and Reverb do so on all interfaces (SECURITY.md).
 
     Args:
         program: a `launchpad.Program`.
         policies: by group label; a group without one has no restarts and decides nothing.
         output: where the nodes' lines go; stderr.
         ports: by group label, that of the group's first node (the next ones follow); others are picked.
+        logs: where the nodes' lines are kept as well; None: nowhere.
+        hang_timeout: seconds that a node's interpreter may be silent before the node is killed and started again, as
+            one that died; so is one whose work hangs (docs/failures.md). 0: none is.
+        watch: see `Supervisor`.
+        grace: seconds that nodes have to end after SIGTERM.
 
     Returns:
         The number of the signal that ended the program, or None where it ended by itself.
 
     Raises:
         ProgramError: a node failed for good, or one that `saves` while the program was stopped; the message names it
-            and has its traceback.
-        KeyboardInterrupt: a second Ctrl-C came before such a node had ended.
+            and has its traceback. A second Ctrl-C kills those that have not ended.
         UsageError: a policy is of a group that the program has not, or a node cannot be pickled.
     """
     policies = policies or {}
@@ -91,7 +109,9 @@ def launch(
                         saves=policy.saves,
                     )
                 )
-        return Supervisor(nodes, output).run()
+        if listening := open_ports(program):
+            print(f"[launcher] {_OPEN.format(listening)}", file=output or sys.stderr, flush=True)
+        return Supervisor(nodes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
 
 
 def _command(descriptor: int, index: int, name: str) -> list[str]:

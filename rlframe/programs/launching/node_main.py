@@ -7,20 +7,20 @@ no program linger on the disk: the pickled functions come through a descriptor.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
-import signal
 import sys
-import threading
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
+from rlframe.interprocess import heartbeat, progress
+from rlframe.interprocess.processes import die_with_parent
+from rlframe.programs import logs
 from rlframe.programs.launching.supervisor import FOR_GOOD
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -29,21 +29,15 @@ def main() -> None:
     del sys.argv[1:]
     faulthandler.enable()
     die_with_parent(int(os.environ[LAUNCHER_PID]))
+    heartbeat.begin()
     set_title(name)
+    logs.set_up(name)
     sys.path.append(os.getcwd())
-
-    import cloudpickle
-    from absl import flags
-    from launchpad.launch import worker_manager
-
-    flags.FLAGS(sys.argv[:1])
-    flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown of its own: the supervisor has one
-    worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
-    with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
-        functions = cloudpickle.load(file)
+    with progress.STARTING:
+        function = _load(descriptor, index)
     code = 0
     try:
-        functions[index]()
+        function()
     except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
         traceback.print_exc()
         code = FOR_GOOD
@@ -55,26 +49,24 @@ def main() -> None:
         code = 1
     # Threads of Courier, Reverb and JAX may be in the middle of something, which does not survive the end of the
     # interpreter: so what was registered for the exit is done, and that end is left out.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    with progress.ENDING:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, even from SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        return
+def _load(descriptor: int, index: int) -> Callable[[], Any]:
+    """What the node runs, and Launchpad made ready for it."""
+    import cloudpickle
+    from absl import flags
+    from launchpad.launch import worker_manager
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            threading.Event().wait(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    flags.FLAGS(sys.argv[:1])
+    flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown of its own: the supervisor has one
+    worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
+    with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
+        return cloudpickle.load(file)[index]
 
 
 def set_title(name: str) -> None:

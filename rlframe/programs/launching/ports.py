@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 from rlframe.errors import UsageError
 
@@ -44,3 +45,16 @@ def check_free(ports: Mapping[str, int]) -> None:
                     f"--listen: the {name} cannot listen at port {port}: {reason}. Choose another: of --listen PORT, "
                     f"{len(ports)} ports from PORT on must be free."
                 ) from error
+
+
+def open_ports(program: Any) -> str:
+    """The nodes of a program whose addresses are bound, with their ports: "learner (port 1), actor (ports 2, 3)".
+
+    Empty where no node listens.
+    """
+    listed = []
+    for label, group in program.groups.items():
+        ports = [address.resolve().rpartition(":")[2] for node in group for address in node.addresses]
+        if ports:
+            listed.append(f"{label} (port{'s' * (len(ports) > 1)} {', '.join(ports)})")
+    return ", ".join(listed)

@@ -18,8 +18,9 @@ import launchpad as lp
 import reverb
 from launchpad import address as lp_address
 
+from rlframe.interprocess.progress import SAVING
+
 _SHARE = 0.05  # of the time may go into checkpoints: inserts and samples wait meanwhile
-_AT_END = 4.0  # seconds that one may take when the program stops
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +32,19 @@ class CheckpointedReverbNode(lp.ReverbNode):
         tables: makes the tables, as `ReverbReplayBuffer.tables(agent)` does.
         directory: where the newest checkpoint is, on the machine of the node. A server that starts reads it.
         seconds: between two checkpoints; longer where one takes more than a twentieth of that.
+        at_end: seconds that one may take when the program stops.
     """
 
-    def __init__(self, tables: Callable[[], list[Any]], directory: str | os.PathLike, seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        tables: Callable[[], list[Any]],
+        directory: str | os.PathLike,
+        seconds: float = 30.0,
+        at_end: float = 4.0,
+    ) -> None:
         path = pathlib.Path(directory).absolute()
         super().__init__(tables, functools.partial(reverb.checkpointers.DefaultCheckpointer, str(path)))
-        self._directory, self._seconds = path, seconds
+        self._directory, self._seconds, self._at_end = path, seconds, at_end
 
     def run(self) -> None:
         """Serves, and saves, until the program ends."""
@@ -48,7 +56,7 @@ class CheckpointedReverbNode(lp.ReverbNode):
         took = 0.0
         while not stop.wait(max(self._seconds, took / _SHARE)):
             took = save(client, self._directory)
-        if took < _AT_END:
+        if took < self._at_end:
             save(client, self._directory)
 
 
@@ -56,7 +64,8 @@ def save(client: Any, directory: pathlib.Path) -> float:
     """Has the server write a checkpoint; warns where it cannot. Returns how many seconds that took."""
     began = time.monotonic()
     try:
-        client.checkpoint()
+        with SAVING:
+            client.checkpoint()
     except RuntimeError as error:  # it still has everything in memory: better than to end here
         _log.warning("The Reverb server could not write a checkpoint to %s: %s", directory, error)
         remove_unfinished(directory)

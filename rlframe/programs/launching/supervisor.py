@@ -1,4 +1,4 @@
-"""The processes of a program: their output prefixed, the dead restarted, all of them ended together.
+"""The processes of a program: their output prefixed, the dead and the hung restarted, all of them ended together.
 
 Engines say which processes there are (`NodeProcess`) and what the end of each means; nothing here knows what runs
 in them.
@@ -16,13 +16,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
+from rlframe.coordinator.states import WorkerState
 from rlframe.errors import ProgramError
+from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.heartbeat import Pulse, interval_of
+from rlframe.programs.logs import NodeLogs, shown
+from rlframe.programs.node_status import node_status
+from rlframe.programs.stopping import leave_terminal, stop_signals
 
-GRACE = 8.0  # seconds between SIGTERM and SIGKILL: everything ends within ten
+Watch = Callable[[bool, list[dict[str, Any]]], None]
+
+GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
 _HEALTHY = 900.0  # seconds after which a death is as the first; more than anybody waits in vain before it dies of that
 _KEPT_LINES = 80  # of each node's output, for its traceback
@@ -51,10 +59,28 @@ class Supervisor:
     Args:
         nodes: the processes.
         output: where their lines go, each behind the name of its node.
+        logs: where they are kept as well, by node; None: nowhere.
+        hang_timeout: seconds without a heartbeat (`rlframe.interprocess.heartbeat`) after which a process is killed,
+            as is one whose work makes no progress; that counts as a death. 0: none is, and none needs to beat.
+        watch: is told whether the processes are being ended, and `node_status` of each, when that changes.
+        grace: seconds from SIGTERM to SIGKILL when the program ends.
     """
 
-    def __init__(self, nodes: Sequence[NodeProcess], output: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[NodeProcess],
+        output: TextIO | None = None,
+        logs: NodeLogs | None = None,
+        *,
+        hang_timeout: float = 0.0,
+        watch: Watch | None = None,
+        grace: float = GRACE,
+    ) -> None:
         self._nodes = list(nodes)
+        self._watch = watch
+        self._told: Any = None  # to `watch`
+        self._starts: dict[str, int] = collections.defaultdict(int)
+        self._logs = logs if logs is not None else NodeLogs(None)
         self._output = output if output is not None else sys.stderr
         self._write_lock = threading.Lock()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -66,9 +92,11 @@ class Supervisor:
         self._stopping_since: float | None = None
         self._out_of_patience = False
         self._is_complete = False  # those that decide have ended well
-        self._is_cut_short = False  # by a second Ctrl-C
         self._failure: str | None = None
         self._unsaved: str | None = None
+        self._grace = grace
+        self._hang_timeout, self._look_every = hang_timeout, interval_of(hang_timeout) if hang_timeout else 1.0
+        self._clock = Clock(2.0 * self._look_every)  # stands still while this process does: see `Pulse.problem`
 
     def stop(self) -> None:
         """Ends the program, and well. Any thread may call it."""
@@ -78,27 +106,28 @@ class Supervisor:
         """Runs to the end.
 
         Returns:
-            The number of the signal that ended it (the first Ctrl-C or SIGTERM), or None where it ended by itself.
+            The number of the signal that ended it (the first one), or None where it ended by itself.
 
         Raises:
             ProgramError: a node failed, more often than it may, or before it had saved what it should when the program
-                was stopped; the message has its name and its traceback.
-            KeyboardInterrupt: a second Ctrl-C or SIGTERM came before that was saved.
+                was stopped, or was killed by a second Ctrl-C; the message has its name and its traceback.
         """
         with self._signals():
             try:
                 for node in self._nodes:
                     self._start(node)
+                self._tell()
                 while not self._is_over():
                     self._handle_event(self._next_event())
+                    self._kill_hung()
                     self._restart_due()
+                    self._tell()
             finally:
                 self._kill_all()
+                self._logs.close()
         if self._failure is not None:
             raise ProgramError(self._failure)
         if self._unsaved is not None and not self._is_complete:
-            if self._is_cut_short:
-                raise KeyboardInterrupt
             raise ProgramError(self._unsaved)
         return self._signal
 
@@ -109,10 +138,10 @@ class Supervisor:
         now = time.monotonic()
         waits = [at - now for at in self._restart_at.values()] if self._stopping_since is None else []
         if self._stopping_since is not None and not self._out_of_patience:
-            waits.append(self._stopping_since + GRACE - now)
+            waits.append(self._stopping_since + self._grace - now)
         # A signal's handler cannot interrupt the queue, only put something into it: no wait is for ever.
         try:
-            return self._events.get(timeout=max(0.0, min([*waits, 1.0])))
+            return self._events.get(timeout=max(0.0, min([*waits, self._look_every])))
         except queue.Empty:
             return ("nothing", None)
 
@@ -124,7 +153,6 @@ class Supervisor:
             self._stop()
         elif kind == "signal":
             if self._signal is not None:
-                self._is_cut_short = True
                 self._kill_all()
             elif self._stopping_since is None:
                 name = signal.Signals(value).name
@@ -133,23 +161,23 @@ class Supervisor:
             self._stop()
         if self._out_of_patience or self._stopping_since is None:
             return
-        if time.monotonic() > self._stopping_since + GRACE:
+        if time.monotonic() > self._stopping_since + self._grace:
             self._out_of_patience = True
             for running in self._running.values():
-                self._say(running.node.name, f"did not end within {GRACE:g} s: killed")
+                self._say(running.node.name, f"did not end within {self._grace:g} s: killed")
             self._kill_all()
 
     def _ended(self, running: _Running) -> None:
-        node, code = running.node, running.process.returncode
+        node, code, how = running.node, running.process.returncode, running.how()
         if self._running.get(node.name) is not running:
             return
         del self._running[node.name]
         if self._stopping_since is not None:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                self._say(node.name, f"{_how(code)} while the program ended")
+                self._say(node.name, f"{how} while the program ended")
             # One that SIGTERM kills had not begun.
             if node.saves and code not in (0, -signal.SIGTERM):
-                self._lose(node, f"{_how(code)} while the program ended", running.last_words())
+                self._lose(node, f"{how} while the program ended", running.last_words())
             return
         if code == 0:
             self._ended_well.add(node.name)
@@ -164,12 +192,22 @@ class Supervisor:
         deaths = self._deaths[node.name]
         if code == FOR_GOOD or deaths > node.max_restarts:
             times = f" (and {deaths - 1} times before)" if deaths > 1 else ""
-            self._failure = f"The node {node.name} {_how(code)}{times}.{running.last_words()}"
+            self._failure = f"The node {node.name} {how}{times}.{running.last_words()}"
             self._stop()
             return
         delay = min(_BACKOFF * 2 ** (deaths - 1), _LONGEST_BACKOFF)
-        self._say(node.name, f"{_how(code)}: restart {deaths} of {node.max_restarts} in {delay:g} s")
+        self._say(node.name, f"{how}: restart {deaths} of {node.max_restarts} in {delay:g} s")
         self._restart_at[node.name] = time.monotonic() + delay
+
+    def _kill_hung(self) -> None:
+        now = self._clock.tick()
+        if self._stopping_since is not None:  # who does not end is killed in any case
+            return
+        for running in self._running.values():
+            if running.pulse is not None and not running.hangs:
+                running.hangs = running.pulse.problem(now)
+                if running.hangs:
+                    running.send(signal.SIGKILL)
 
     def _restart_due(self) -> None:
         if self._stopping_since is not None:
@@ -181,7 +219,9 @@ class Supervisor:
 
     def _start(self, node: NodeProcess) -> None:
         # From this thread, which lives as long as the program: a parent-death signal is about the parent's thread.
-        self._running[node.name] = _Running(node, self._events, self._write)
+        self._starts[node.name] += 1
+        pulse = Pulse(self._hang_timeout, self._clock()) if self._hang_timeout else None
+        self._running[node.name] = _Running(node, pulse, self._events, self._take_line)
 
     def _stop(self) -> None:
         if self._stopping_since is None:
@@ -192,6 +232,23 @@ class Supervisor:
             for running in self._running.values():
                 running.send(signal.SIGTERM)
                 running.send(signal.SIGCONT)  # one that was paused would not hear of it
+
+    def _tell(self) -> None:
+        if self._watch is None:
+            return
+        now = self._stopping_since is not None, [self._status_of(node) for node in self._nodes]
+        if now != self._told:
+            self._told = now
+            self._watch(*now)
+
+    def _status_of(self, node: NodeProcess) -> dict[str, Any]:
+        running = self._running.get(node.name)
+        state = WorkerState.LOST if node.name in self._restart_at else WorkerState.GONE
+        pid = None if running is None else running.process.pid
+        status = node_status(node.name, self._starts[node.name] - 1, pid, state if pid is None else WorkerState.BUSY)
+        if running is not None and running.pulse is not None:
+            status.update(phase=running.pulse.phase, silent_for=round(running.pulse.silent))
+        return status
 
     def _lose(self, node: NodeProcess, how: str, last_words: str) -> None:
         self._unsaved = f"The node {node.name} {how}: what it had not saved is lost.{last_words}"
@@ -211,9 +268,11 @@ class Supervisor:
 
         def handle(number: int, frame: FrameType | None) -> None:
             del frame
+            if number == signal.SIGHUP:
+                leave_terminal()
             self._events.put(("stop", None) if number == STOP_SIGNAL else ("signal", number))
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL)}
+        before = {number: signal.signal(number, handle) for number in (*stop_signals(), STOP_SIGNAL)}
         try:
             yield
         finally:
@@ -221,7 +280,12 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _say(self, name: str, text: str) -> None:
-        self._write(f"[{name}] {text}\n")
+        self._logs.warn(name, text)
+        self._write(shown(name, text))
+
+    def _take_line(self, name: str, text: str) -> None:
+        self._logs.write(name, text)
+        self._write(shown(name, text))
 
     def _write(self, text: str) -> None:
         with self._write_lock, contextlib.suppress(OSError, ValueError):
@@ -230,17 +294,21 @@ class Supervisor:
 
 
 class _Running:
-    """A process that was started, and the threads that read from it and wait for it."""
+    """A process that was started, and the threads that read from it and wait for it.
 
-    def __init__(self, node: NodeProcess, events: queue.SimpleQueue[Any], write: Any) -> None:
-        self.node = node
+    Attributes:
+        hangs: why it was killed before it ended by itself; empty where it was not.
+    """
+
+    def __init__(self, node: NodeProcess, pulse: Pulse | None, events: queue.SimpleQueue[Any], take_line: Any) -> None:
+        self.node, self.pulse, self.hangs = node, pulse, ""
         self.began = time.monotonic()
-        self._write = write
+        self._take_line = take_line
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self.process = subprocess.Popen(
             list(node.command),
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **node.env},
-            pass_fds=tuple(node.descriptors),
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **node.env, **(pulse.variables if pulse is not None else {})},
+            pass_fds=(*node.descriptors, *([pulse.descriptor] if pulse is not None else [])),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -262,6 +330,13 @@ class _Running:
         """Waits until its last lines are out; not for a process of its own that still holds the pipe."""
         self._reader.join(1.0)
 
+    def how(self) -> str:
+        """How it ended, where that was not well."""
+        if self.hangs:
+            return f"hung: {self.hangs}, and was killed"
+        code = self.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+
     def last_words(self) -> str:
         """Its traceback, or the last lines of its output."""
         lines = list(self._lines)
@@ -274,15 +349,9 @@ class _Running:
         for line in self.process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self._lines.append(text)
-            self._write(f"[{self.node.name}] {text}\n")
+            self._take_line(self.node.name, text)
 
     def _wait(self, events: queue.SimpleQueue[Any]) -> None:
         self.process.wait()
         self.drain()
         events.put(("ended", self))
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"failed with exit code {code}"

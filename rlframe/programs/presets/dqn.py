@@ -10,7 +10,9 @@ SB3 = "stable-baselines3, the default of DQN"
 RAINBOW = "Hessel et al. 2018 (Rainbow), table 1"
 CLEANRL_ATARI = "CleanRL, dqn_atari_jax.py"
 
-# The zoo counts exploration and target updates in environment steps, and gives the former as a share of the run.
+# The zoo and CleanRL count exploration and target updates in environment steps, and give the former as a share of the
+# run, from its beginning on.
+FROM_FIRST_UPDATE = "; from the first update on, there from the start of the run"
 
 CARTPOLE = Preset(
     name="dqn/cartpole",
@@ -22,9 +24,9 @@ CARTPOLE = Preset(
             agent__replay_capacity=100_000,
             agent__min_replay_size=1_000,
             agent__update_period=2,  # 128 updates every 256 steps
-            agent__epsilon_decay_steps=8_000,  # 0.16 of 50,000
             agent__epsilon_end=0.04,
         ),
+        **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),  # 0.16 of 50,000
         **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
         **settings("without it 3 of 6 seeds solve it, with it 6 of 6", agent__anneal_learning_rate=True),
@@ -55,10 +57,10 @@ ACROBOT = Preset(
             agent__discount=0.99,
             agent__update_period=1,  # as many updates as steps
             agent__target_update_period=250,
-            agent__epsilon_decay_steps=12_000,  # 0.12 of 100,000
             agent__epsilon_end=0.1,
             network__hidden=(256, 256),
         ),
+        **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),  # 0.12 of 100,000
         **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam", agent__max_grad_norm=10.0),
         **settings("our choice", agent__min_replay_size=1_000, num_envs=4),
     },
@@ -112,9 +114,10 @@ ATARI_GAMES = Preset(
             agent__discount=0.99,
             agent__update_period=4,
             agent__target_update_period=250,  # 1,000 steps
-            agent__epsilon_decay_steps=1_000_000,  # 0.1 of 10,000,000
             agent__epsilon_end=0.01,
         ),
+        **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),  # 0.1 of 10,000,000
+        **settings("Mnih et al. 2015: clipped errors; CleanRL squares all of them", agent__huber_threshold=1.0),
         **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
         **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
         **settings("our choice", num_envs=8),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlframe import extras
 from rlframe.errors import UsageError
 
 
@@ -16,12 +17,8 @@ class WandbRun:
     """
 
     def __init__(self, project: str | None, group: str | None, name: str | None, config: Mapping[str, Any]) -> None:
-        try:
+        with extras.needed("use_wandb", "wandb", otherwise="or --env.use_wandb false"):
             import wandb
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                "use_wandb needs wandb: pip install 'rlframe[wandb]', or --env.use_wandb false."
-            ) from error
         self._table = wandb.Table
         try:
             self._run = wandb.init(project=project or None, group=group or None, name=name, config=dict(config))

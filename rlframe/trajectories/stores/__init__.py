@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlframe import extras
 from rlframe.errors import UsageError, suggest
 from rlframe.trajectories.stores.base import RecordsDroppedError, Stats, Store
 
@@ -35,12 +36,8 @@ def open_store(url: str) -> Store:
             raise UsageError(f"The store sqlite:{path} has the option sync=on or sync=off, not {option!r}.")
         return SQLiteStore(path, sync=option != "sync=off")
     if kind in ("redis", "rediss") and rest:
-        try:
+        with extras.needed("A store in Redis", "trajectories"):
             from rlframe.trajectories.stores.redis import RedisStore
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                "A store in Redis needs the package redis: pip install 'rlframe[trajectories]'."
-            ) from error
 
         return RedisStore(url)
     # Not the whole URL: it may hold a password.

@@ -12,7 +12,9 @@ import httpx
 import hypothesis
 import pytest
 
-pytest.importorskip("fastapi")
+from tests.extras import needs
+
+needs("trajectories")
 import schemathesis
 from hypothesis import HealthCheck
 from schemathesis.specs.openapi.checks import (

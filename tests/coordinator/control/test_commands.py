@@ -11,14 +11,16 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("fastapi")
+from tests.extras import needs
+
+needs("trajectories")
 
 from rlframe.cli import main
 from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
 from rlframe.coordinator.control.serving import ControlServer, serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
-from rlframe.programs.elastic import Control, serve_control_of
+from rlframe.programs.control import Control, serve_control_of
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 
 
@@ -47,7 +49,7 @@ def test_the_status_is_a_table_that_a_person_reads(coordinator, server, capsys):
     assert main(["status"]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "dqn on CartPole-v1   RUNNING: [bold]no markup[/bold]",
+        "dqn on CartPole-v1   running: [bold]no markup[/bold]",
         "24,000 of 100,000 (24.0 %, about 40 s left)",
         "231.5 in training, 310.2 in evaluation of version 140",
         "1 learner, 2 collector, 1 evaluator (collectors: 1 to 8, auto)",
@@ -116,17 +118,17 @@ def test_pause_and_resume(coordinator, server):
             "scale colector 2",
             "'colector' is no role; there are learner, collector, evaluator. Did you mean 'collector'?",
         ),
-        ("scale collector", "Say how many workers: rlframe scale collector N."),
+        ("scale collector", "Say how many workers: rlframe scale [RUN_DIR] collector N."),
         ("scale", "Name a role and a number; there are learner, collector, evaluator."),
         ("resume", "The job is not paused."),
         ("status --interval 0", "--interval must be between 0.1 and 3600 seconds, got 0."),
-        ("status --run-dir x --url http://127.0.0.1:1", "Name a run by one of --url, --run-dir and --runs."),
+        ("status x --url http://127.0.0.1:1", "Name a run by one of RUN_DIR, --url and --runs."),
         ("status --url nonsense", "'nonsense' is no URL of a coordinator's control, as http://127.0.0.1:8765 is"),
         (
             "pause --runs nowhere",
             "There is no nowhere/control.json: no `rlframe serve coordinator --runs nowhere`",
         ),
-        ("pause --run-dir nowhere", "There is no nowhere/coordinator/control.json: the run in nowhere has no control"),
+        ("pause nowhere", "There is no nowhere/control.json: the run in nowhere has no control"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(server, capsys, tmp_path, monkeypatch, command, message):
@@ -162,11 +164,11 @@ def test_something_else_listens(capsys):
 def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, tmp_path, capsys):
     token = make_token(tmp_path)
     assert make_token(tmp_path) == token  # a run that is resumed keeps its secret
-    assert (tmp_path / "coordinator" / "token").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     with serve_control(coordinator, port=0, token_file=token) as server:
         write_control(tmp_path, server.url, token)
         assert read_control(tmp_path).url == server.url
-        assert main(["scale", "collector", "3", "--run-dir", str(tmp_path)]) == 0
+        assert main(["scale", str(tmp_path), "collector", "3"]) == 0
         capsys.readouterr()
         told = refused(capsys, "pause", "--url", server.url)
         assert told.startswith(f"{server.url} wants a token, and this is not it: name its file by --token-file, or")
@@ -175,11 +177,11 @@ def test_a_run_directory_knows_where_its_control_is_and_its_token(coordinator, t
 
 
 def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_path, capsys):
-    with serve_control_of(tmp_path, "localhost:1", Control()):
+    with serve_control_of(tmp_path, Control(), "localhost:1"):
         assert read_control(tmp_path).pid == os.getpid()
     capsys.readouterr()
-    assert "is over (then" in refused(capsys, "stop", "--run-dir", str(tmp_path))
-    with serve_control_of(tmp_path, "localhost:1", Control()):
+    assert "is over (then" in refused(capsys, "pause", str(tmp_path))
+    with serve_control_of(tmp_path, Control(), "localhost:1"):
         content = control_file(tmp_path).read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
         control_file(tmp_path).write_text(content)  # of a session that came later
     assert read_control(tmp_path).pid == 1
@@ -188,31 +190,31 @@ def test_a_run_that_has_ended_names_no_control_whose_port_may_be_anothers(tmp_pa
 def test_the_status_of_a_run_that_is_over_is_its_last(coordinator, tmp_path, capsys):
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
-    with serve_control_of(tmp_path, "localhost:1", Control()):
+    status_file(tmp_path).parent.mkdir()
+    with serve_control_of(tmp_path, Control(), "localhost:1"):
         status_file(tmp_path).write_text(json.dumps(coordinator.status()))
     capsys.readouterr()
-    assert main(["status", "--run-dir", str(tmp_path), "--watch"]) == 0
+    assert main(["status", str(tmp_path), "--watch"]) == 0
     shown = capsys.readouterr()
-    assert "dqn on CartPole-v1   CLOSED: 100,000 environment steps" in shown.out and "learner/0" in shown.out
-    assert shown.err == f"rlframe: The run in {tmp_path} is over; this is its last status.\n"
-    assert main(["status", "--run-dir", str(tmp_path), "--json"]) == 0
+    assert "dqn on CartPole-v1   over: 100,000 environment steps" in shown.out and "learner/0" in shown.out
+    assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
-    assert "is over (then" in refused(capsys, "pause", "--run-dir", str(tmp_path))
+    assert "is over (then" in refused(capsys, "pause", str(tmp_path))
 
 
 def test_a_run_whose_control_was_killed_when_it_was_over_has_its_last_status(coordinator, tmp_path, capsys):
     with serve_control(coordinator, port=0) as server:
         write_control(tmp_path, server.url, None)
     os.utime(control_file(tmp_path), (1, 1))
+    status_file(tmp_path).parent.mkdir()
     status_file(tmp_path).write_text(json.dumps(coordinator.status()))
-    assert main(["status", "--run-dir", str(tmp_path), "--json"]) == 0
+    assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
     os.utime(status_file(tmp_path), (0, 0))  # of the session before the one that was killed
-    assert refused(capsys, "status", "--run-dir", str(tmp_path), code=1).startswith("Nobody listens at")
+    assert refused(capsys, "status", str(tmp_path)).startswith("There is no run in")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])
 def test_a_control_file_that_is_none_is_said_to_be(tmp_path, capsys, content):
-    control_file(tmp_path).parent.mkdir()
     control_file(tmp_path).write_text(content)
-    assert "is not what a run writes there" in refused(capsys, "status", "--run-dir", str(tmp_path))
+    assert "is not what a run writes there" in refused(capsys, "pause", str(tmp_path))

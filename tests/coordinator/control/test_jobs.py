@@ -20,7 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("fastapi")
+from tests.extras import needs
+
+needs("trajectories")
 
 from rlframe.cli import main
 from rlframe.coordinator.control.address import queue_file
@@ -103,6 +105,7 @@ def sessions(folder: pathlib.Path, job: str) -> list[str]:
     return []
 
 
+@pytest.mark.system
 def test_jobs_run_one_after_the_other_and_the_control_is_of_the_one_that_runs(runs):
     with running(runs) as (_, client):
         status = client.get("/status").json()
@@ -157,6 +160,7 @@ def test_a_run_that_does_not_stop_gets_one_sigterm_as_a_second_would_end_it_unsa
         assert process.wait(DEADLINE) == -signal.SIGKILL
 
 
+@pytest.mark.system
 def test_a_run_that_died_is_started_again_from_its_checkpoint(runs):
     with running(runs) as (queue, client):
         job = submit(client)
@@ -167,6 +171,7 @@ def test_a_run_that_died_is_started_again_from_its_checkpoint(runs):
         assert client.get(f"/jobs/{job}").json()["sessions"] == 2
 
 
+@pytest.mark.system
 def test_a_service_that_is_started_again_adopts_the_run_that_goes_on(runs):
     with running(runs) as (queue, client):
         job = submit(client)
@@ -182,6 +187,7 @@ def test_a_service_that_is_started_again_adopts_the_run_that_goes_on(runs):
         eventually(lambda: sessions(runs, job) == ["", "--resume"])
 
 
+@pytest.mark.system
 def test_a_service_that_is_started_again_resumes_the_run_that_died_meanwhile(runs):
     with running(runs) as (queue, client):
         job = submit(client)
@@ -311,7 +317,7 @@ def test_a_refused_submission_is_422_and_queues_nothing(runs):
 def test_the_command_of_a_run():
     job = Job(1, {"agent": "dqn", "env": "CartPole-v1"}, "/runs/job-0001")
     command = " ".join(train_command(job, pathlib.Path("c.json"), False)[1:])
-    assert command == ("-m rlframe train --config c.json --control-port 0 --run-dir /runs/job-0001 --quiet --json")
+    assert command == ("-m rlframe train --config c.json --http 0 --run-dir /runs/job-0001 --quiet --json")
     resumed = train_command(job, pathlib.Path("c.json"), True)
     assert "--resume" in resumed and "--config" not in resumed
 
@@ -326,7 +332,9 @@ def test_no_more_jobs_wait_than_may(runs, monkeypatch):
             queue.submit({"agent": "dqn", "env": "x"}, "{}")
 
 
+@pytest.mark.system
 def test_the_command_serves_until_it_is_told_to_end(runs, capsys):
+    needs("launchpad")
     command = [sys.executable, "-m", "rlframe", "serve", "coordinator", "--port", "0", "--runs", str(runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -350,7 +358,9 @@ def test_the_command_serves_until_it_is_told_to_end(runs, capsys):
     assert (runs / "jobs.lock").exists() and not queue_file(runs).exists()
 
 
+@pytest.mark.system
 def test_a_terminal_gets_a_link_with_the_token(runs):
+    needs("launchpad")
     command = [sys.executable, "-m", "rlframe", "serve", "coordinator", "--port", "0", "--runs", str(runs)]
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, stdout=theirs) as process:
@@ -364,6 +374,7 @@ def test_a_terminal_gets_a_link_with_the_token(runs):
 
 
 def test_the_service_needs_a_token_where_others_reach_it(runs, capsys):
+    needs("launchpad")
     assert main(["serve", "coordinator", "--host", "0.0.0.0", "--port", "0", "--runs", str(runs)]) == 2
     assert "Give it a --token-file, or listen at 127.0.0.1." in capsys.readouterr().err
     assert not runs.exists()

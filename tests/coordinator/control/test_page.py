@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("playwright.sync_api", reason="The page's tests need playwright: pip install playwright")
+from tests.extras import import_or_skip, needs
+
+needs("trajectories")
+import_or_skip("playwright", "pip install 'rlframe[test]'")
 from playwright.sync_api import Browser, Page, expect
 
 from rlframe.coordinator.control.serving import ControlServer, serve_control
@@ -176,7 +178,7 @@ def test_a_coordinator_that_is_away_is_shown_and_what_was_known_stays(coordinato
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
     coordinator.away = PeerError("It did not answer.")
-    expect(page.get_by_role("alert")).to_contain_text("The coordinator cannot be reached since")
+    expect(page.get_by_role("alert")).to_contain_text("The run cannot be reached since")
     expect(page.get_by_role("alert")).to_contain_text("It did not answer.")
     expect(page.locator("#connection")).to_have_text("not reached")
     expect(page.locator("#workers tbody tr")).to_have_count(4)
@@ -241,6 +243,7 @@ def test_it_asks_for_the_token_or_takes_it_from_the_url(coordinator, tmp_path, o
         assert linked.url == server.url + "/"  # it is not left to be seen, or copied
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("width", [360, 1200])
 def test_nothing_is_wider_than_the_window(coordinator, server, open_page, width):
     coordinator.workers.append(coordinator.worker("collector", 2, host="a-host-with-a-long-name-" * 4))

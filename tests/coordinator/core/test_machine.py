@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -189,6 +190,27 @@ def test_a_restarted_coordinator_adopts_the_workers_that_went_on() -> None:
     assert world.m.accounts.env_steps > steps and world.m.accounts.learned > learned
 
 
+@pytest.mark.parametrize("is_replaced_meanwhile", [True, False])
+def test_workers_that_end_while_the_coordinator_is_away_are_counted_as_restarts(is_replaced_meanwhile: bool) -> None:
+    world = running(2)
+    lost = [learner(world), world.live("collector")[1]]
+    world.kill_coordinator()
+    world.operator.is_out = not is_replaced_meanwhile
+    for worker in lost:
+        world.kill(worker)
+    world.run(10.0)
+    world.operator.is_out = False
+    world.start_coordinator()
+    assert world.run(30.0, lambda: at_work(world) == 2 and world.m.state is JobState.RUNNING)
+    assert (world.m.accounts.restarts, world.m.accounts.coordinator_restarts) == (2, 1)
+    gone = {note.text for note in world.notes if note.kind == "lost"}
+    assert gone == {f"{one.worker_id} (incarnation 0) ended while the coordinator was away." for one in lost}
+    world.kill_coordinator()
+    world.start_coordinator()
+    world.run(5.0)
+    assert world.m.accounts.restarts == 2  # each once
+
+
 def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
     world = running(2)
     world.deliver(ev.Cancelled("enough"))
@@ -330,3 +352,24 @@ def test_what_was_lost_is_counted() -> None:
     world.kill(learner(world))
     assert world.run(2.0, lambda: world.m.state is JobState.DEGRADED)
     assert world.m.accounts.lost == granted and not world.buffer.out
+
+
+def test_a_worker_within_the_deadline_of_its_phase_is_waited_for_and_one_beyond_it_is_replaced() -> None:
+    world = running(1)
+    slow = world.live("collector")[0]
+    seconds, phase = world.work_seconds, {"within": "stepping"}
+    world.work_seconds = lambda method, who: 1e9 if who is slow else seconds(method, who)  # type: ignore[method-assign]
+    answers, slow._ping = slow._ping, lambda: dataclasses.replace(answers(), **phase)  # type: ignore[method-assign]
+    world.run(LIMITS.progress_deadline + 200.0)
+    assert state(world, "collector/0") is WorkerState.BUSY
+    phase["overdue"] = "in phase stepping for 606 s, allowed 605 s"
+    assert world.run(LIMITS.ping_every + 2.0, lambda: state(world, "collector/0") is WorkerState.LOST)
+    assert any("it hangs: in phase stepping for 606 s, allowed 605 s" in note.text for note in world.notes)
+
+
+def test_nobody_is_lost_where_that_is_turned_off() -> None:
+    limits = dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf)
+    world = running(1, limits=limits)
+    world.stop(world.live("collector")[0])
+    world.run(1000.0)
+    assert world.m.accounts.restarts == 0

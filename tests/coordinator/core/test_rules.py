@@ -399,6 +399,7 @@ def test_the_rows_of_training_are_of_what_was_done_since_the_last() -> None:
     assert [row.env_steps for row in rows] == [100, 200, 300, 400, world.m.accounts.env_steps]
     assert [row.values["episodes"] for row in rows] == [10, 10, 10, 10, world.m.accounts.env_steps // 10 - 40]
     assert {(row.values["episode_return"], row.values["episode_length"]) for row in rows} == {(5.0, 10.0)}
+    assert {row.values["env/speed"] for row in rows} == {3.0}  # as the environments logged
     assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take a quarter of a second
 
 

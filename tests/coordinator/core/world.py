@@ -305,8 +305,9 @@ class SimWorker:
         self.counts["length_sum"] += steps
         return Collected(self._stats(), self.world.store.newest, waits=False)
 
-    def _stats(self) -> dict[str, float]:
-        return {**self.counts, "rank": self.index, "incarnation": self.rank_incarnation}
+    def _stats(self) -> dict[str, Any]:
+        logged = {"speed": [3.0 * self.counts["env_steps"], self.counts["env_steps"]]}
+        return {**self.counts, "rank": self.index, "incarnation": self.rank_incarnation, "logged": logged}
 
     def _evaluate(self) -> Reply:
         assert self.start is not None

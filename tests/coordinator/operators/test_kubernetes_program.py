@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
-pytest.importorskip("reverb", reason="dm-reverb is not installed: pip install rlframe[reverb]")
-pytest.importorskip("kubernetes")
-pytest.importorskip("fastapi")
+from tests.extras import needs
+
+needs("launchpad", "reverb", "kubernetes", "trajectories")
 
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.errors import PeerError, UnavailableError

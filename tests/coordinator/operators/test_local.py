@@ -204,7 +204,7 @@ def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_
     one = local(backoff=Backoff(first=0.1, longest=600.0))
     one.operator.request("collector", 1)
     wait_for(lambda: lives.exists() and len(lives.read_text().split()) == 3)
-    wait_for(lambda: "times in succession" in one.operator.problems().get("collector/0", ""))
+    wait_for(lambda: "3 times in succession" in one.operator.problems().get("collector/0", ""))
     assert lives.read_text().split() == ["0", "1", "2"]
     problem = wait_for(lambda: one.operator.problems()["collector/0"])
     assert "failed with exit code 1" in problem and "RuntimeError: cannot live" in problem
@@ -212,6 +212,7 @@ def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_
     assert "[collector/0] Traceback (most recent call last):" in one.output.getvalue().splitlines()
 
 
+@pytest.mark.system
 def test_one_that_cannot_close_is_ended_all_the_same(local, state_dir):
     save_workers(state_dir, {"collector": workers.never_closes})
     one = local()

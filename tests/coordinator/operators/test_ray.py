@@ -15,10 +15,12 @@ from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.operators.reconcile import Backoff
 from tests.coordinator.operators import workers
+from tests.extras import needs
 
 pytestmark = pytest.mark.system
 
-ray = pytest.importorskip("ray")
+needs("ray")
+import ray
 
 
 @pytest.fixture

@@ -81,7 +81,17 @@ def test_a_collector_collects_by_the_version_in_the_store_under_its_index(make):
     assert buffer.steps == []
     collected = call.until_done("get_data", GetData(steps=5, seconds=60.0))
     assert collected == Collected(
-        {"rank": 2, "incarnation": 0, "env_steps": 6, "episodes": 2, "return_sum": 6.0, "length_sum": 6.0}, 3, False
+        {
+            "rank": 2,
+            "incarnation": 0,
+            "env_steps": 6,
+            "episodes": 2,
+            "return_sum": 6.0,
+            "length_sum": 6.0,
+            "logged": {},
+        },
+        3,
+        False,
     )
     env_ids, step = buffer.steps[-1]
     assert len(buffer.steps) == 3 and env_ids[0] // 1_000_000 == 2

@@ -402,6 +402,7 @@ def test_a_learner_goes_on_above_what_another_put_just_before_it_was_fenced_off(
     assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == 52
 
 
+@pytest.mark.system
 def test_a_process_that_was_stopped_and_goes_on_after_its_successor_began_writes_nothing(make, store, tmp_path):
     command = [sys.executable, "-m", "tests.coordinator.workers.old_learner", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as old:

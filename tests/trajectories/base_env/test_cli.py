@@ -48,6 +48,7 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
     return printed
 
 
+@pytest.mark.system
 def test_process_writes_groups_and_a_page_and_needs_no_service(tmp_path, model):
     model.reply = lambda prompt, number: list(b"<b>&")
     options = ("--env.total_steps", "3", "--env.group_size=2", "--env.data_path_to_save_groups", "out/groups.jsonl")
@@ -107,6 +108,7 @@ def test_a_signal_ends_it_and_it_says_goodbye(service, tmp_path, model, number, 
     assert (env["wandb_name"], env["connected"]) == ("letters_0", False)
 
 
+@pytest.mark.system
 def test_serve_logs_to_wandb_offline(service, tmp_path, model):
     url = f"{service.url}/runs/wandb"
     with trainer(url, num_steps=4, wandb_project="project", wandb_group="group") as client:
@@ -129,6 +131,7 @@ def test_serve_logs_to_wandb_offline(service, tmp_path, model):
     assert "train/completion_lengths=1" in printed
 
 
+@pytest.mark.system
 def test_without_a_login_wandb_says_what_to_do(tmp_path, model):
     folder = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     online = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false", **folder}

@@ -53,6 +53,7 @@ def served(url, folder, model, command, steps: int = 3):
     return groups
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["sums", "pairs"])
 def test_a_small_environment_runs(service, tmp_path, name):
     file = moved(ROOT / "tests/compat/environment.py", tmp_path)

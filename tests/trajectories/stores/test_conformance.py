@@ -29,7 +29,11 @@ class Place:
         return self.opened[-1]
 
 
-@pytest.fixture(params=["memory", "sqlite", "sqlite without sync", "redis"])
+DURABLE = ["sqlite", "sqlite without sync", "redis"]
+SURVIVES = pytest.mark.parametrize("place", DURABLE, indirect=True)  # nothing does in memory
+
+
+@pytest.fixture(params=["memory", *DURABLE])
 def place(request, tmp_path):
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
@@ -55,13 +59,6 @@ def place(request, tmp_path):
 @pytest.fixture
 def store(place):
     return place.open()
-
-
-@pytest.fixture
-def durable(place):
-    if place.url == "memory":
-        pytest.skip("nothing survives in memory")
-    return place
 
 
 def append_all(store, records):
@@ -189,8 +186,9 @@ def test_reading_after_a_position_that_was_never_given_is_refused(store):
         store.read(2, 10)
 
 
-def test_everything_is_there_after_closing_and_opening_again(durable):
-    store = durable.open()
+@SURVIVES
+def test_everything_is_there_after_closing_and_opening_again(place):
+    store = place.open()
     state = os.urandom(100_000)
     payloads = [os.urandom(size) for size in (1, 4096, 5000, 300_000)]
     append_all(store, [(b"%d" % number, payload) for number, payload in enumerate(payloads, start=1)])
@@ -199,7 +197,7 @@ def test_everything_is_there_after_closing_and_opening_again(durable):
     assert settled(store, Stats(3, 305_001)) == Stats(3, 305_001)
     store.close()
     for opened in range(2):
-        store = durable.open()
+        store = place.open()
         assert store.load() == (2, state)
         assert store.read(2, 10)[:2] == [(3, b"3"), (4, b"4")]
         assert store.stats() == Stats(3, 305_001)
@@ -209,25 +207,27 @@ def test_everything_is_there_after_closing_and_opening_again(durable):
         store.close()
 
 
-def test_positions_go_on_where_a_snapshot_left_no_record(durable):
-    store = durable.open()
+@SURVIVES
+def test_positions_go_on_where_a_snapshot_left_no_record(place):
+    store = place.open()
     append_all(store, [(b"a",), (b"b",)])
     store.snapshot(2, b"state").result(DEADLINE)
     store.close()
-    store = durable.open()
+    store = place.open()
     assert store.read(2, 10) == []
     assert append_all(store, [(b"c",)]) == [3]
 
 
-def test_closing_writes_what_was_appended(durable):
-    store = durable.open()
+@SURVIVES
+def test_closing_writes_what_was_appended(place):
+    store = place.open()
     futures = [store.append(b"%d" % number, bytes(10_000)) for number in range(100)]
     store.close()
     store.close()
     assert [future.result(0) for future in futures] == list(range(1, 101))
     with pytest.raises(UnavailableError, match="closed"):
         store.append(b"late")
-    assert len(durable.open().read(0, 1000)) == 100
+    assert len(place.open().read(0, 1000)) == 100
 
 
 def test_closing_ends_the_waiting(store):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe import extras
 from rlframe.errors import PeerError, UsageError
 from rlframe.trajectories.base_env import work
 from rlframe.trajectories.base_env.servers import dialects
@@ -41,10 +42,8 @@ class APIServer:
                 "A model server needs a base_url, such as http://localhost:9001/v1: give --openai.base_url, or say so "
                 "in the APIServerConfig of config_init."
             )
-        try:
+        with extras.needed("BaseEnv", "envs"):
             import openai
-        except ModuleNotFoundError as error:
-            raise UsageError("BaseEnv needs the package openai: pip install 'rlframe[envs]'.") from error
         self.config = config
         self.openai = openai.AsyncOpenAI(
             api_key="none" if config.api_key == "" else config.api_key,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.coordinator import coordinator
-from rlframe.coordinator.clock import Clock
+from rlframe.interprocess.clock import Clock
 
 
 def test_a_coordinator_that_was_stopped_holds_its_workers_to_nothing_meanwhile(monkeypatch):

@@ -1,0 +1,94 @@
+"""Checking a batch of actions before any environment sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from dm_env import specs
+
+from rlframe.errors import UsageError
+
+_SMALL = 64  # values up to which a Python set is quicker than a numpy reduction
+
+
+class ActionCheck:
+    """Checks batches of actions against a spec, in about 0.3 us where nothing is wrong, and casts them to its dtype.
+
+    Shape and dtype are checked in every batch. The values (the range of integers; NaN and infinity) are checked in the
+    first one and wherever a cast is needed, or in every one. A continuous action may lie outside its bounds: what it
+    does then is the environment's affair.
+
+    Casts that are allowed: bool to any number; an integer to a float; and within one kind: any float to any float,
+    signed to signed, unsigned to any integer. Never a float to an integer.
+
+    Args:
+      spec: a `dm_env.specs.Array`, of ONE environment's action.
+      every_value: whether to check the values in every batch.
+    """
+
+    def __init__(self, spec: Any, every_value: bool):
+        self._spec, self._dtype = spec, spec.dtype
+        self._wanted = (0, *spec.shape)  # the shape of the batch that came last
+        self._every_value, self._checks_values = every_value, True
+        few = isinstance(spec, specs.DiscreteArray) and spec.num_values <= _SMALL
+        self._allowed = frozenset(range(spec.num_values)) if few else None
+
+    def __call__(self, actions: Any, num_envs: int) -> np.ndarray:
+        """`actions` as [num_envs, ...] in the spec's dtype. Raises UsageError where they do not fit."""
+        if type(actions) is not np.ndarray:
+            actions = self._as_array(actions, num_envs)
+        if num_envs != self._wanted[0]:
+            self._wanted = (num_envs, *self._spec.shape)
+        if actions.dtype == self._dtype and actions.shape == self._wanted:
+            if self._checks_values:
+                self._check_values(actions)
+                self._checks_values = self._every_value
+            return actions
+        return self._cast(actions)
+
+    def _as_array(self, actions: Any, num_envs: int) -> np.ndarray:
+        try:
+            return np.asarray(actions)
+        except ValueError as error:
+            wanted = (num_envs, *self._spec.shape)
+            raise UsageError(f"'action' must be {self._dtype} of shape {wanted}: {error}") from error
+
+    def _cast(self, actions: np.ndarray) -> np.ndarray:
+        is_integer = self._dtype.kind in "iu"
+        if actions.shape != self._wanted or not np.can_cast(actions.dtype, self._dtype, "same_kind"):
+            hint = " Floats are not cast to integers." if is_integer and actions.dtype.kind == "f" else ""
+            raise UsageError(
+                f"'action' must be {self._dtype} of shape {self._wanted}, got {actions.dtype} of shape "
+                f"{actions.shape}.{hint}"
+            )
+        if is_integer:
+            self._check_values(actions)  # before the cast, which may wrap them around
+            return actions.astype(self._dtype)
+        with np.errstate(over="ignore"):
+            actions = actions.astype(self._dtype)
+        self._check_values(actions)  # after the cast, which may overflow
+        return actions
+
+    def _check_values(self, actions: np.ndarray) -> None:
+        if self._allowed is not None and actions.size <= _SMALL:
+            if not self._allowed.issuperset(actions.tolist()):
+                self._check_range(actions)
+        elif self._dtype.kind == "f":
+            flat = actions.ravel()
+            # The sum of squares takes a third of the time of `isfinite`; where it overflows, that decides.
+            if not math.isfinite(flat.dot(flat)) and not np.isfinite(actions).all():
+                self._refuse(actions, ~np.isfinite(actions), "finite")
+        elif isinstance(self._spec, specs.BoundedArray):
+            self._check_range(actions)
+
+    def _check_range(self, actions: np.ndarray) -> None:
+        low, high = self._spec.minimum, self._spec.maximum
+        wrong = (actions < low) | (actions > high)
+        if wrong.any():
+            self._refuse(actions, wrong, f"between {low} and {high}")
+
+    def _refuse(self, actions: np.ndarray, wrong: np.ndarray, expected: str) -> None:
+        first = tuple(int(index[0]) for index in np.nonzero(wrong))
+        raise UsageError(f"'action' must be {expected}, got {actions[first]} in row {first[0]} of the batch.")

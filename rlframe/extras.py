@@ -1,0 +1,121 @@
+"""What the extras of `pip install 'rlframe[EXTRA]'` bring, and one sentence for whoever asks for one that is missing.
+
+Imports of an extra's packages stand inside `with needed(...)`. What must be known before something is made (a run's
+directory, processes) is checked by `require`, which imports nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+
+from rlframe.errors import UsageError
+
+# extra -> top-level modules of its packages that are imported here. A test compares it with setup.py and the imports.
+MODULES = {
+    "gymnasium": ("gymnasium", "imageio_ffmpeg"),
+    "dm_control": ("dm_control",),
+    "launchpad": ("launchpad", "courier"),
+    "reverb": ("reverb", "tensorflow"),
+    "ray": ("ray",),
+    "kubernetes": ("kubernetes", "urllib3", "yaml"),
+    "trajectories": (
+        *("anyio", "fastapi", "httptools", "httpx", "msgspec", "prometheus_client", "pydantic", "redis", "starlette"),
+        *("uvicorn", "zstandard"),
+    ),
+    "envs": ("openai", "yaml"),
+    "lm": ("jinja2", "safetensors", "tokenizers"),
+    "tokenizers": ("tokenizers",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
+
+# Extras without a wheel for Python 3.11 and later, and what does their work there.
+IN_PLACE_OF = {
+    "launchpad": "--topology single_process, or heavy_env or light_env with --engine threads",
+    "reverb": "--replay shared_memory, with the topology heavy_env or light_env",
+}
+_HAS_WHEEL = sys.version_info < (3, 11)
+
+
+def has(module: str) -> bool:
+    """Whether a top-level module is installed here, be it broken."""
+    spec = importlib.util.find_spec(module)
+    # A folder of that name in the working directory, such as W&B leaves, is no package: it has no `__init__`.
+    return spec is not None and spec.origin is not None
+
+
+def is_installed(extra: str) -> bool:
+    """Whether all packages of an extra are installed here, be they broken."""
+    return all(map(has, MODULES[extra]))
+
+
+def require(by: str, *extras: str, otherwise: str = "") -> None:
+    """Raises `missing(...)` where a package of the extras is not installed.
+
+    Args:
+        by: what asks for them, as a user knows it: "--topology heavy_env".
+        *extras: that are needed.
+        otherwise: the end of the sentence where only the last of them is missing: what does without it.
+    """
+    absent = [extra for extra in extras if not is_installed(extra)]
+    if absent:
+        raise missing(by, *absent, otherwise=otherwise if absent == [extras[-1]] else "")
+
+
+@contextlib.contextmanager
+def needed(by: str, *extras: str, otherwise: str = "") -> Iterator[None]:
+    """A context for imports of the extras' packages, or of files of ours that import them.
+
+    Args:
+        by, otherwise: as for `require`.
+        *extras: whose packages may be imported.
+
+    Raises:
+        UsageError: a package is not installed, and which extra brings it; or it is, and cannot be imported, and why.
+    """
+    try:
+        yield
+    except Exception as error:
+        package = _package(error, [module for extra in extras for module in MODULES[extra]])
+        if package is None:  # a mistake of our own
+            raise
+        if not has(package):
+            require(by, *extras, otherwise=otherwise)
+        raise UsageError(
+            f"{by} needs the package {package}, which is installed but cannot be imported: {type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        ) from error
+
+
+def missing(by: str, *extras: str, otherwise: str = "") -> UsageError:
+    """The error that says what asked for these extras, and how to get them."""
+    gone = [extra for extra in extras if extra in IN_PLACE_OF and not _HAS_WHEEL]
+    several = len(gone or extras) > 1
+    sentence = f"{by} needs the extra{'s' * several} {_listed(gone or extras)}"
+    if gone:
+        instead = "; or ".join(IN_PLACE_OF[extra] for extra in gone)
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        have = "which have no wheels" if several else "which has no wheel"
+        return UsageError(f"{sentence}, {have} for Python {version}: use Python 3.10, or in its place {instead}")
+    return UsageError(f"{sentence}: pip install 'rlframe[{','.join(extras)}]'{otherwise and ', '}{otherwise}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _package(error: Exception, modules: list[str]) -> str | None:
+    """Which of these top-level modules an import failed with, None where it failed elsewhere."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    if name in modules and not has(name):
+        return name
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        within = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if within in modules:
+            return within
+    return name if name in modules else None

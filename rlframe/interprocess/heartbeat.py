@@ -1,0 +1,128 @@
+"""Heartbeats: a process says, as long as its interpreter runs, that it is alive and how long it has been at its work.
+
+It writes them to a page, memory of the one that watches it and started it. A process that is stopped, or that a call
+into C keeps from running Python, falls silent; one that only works in vain goes on beating, and says in which phase
+(`rlframe.interprocess.progress`) it has been for how long.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import sys
+import threading
+import time
+import weakref
+
+from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.progress import STARTING, Progress, complaint
+
+VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS", of the page and between two beats
+
+TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as hung
+_STARTING = 4.0  # times as long for one that starts: libraries that it loads may hold the interpreter for seconds
+_SHARE, _MOST = 0.1, 1.0  # of the timeout from beat to beat and from look to look; seconds at most
+
+_watched = threading.Event()  # this process is
+
+# The number of the beat; of the phase that is nearest to its deadline: seconds without progress and allowed, name.
+_PAGE = struct.Struct("=qdd64s")
+
+
+def interval_of(timeout: float) -> float:
+    """Seconds from beat to beat, and from look to look."""
+    return min(timeout * _SHARE, _MOST)
+
+
+class Pulse:
+    """The watcher's side: the page of one process, which is to be started with `descriptor` and `variables`.
+
+    Args:
+        timeout: seconds without a heartbeat after which it counts as hung.
+        now: the time, by the clock that `problem` is asked by.
+
+    Attributes:
+        phase: that the process was in at the last look; empty: in none that has a deadline.
+        silent: seconds since its last beat, then.
+    """
+
+    def __init__(self, timeout: float, now: float) -> None:
+        self._timeout, self._heard_at, self._beat = timeout, now, 0
+        self.phase, self.silent = STARTING.name, 0.0
+        self.descriptor = os.memfd_create("rlframe heartbeat")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.pwrite(self.descriptor, _PAGE.pack(0, 0.0, STARTING.allowed, STARTING.name.encode()), 0)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables by which the process finds its page."""
+        return {VARIABLE: f"{self.descriptor}:{interval_of(self._timeout)}"}
+
+    def problem(self, now: float) -> str:
+        """Why the process counts as hung; empty where it does not.
+
+        Args:
+            now: the time, by a clock that stands still while the watcher does (see `Clock`): what was asleep itself
+                has heard nobody.
+        """
+        beat, seconds, allowed, raw = _PAGE.unpack(os.pread(self.descriptor, _PAGE.size, 0))
+        name = raw.rstrip(b"\0").decode(errors="replace")
+        if beat != self._beat:
+            self._beat, self._heard_at = beat, now
+        self.phase, self.silent = name, now - self._heard_at
+        if self.silent > self._timeout * (_STARTING if name == STARTING.name else 1.0):
+            return f"no heartbeat for {self.silent:.0f} s"
+        return complaint(name, seconds, allowed) if seconds > allowed else ""
+
+
+def patience(seconds: float, watched: float = math.inf) -> float:
+    """For how long this process waits for others: `watched`, where somebody sees to it that none of them hangs."""
+    return watched if _watched.is_set() else seconds
+
+
+def begin() -> None:
+    """Has a thread of this process beat, where the one that started it watches."""
+    found = os.environ.pop(VARIABLE, "")  # not for those that this process starts
+    if found:
+        descriptor, _, interval = found.partition(":")
+        os.set_inheritable(int(descriptor), False)
+        heart = Heart(int(descriptor), float(interval))
+        _watched.set()
+        threading.Thread(target=heart.run, name="rlframe heartbeat", daemon=True).start()
+
+
+class Heart:
+    """The side of the process that is watched.
+
+    Args:
+        descriptor: of the page.
+        interval: seconds between two beats.
+    """
+
+    def __init__(self, descriptor: int, interval: float) -> None:
+        self._descriptor, self._interval = descriptor, interval
+        self._clock = Clock(2.0 * interval)  # a process that was stopped was at its work no longer for that
+        self._progress = Progress()
+        self._beats = 0
+        self._is_told = False
+
+    def run(self) -> None:
+        """Beats for ever. The thread needs the interpreter, as all that the process does."""
+        while True:
+            self.beat(self._clock.tick())
+            time.sleep(self._interval)
+
+    def beat(self, now: float) -> None:
+        """One beat. Says where the process hangs, before the watcher ends it."""
+        self._beats += 1
+        stay = self._progress.look(now)
+        if stay is None:
+            os.pwrite(self._descriptor, _PAGE.pack(self._beats, 0.0, 0.0, b""), 0)
+            return
+        name, seconds, allowed = stay.told
+        os.pwrite(self._descriptor, _PAGE.pack(self._beats, seconds, allowed, name.encode()), 0)
+        if seconds > allowed and not self._is_told:
+            self._is_told = True
+            print(f"This process hangs: {complaint(name, seconds, allowed)}.", file=sys.stderr)
+            print(f"Traceback (most recent call last):\n{stay.where()}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,132 @@
+"""What the threads of this process are at, and for how long: so that work which hangs is told from work which is slow.
+
+Work that should be done within a time is declared where it is done:
+
+    with progress.COMPUTING:
+        ...
+
+Who waits for another process declares no time, so the one that is waited for is judged, never the one that waits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from threading import get_ident
+from typing import Any, NamedTuple
+
+
+class Phase:
+    """Work of the thread that enters it. Phases nest: while an inner one goes on, those around it are not counted.
+
+    Args:
+        name: what it is, for messages: "stepping".
+        allowed: seconds that it may make no progress.
+    """
+
+    __slots__ = ("allowed", "name")
+
+    def __init__(self, name: str, allowed: float) -> None:
+        self.name, self.allowed = name, allowed
+
+    # Where environments are stepped: every tenth of a microsecond counts.
+
+    def __enter__(self) -> None:
+        thread = _threads[get_ident()]
+        thread.within = (self, thread.within)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        thread = _threads[get_ident()]
+        thread.within = thread.within[1]  # type: ignore[index]
+
+
+STARTING = Phase("starting", 600.0)  # imports, and the constructor of what the process serves
+COMPILING = Phase("compiling", 1800.0)
+COMPUTING = Phase("computing", 1800.0)  # a call whose shapes are new compiles
+SAVING = Phase("saving", 1800.0)
+ENDING = Phase("ending", 60.0)
+
+
+def waiting_for(name: str) -> Phase:
+    """The phase of who waits for another process: it is not the one that hangs."""
+    return Phase(f"waiting for {name}", math.inf)
+
+
+def advance() -> None:
+    """Notes that the phase which this thread is in gets on, as each of several environments is stepped."""
+    _threads[get_ident()].advances += 1
+
+
+class _Thread:
+    """What one thread is at."""
+
+    __slots__ = ("advances", "within")
+
+    def __init__(self) -> None:
+        self.within: tuple[Phase, Any] | None = None  # (the phase, what it is within in turn)
+        self.advances = 0
+
+
+class _Threads(dict[int, _Thread]):
+    """By their identifiers. A later thread may have that of one that has ended, and was in no phase any more."""
+
+    def __missing__(self, ident: int) -> _Thread:
+        thread = self[ident] = _Thread()
+        return thread
+
+
+_threads = _Threads()
+
+
+class Stay(NamedTuple):
+    """A thread in a phase."""
+
+    phase: Phase
+    seconds: float  # without progress
+    ident: int  # of the thread
+
+    @property
+    def overdue(self) -> float:
+        """Seconds by which it exceeds what is allowed; negative where it does not."""
+        return self.seconds - self.phase.allowed
+
+    @property
+    def told(self) -> tuple[str, float, float]:
+        """The arguments of `complaint`."""
+        return self.phase.name, self.seconds, self.phase.allowed
+
+    def where(self) -> str:
+        """The traceback of the thread, as text."""
+        frame = sys._current_frames().get(self.ident)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+class Progress:
+    """Measures how long each thread of this process has been in its phase, from one `look` to the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, int, float]] = {}  # (within, advances, since when), by thread
+
+    def look(self, now: float, ident: int | None = None) -> Stay | None:
+        """The stay that is nearest to its deadline, or furthest beyond it; None where no thread is in a phase.
+
+        Args:
+            now: in seconds, by a clock of the caller's.
+            ident: of the one thread that is meant; None: all are.
+        """
+        stays = []
+        for thread_id, thread in list(_threads.items()):
+            within, advances = thread.within, thread.advances  # once: the thread goes on meanwhile
+            before, then, since = self._seen.get(thread_id, (None, -1, now))
+            if within is not before or advances != then:
+                since = now
+            self._seen[thread_id] = within, advances, since
+            if within is not None and ident in (None, thread_id):
+                stays.append(Stay(within[0], now - since, thread_id))
+        return max(stays, key=lambda stay: stay.overdue, default=None)
+
+
+def complaint(name: str, seconds: float, allowed: float) -> str:
+    """How a stay that is overdue is told."""
+    return f"in phase {name} for {seconds:.0f} s, allowed {allowed:g} s"

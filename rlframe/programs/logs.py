@@ -1,0 +1,103 @@
+"""Logs: one form of lines for every process of a run, and the files `logs/NODE.log` in its directory.
+
+2026-11-22 13:14:05,123 WARNING [actor/0] The learner at ... does not answer get_params()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import pathlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TextIO
+
+
+def set_up(node: str) -> None:
+    """Has what this process logs written to stderr, with time, level and the name of the node that it is."""
+    logging.basicConfig(stream=sys.stderr, format=_format(node), force=True)
+
+
+def shown(node: str, line: str) -> str:
+    """A node's line for a terminal, behind the node's name and without a second one."""
+    return f"[{node}] {line.replace(f' [{node}] ', ' ', 1)}\n"
+
+
+def log_file(logs: pathlib.Path, node: str) -> pathlib.Path:
+    """The path of `actor-0.log` for the node `actor/0`."""
+    return logs / f"{node.replace('/', '-')}.log"
+
+
+class NodeLogs:
+    """The files of the nodes of a program, appended to over restarts and sessions.
+
+    Args:
+        directory: where they are; None: nothing is kept.
+    """
+
+    def __init__(self, directory: pathlib.Path | None) -> None:
+        self._directory = directory
+        self._files: dict[str, TextIO] = {}
+        self._lock = threading.Lock()
+
+    def write(self, node: str, line: str) -> None:
+        """Appends a line that the node wrote. A disk that is full ends nothing."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._directory is None:
+                return
+            if node not in self._files:
+                self._directory.mkdir(exist_ok=True)
+                self._files[node] = log_file(self._directory, node).open("a", buffering=1)
+            self._files[node].write(f"{line}\n")
+
+    def warn(self, node: str, text: str) -> None:
+        """Appends what is said about the node."""
+        now = datetime.datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+        self.write(node, f"{now} WARNING [{node}] {text}")
+
+    def close(self) -> None:
+        """Closes the files; nothing is kept from then on."""
+        with self._lock:
+            self._directory = None
+            for file in self._files.values():
+                with contextlib.suppress(OSError):
+                    file.close()
+            self._files.clear()
+
+
+@contextlib.contextmanager
+def kept(logs: pathlib.Path, node: str) -> Iterator[None]:
+    """Has what this package warns of in this process appended to a file as well, for the time of a `with`."""
+    logger, added = logging.getLogger("rlframe"), []
+    if not logger.hasHandlers() and logging.lastResort is not None:  # which is for loggers without any
+        added.append(logging.lastResort)
+    logs.mkdir(exist_ok=True)
+    file = _LogFile(log_file(logs, node), delay=True)
+    file.setFormatter(logging.Formatter(_format(node)))
+    for handler in (*added, file):
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in (*added, file):
+            logger.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Loses what cannot be written: a disk that is full ends nothing, and is told by who needs it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def _format(node: str) -> str:
+    return f"%(asctime)s %(levelname)s [{node.replace('%', '%%')}] %(message)s"

@@ -1,0 +1,286 @@
+"""The lock of a run directory: one process at a time writes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from rlframe.errors import UsageError
+from rlframe.interprocess.processes import ProcessId, this_process
+
+NAME = "run.lock"
+
+_BEAT = 5.0  # seconds between two beats of a holder
+_STILL = 30.0  # seconds without a beat after which a holder on another host is taken for dead
+_LOOK = 0.05  # seconds between two looks at a lock that is waited for
+_KILLED = 10.0  # seconds that a holder has to end after SIGKILL
+
+_log = logging.getLogger(__name__)
+
+_open_descriptors: set[int] = set()
+
+
+def _close_in_child() -> None:
+    # A lock of flock() lives as long as any copy of its descriptor: a child that is forked must not keep it.
+    for descriptor in _open_descriptors:
+        os.close(descriptor)
+    _open_descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """Who has a lock, as it wrote itself."""
+
+    pid: int
+    started: int  # see `ProcessId`
+    host: str
+    boot: str  # of the host's kernel: containers of one machine have it in common, and so do the kernel's locks
+    since: str  # a time, for a reader
+    ends_within: float  # seconds that it has to end after SIGTERM
+
+    @staticmethod
+    def this(ends_within: float) -> Holder:
+        """This process."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        return Holder(os.getpid(), this_process().started, socket.gethostname(), _boot_id(), since, ends_within)
+
+    @property
+    def is_of_this_kernel(self) -> bool:
+        """Whether the kernel that would refuse us the lock is the one that gave it."""
+        return self.boot == _boot_id()
+
+    def terminate(self) -> None:
+        """Sends SIGTERM, where it is the process that it says."""
+        if not self.is_of_this_kernel:
+            raise UsageError(f"The run is that of {self}: stop it on that host.")
+        if ProcessId(self.pid, self.started).is_alive:
+            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGCONT)  # one that was stopped would not hear of it
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+class RunLock:
+    """A context in which this process is the only one that writes to a run directory.
+
+    The kernel lets go of the lock when its holder dies, whatever of. Where the holder is on another host, locks may not
+    reach that far: such a holder is alive if it is seen to beat.
+
+    Args:
+        directory: of the run; it exists.
+        take_over: end the holder, if there is one: by SIGTERM, after which it saves, and by SIGKILL later. One that
+            cannot be reached is shut out: it ends itself, unsaved, when it sees that.
+        ends_within: seconds that we have to end after SIGTERM, before one that takes over sends SIGKILL.
+
+    Raises:
+        UsageError: another process has it.
+    """
+
+    def __init__(self, directory: pathlib.Path, take_over: bool = False, ends_within: float = 30.0) -> None:
+        self._directory, self._path = directory, directory / NAME
+        self._take_over = take_over
+        self._descriptor = -1
+        self._owner = os.getpid()
+        self._holder = Holder.this(ends_within)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="rlframe lock", daemon=True)
+
+    def __enter__(self) -> RunLock:
+        while not self._try():
+            time.sleep(_LOOK)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != self._owner:  # a forked child on its way out
+            return
+        self._over.set()
+        self._thread.join()
+        if self._is_ours():
+            self._path.unlink()
+        self._close()
+
+    def _try(self) -> bool:
+        """Returns whether the lock is ours; False where it is to be tried again."""
+        self._descriptor = _open(self._path)
+        try:
+            granted = _flock(self._descriptor)
+            holder = _read(self._path)
+            if granted is None:
+                _log.warning("The file system of %s has no locks: see to it that no other process writes to it.", self)
+            elsewhere = holder is not None and (granted is None or not holder.is_of_this_kernel)
+            if elsewhere:
+                if not self._take_over and self._beats(holder):
+                    raise self._refused(holder)
+                self._replace()
+            elif not granted and granted is not None:
+                if not self._take_over:
+                    raise self._refused(holder)
+                if not self._end(holder):
+                    self._replace()
+            if self._is_ours():
+                self._write(0)
+                return True
+        except BaseException:
+            self._close()
+            raise
+        self._close()  # another process has replaced it, or taken it away, meanwhile
+        return False
+
+    def _beats(self, holder: Holder | None) -> bool:
+        """Whether the holder's beat is seen to change. Takes 30 s where it is not."""
+        before = _text(self._path)
+        _log.warning("%s may be in use by %s: watching for up to %g s.", self, holder, _STILL)
+        deadline = time.monotonic() + _STILL
+        while time.monotonic() < deadline:
+            if _text(self._path) != before:
+                return True
+            time.sleep(_LOOK)
+        return False
+
+    def _end(self, holder: Holder | None) -> bool:
+        """Ends the holder, and says whether its lock is ours then (or gone with its file)."""
+        process = ProcessId(holder.pid, holder.started) if holder is not None else ProcessId(0, -1)
+        if process.pid == os.getpid():
+            raise UsageError(f"{self} is in use by this process: it cannot take it over from itself.")
+        if not process.is_alive:  # not to be seen from here, in another container
+            return False
+        assert holder is not None
+        for number, seconds in ((signal.SIGTERM, holder.ends_within), (signal.SIGKILL, _KILLED)):
+            _log.warning("Taking %s over from %s: %s.", self, holder, number.name)
+            try:
+                os.kill(process.pid, number)
+                os.kill(process.pid, signal.SIGCONT)
+            except ProcessLookupError:
+                pass
+            except PermissionError as error:
+                raise UsageError(f"{self} is in use by {holder}, which is not ours to end.") from error
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                if _flock(self._descriptor):
+                    return True
+                time.sleep(_LOOK)
+        return False
+
+    def _replace(self) -> None:
+        """Puts a new file in the place of the old one, whose holder sees that it is shut out."""
+        self._close()
+        temporary = self._path.with_name(f"{NAME}.{os.getpid()}")
+        self._descriptor = _open(temporary)
+        _flock(self._descriptor)
+        self._write(0)
+        os.replace(temporary, self._path)
+        time.sleep(_BEAT)  # who does the same at the same time has done it then: the last one stays
+
+    def _write(self, beat: int) -> None:
+        record = json.dumps({**dataclasses.asdict(self._holder), "beat": beat}).encode()
+        # A disk that is full takes the name of the holder from the message, and no more.
+        with contextlib.suppress(OSError):
+            if beat == 0:
+                os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, record, 0)
+            os.fdatasync(self._descriptor)  # a network file system would keep it to itself
+
+    def _beat(self) -> None:
+        beat = 0
+        while not self._over.wait(_BEAT):
+            beat += 1
+            self._write(beat)
+            if self._is_ours() is False:
+                print(f"rlframe: {self} was taken over by {_read(self._path)}: ending at once.", file=sys.stderr)
+                os._exit(1)
+
+    def _is_ours(self) -> bool | None:
+        """Whether the file that we have open is the one in the directory; None where there is none."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except OSError:
+            return None
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            _open_descriptors.discard(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _refused(self, holder: Holder | None) -> UsageError:
+        return UsageError(
+            f"{self} is in use by {holder or 'another process'}: wait for its end, stop it, or have it ended and go on "
+            "in its place by --resume --take-over."
+        )
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+
+def holder_of(directory: pathlib.Path) -> Holder | None:
+    """Who writes to a run directory now; None where nobody does. One on another host is believed."""
+    holder = _read(directory / NAME)
+    if holder is None or not holder.is_of_this_kernel:
+        return holder
+    if ProcessId(holder.pid, holder.started).is_alive:
+        return holder
+    with contextlib.suppress(OSError), (directory / NAME).open() as file:
+        try:  # it may be alive in another container
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return holder
+    return None
+
+
+def _open(path: pathlib.Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UsageError(f"Cannot write to {path}: {error.strerror}.") from error
+    _open_descriptors.add(descriptor)
+    return descriptor
+
+
+def _flock(descriptor: int) -> bool | None:
+    """Whether we have the lock now; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _read(path: pathlib.Path) -> Holder | None:
+    """Who wrote itself down; None where nobody did."""
+    try:
+        values: dict[str, Any] = json.loads(_text(path))
+        del values["beat"]
+        return Holder(**values)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _boot_id() -> str:
+    """What tells one running kernel from another; the host's name where the kernel gives none."""
+    return _text(pathlib.Path("/proc/sys/kernel/random/boot_id")).strip() or socket.gethostname()

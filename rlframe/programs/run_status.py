@@ -1,0 +1,203 @@
+"""How a run is: `RUN_DIR/status.json`, which the process that runs it writes, beside the rows of its metrics.
+
+Whoever reads needs the directory only. Whether the run goes on, its lock says: a process that was killed wrote no end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rlframe.coordinator.states import JobState
+from rlframe.errors import UsageError
+from rlframe.programs import run_lock
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.run_dir import Result, RunDir
+
+OVER = (JobState.CLOSED.value, JobState.FAILED.value)
+
+_KEPT = 500  # points of a curve
+_KEYS = ("learner_steps", "params_version", "staleness")  # of rows, as a status has them
+
+
+class StatusFile:
+    """What `read_status` reads of a session that goes on in this process.
+
+    Args:
+        directory: of the run.
+        described: what runs.
+        until: the step at which the session ends.
+    """
+
+    def __init__(self, directory: RunDir, described: Any, until: int) -> None:
+        self._path = directory.status
+        self._written: dict[str, Any] = {
+            "state": JobState.RUNNING.value,
+            "reason": "",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "began": time.time(),
+            "agent": described.agent,
+            "env": described.env,
+            "topology": described.topology,
+            "until": until,
+            "unit": "env steps" if isinstance(described, Experiment) else "learner steps",
+            "nodes": [],
+        }
+        self.write()
+
+    def write(self, **changes: Any) -> None:
+        """Writes it in one piece, with these fields; a disk that is full ends nothing."""
+        self._written = {**self._written, **changes, "time": time.time()}
+        temporary = self._path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(self._written) + "\n")
+            os.replace(temporary, self._path)
+
+    def watch(self, stops: bool, nodes: list[dict[str, Any]]) -> None:
+        """Takes how the processes of a program are, from their supervisor."""
+        self.write(state=(JobState.DRAINING if stops else JobState.RUNNING).value, nodes=nodes)
+
+    @contextlib.contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Writes how the session in the context ended, where that was with an error."""
+        try:
+            yield
+        except BaseException as error:
+            reason = str(error).split("\n")[0] or "it was interrupted"
+            self.write(state=JobState.FAILED.value, reason=reason)
+            raise
+
+    def end(self, result: Result) -> None:
+        """Writes that it ended well."""
+        if result.signal is None:
+            reason = f"{result.env_steps:,} steps"
+        else:
+            reason = f"stopped by {signal.Signals(result.signal).name}"
+        self.write(state=JobState.CLOSED.value, reason=reason)
+
+
+def topology_of(run_dir: str | os.PathLike) -> str | None:
+    """The topology of the run in a directory; None where it is not known."""
+    try:
+        return json.loads(RunDir(run_dir).status.read_text())["topology"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class StatusReader:
+    """The status of a run, in the form of `Coordinator.status`, as often as it is asked for.
+
+    Args:
+        run_dir: of the run, on this machine or a file system that it shares.
+
+    Raises:
+        UsageError: there is no run in the directory.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike) -> None:
+        self._directory = RunDir(pathlib.Path(run_dir))
+        self._directory.check_holds_run()
+        self._rows = _Rows(self._directory.metrics)
+
+    def __call__(self) -> dict[str, Any]:
+        """The status now."""
+        written, last = self._written(), self._rows.read()
+        returns, evaluations = self._rows.returns, self._rows.evaluations
+        state, reason = self._state(written, bool(last))
+        goes_on = state not in OVER
+        return {
+            "job": {
+                "id": self._directory.path.name,
+                "agent": written["agent"],
+                "env": written["env"],
+                "topology": written["topology"],
+                "run_dir": str(self._directory.path),
+                "until": written["until"],
+                "unit": written["unit"],
+                "state": state,
+                "reason": reason,
+                "began": written["began"],
+                "seconds": (time.time() if goes_on else written["time"]) - written["began"],
+                "env_steps": int(last.get("step", 0)),
+                **{name: last.get(name) for name in _KEYS},
+                "env_steps_per_second": last.get("steps_per_second") if goes_on else None,
+                "return_mean": returns[-1][1] if returns else None,
+                "eval_return": evaluations[-1][1] if evaluations else None,
+                "evaluated_version": None,
+                "restarts": sum(node["incarnation"] for node in written["nodes"]),
+            },
+            "commands": ["cancel"],  # what its HTTP service offers
+            "workers": written["nodes"] if goes_on else [],
+            "returns": returns,
+            "evaluations": evaluations,
+        }
+
+    def _written(self) -> dict[str, Any]:
+        path = self._directory.status
+        try:
+            written = json.loads(path.read_text())
+            return {**dict.fromkeys(("agent", "env", "topology", "until", "unit")), "nodes": [], **written}
+        except FileNotFoundError:
+            raise UsageError(f"There is no {path}: the run in {self._directory.path} has not begun.") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"{path} is not what a run writes there: {error}.") from error
+
+    def _state(self, written: dict[str, Any], has_rows: bool) -> tuple[str, str]:
+        state, holder = written["state"], run_lock.holder_of(self._directory.path)
+        if state in OVER:
+            return state, written["reason"]
+        if holder is None:
+            return JobState.FAILED.value, f"its process {written['pid']} on {written['host']} was killed"
+        if state == JobState.RUNNING.value and not has_rows:
+            return JobState.INIT.value, ""
+        return state, written["reason"]
+
+
+class _Rows:
+    """The rows of a metrics file that grows, or is cut back when a run is resumed.
+
+    Attributes:
+        returns, evaluations: (step, mean) of the rows that have one; of many, every other is let go.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._forget()
+
+    def read(self) -> dict[str, Any]:
+        """The newest value of each name."""
+        try:
+            if self._path.stat().st_size < self._at:
+                self._forget()
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._at += len(line)
+                    self._take(json.loads(line))
+        except FileNotFoundError:
+            self._forget()
+        return self._last
+
+    def _forget(self) -> None:
+        self._at = 0
+        self._last: dict[str, Any] = {}
+        self.returns: list[list[float]] = []
+        self.evaluations: list[list[float]] = []
+
+    def _take(self, row: dict[str, Any]) -> None:
+        self._last = {**self._last, **row}
+        for points, name in ((self.returns, "episode_return"), (self.evaluations, "return_mean")):
+            if name in row:
+                points.append([row["step"], row[name]])
+                if len(points) > _KEPT:
+                    del points[::2]

@@ -1,0 +1,57 @@
+"""When a run makes its first update, and how many it makes: said before it starts, and refused where that is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+from rlframe.errors import UsageError
+from rlframe.metrics import Logger
+from rlframe.programs.experiment import Experiment, total_learner_steps
+from rlframe.types import ReplaySpec, Sequence
+
+
+def first_update(spec: ReplaySpec, num_envs: int) -> int:
+    """Environment steps until there are items enough for the first update.
+
+    Less by the last items of episodes, which are shorter, and by steps whose action is ignored.
+    """
+    batch = spec.batch_size or num_envs
+    items = max(spec.min_size, batch) if spec.kind == "queue" else spec.min_size
+    rounds = math.ceil(items / num_envs)  # items of each environment
+    item = spec.item
+    steps = item.length + (rounds - 1) * item.period if isinstance(item, Sequence) else rounds + item.n_step - 1
+    return steps * num_envs
+
+
+def say_updates(described: Experiment, spec: ReplaySpec, progress: Logger | None) -> None:
+    """`check_updates`, for a reader where there is progress to be read."""
+    sentence = check_updates(described, spec)
+    if progress is not None:
+        print(sentence, file=sys.stderr)
+
+
+def check_updates(described: Experiment, spec: ReplaySpec) -> str:
+    """Return the sentence about the updates of a run from its beginning to its last step.
+
+    Raises:
+        UsageError: it would make none.
+    """
+    first = first_update(spec, described.num_envs)
+    if described.steps <= first - described.num_envs:  # a run takes a step in each environment, up to its last one
+        known = {field.name for field in dataclasses.fields(described.agent_config)}
+        asked = ("unroll_length", "batch_size") if spec.kind == "queue" else ("min_replay_size",)
+        earlier = [f"--{name.replace('_', '-')}" for name in asked if name in known]
+        if spec.batch_size is None:
+            earlier.append("--num-envs")
+        less = f", or lower {' or '.join(earlier)}" if earlier else ", or have the agent's replay_spec ask for less"
+        raise UsageError(
+            f"A run of {described.steps:,} environment steps would make no update: the first one needs {first:,}. "
+            f"Raise --steps{less}."
+        )
+    items, after = spec.batch_size or described.num_envs, f"the first after {first:,} environment steps"
+    if spec.kind != "queue" and spec.samples_per_insert is None:
+        return f"Updates of {items:,} items each, as fast as they come, {after}."
+    updates = total_learner_steps(spec, described.steps, described.num_envs)
+    return f"About {updates:,} update{'s' * (updates != 1)} of {items:,} items each, {after}."

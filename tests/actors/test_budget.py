@@ -1,0 +1,73 @@
+"""An Actor takes no more steps than it was given, until it is given more."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe import SyncEnv
+from rlframe.actors import Actor
+from rlframe.inferencers import Inferencer, InferencerConfig
+from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
+
+
+def make(*, budget: float, incarnation: int = 0) -> Actor:
+    buffer = RecordingBuffer()
+    buffer.claim_rank = lambda rank=None: (0, incarnation)
+    inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.0)}))
+    return Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, buffer, budget=budget)
+
+
+@contextlib.contextmanager
+def running(actor: Actor) -> Iterator[Any]:
+    thread = threading.Thread(target=actor.run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        actor.stop()
+        thread.join(30.0)
+        assert not thread.is_alive()
+        actor.close()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_waits_where_its_budget_ends_and_goes_on_when_it_is_given_more():
+    actor = make(budget=10)
+    with running(actor):
+        wait_until(lambda: actor.env_steps >= 10)
+        time.sleep(0.3)
+        assert actor.env_steps in (10, 11)  # of two environments at a time
+        assert actor.allow(0, 20)["env_steps"] in (10, 11)
+        wait_until(lambda: actor.env_steps >= 20)
+        time.sleep(0.3)
+        assert actor.env_steps in (20, 21)
+
+
+def test_what_was_meant_for_the_incarnation_before_does_not_count():
+    actor = make(budget=1000, incarnation=1)
+    with running(actor):
+        actor.allow(0, 1000)
+        time.sleep(0.3)
+        assert actor.env_steps == 0  # what the one before took, only who counts knows
+        actor.allow(1, 4)
+        wait_until(lambda: actor.env_steps >= 4)
+
+
+@pytest.mark.parametrize("incarnation", [0, 1])
+def test_without_a_budget_it_asks_nobody(incarnation: int):
+    actor = make(budget=float("inf"), incarnation=incarnation)
+    with running(actor):
+        wait_until(lambda: actor.env_steps > 100)

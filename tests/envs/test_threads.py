@@ -1,0 +1,124 @@
+"""Threads of a pool: they end with it, and one that hangs is named and holds up nobody."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlframe.envs import AsyncEnv, SyncEnv
+from rlframe.envs.adapters import env_seed
+from rlframe.errors import EnvError
+from tests.envs.scripted import ScriptedEnv
+
+
+class Hanging(ScriptedEnv):
+    """The environment `victim` hangs in its second step, until it is released."""
+
+    def __init__(self, hangs, released, closed, victim=2, seed=0):
+        self.hangs, self.released, self.closed, self.is_victim = hangs, released, closed, seed == env_seed(0, victim)
+
+    def step(self, action):
+        result = super().step(action)
+        if self.is_victim and self.t == 2:
+            self.hangs.set()
+            assert self.released.wait(60.0)
+        return result
+
+    def close(self):
+        self.closed.append(self.is_victim)
+
+
+@pytest.fixture
+def hanging():
+    """A builder, what is set when its environment hangs, and whether each that was closed is that one."""
+    hangs, released, closed = threading.Event(), threading.Event(), []
+    yield functools.partial(Hanging, hangs, released, closed), hangs, closed
+    released.set()
+    wait_until(lambda: len(closed) == 4)
+    assert sorted(closed) == [False, False, False, True]
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def step_until_it_hangs(pool):
+    if pool.is_sync:
+        pool.reset()
+        for _ in range(2):
+            pool.step(np.zeros(4, np.int32))
+    while True:
+        env_ids, _ = pool.recv()
+        pool.send(env_ids, np.zeros(len(env_ids), np.int32))
+
+
+POOLS = {
+    "sync": functools.partial(SyncEnv, size=4, type="thread", num_workers=2),
+    "async": functools.partial(AsyncEnv, size=4, wait_num=2, type="thread", num_workers=2),
+}
+
+
+@pytest.mark.parametrize(("kind", "names"), [("sync", "environments 2 to 3"), ("async", "environment 2")])
+def test_an_environment_that_hangs_is_named(kind, names, hanging):
+    builder, _, closed = hanging
+    with POOLS[kind](builder, answer_timeout=0.5) as pool:
+        with pytest.raises(EnvError, match=rf"No answer from {names} within 0\.5 s: it hangs"):
+            step_until_it_hangs(pool)
+        started = time.monotonic()
+    assert time.monotonic() - started < 4.0  # closing waited for no thread
+    assert True not in closed  # nobody took it away from the thread that is in it
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_ctrl_c_ends_a_step_at_once(kind, hanging):
+    builder, hangs, closed = hanging
+    interrupted = []
+
+    def interrupt():
+        hangs.wait(30.0)
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    everybody = {"wait_num": 4} if kind == "async" else {}  # so that it waits for the one that hangs
+    with pytest.raises(KeyboardInterrupt), POOLS[kind](builder, **everybody) as pool:
+        step_until_it_hangs(pool)
+    assert time.monotonic() - interrupted[0] < 4.0
+    thread.join()
+    assert True not in closed
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_pools_that_are_dropped_end_their_threads_and_close_their_environments(kind):
+    closed = []
+    builder = functools.partial(Hanging, threading.Event(), threading.Event(), closed, victim=4)
+    before = threading.active_count()
+    for _ in range(20):
+        pool = POOLS[kind](builder)
+        pool.reset() if pool.is_sync else pool.recv()
+        del pool
+    gc.collect()
+    wait_until(lambda: threading.active_count() == before and len(closed) == 80)
+
+
+class Exiting(ScriptedEnv):
+    def step(self, action):
+        raise KeyboardInterrupt("in a thread")
+
+
+def test_whatever_an_environment_raises_reaches_the_caller():
+    with SyncEnv(Exiting, 4, "thread", num_workers=2) as pool:
+        pool.reset()
+        with pytest.raises(KeyboardInterrupt, match="in a thread"):
+            pool.step(np.zeros(4, np.int32))

@@ -1,0 +1,93 @@
+"""Pythons in which only some extras are installed, for tests: the distributions of the others are not found."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parents[1]
+
+
+@functools.cache
+def setup_arguments() -> dict[str, Any]:
+    """What setup.py says, as it is now: what is installed may be older."""
+    import runpy
+
+    import setuptools
+
+    told: dict[str, Any] = {}
+    original, setuptools.setup = setuptools.setup, told.update
+    try:
+        runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        setuptools.setup = original
+    return told
+
+
+def distributions_of(requirements: Iterable[str]) -> set[str]:
+    """The distributions that these requirements install here, with all that they require in turn."""
+    found: dict[str, set[str]] = {}
+    todo = [Requirement(each) for each in requirements]
+    while todo:
+        requirement = todo.pop()
+        name, wanted = canonicalize_name(requirement.name), {"", *requirement.extras}
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        new = wanted - found.setdefault(name, set())
+        found[name] |= wanted
+        distribution = installed().get(name)
+        for each in map(Requirement, distribution.requires or [] if distribution is not None else []):
+            if any(each.marker is None or each.marker.evaluate({"extra": extra}) for extra in new):
+                each.marker = None
+                todo.append(each)
+    return set(found)
+
+
+@functools.cache
+def installed() -> dict[str, metadata.Distribution]:
+    """All distributions here, by name."""
+    return {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
+
+
+@functools.cache
+def modules_by_distribution() -> dict[str, set[str]]:
+    """Of all distributions that are installed here: their top-level modules."""
+    found: dict[str, set[str]] = {}
+    for name, distribution in installed().items():
+        modules = found.setdefault(name, set())
+        for line in (distribution.read_text("RECORD") or "").splitlines():
+            first, slash, _ = line.strip('"').partition(",")[0].partition("/")
+            if first.isidentifier() and slash:
+                modules.add(first)
+            elif not slash and first.endswith((".py", ".so")):
+                modules.add(first.partition(".")[0])
+    return found
+
+
+@functools.cache
+def visible(extras: tuple[str, ...]) -> frozenset[str]:
+    """The top-level modules that the core brings together with these extras."""
+    told = setup_arguments()
+    requirements = [*told["install_requires"], *(each for extra in extras for each in told["extras_require"][extra])]
+    names = {"rlframe", "pip", *distributions_of(requirements)}
+    return frozenset(module for name in names for module in modules_by_distribution().get(name, ()))
+
+
+def environment(*extras: str) -> dict[str, str]:
+    """Environment variables of a Python in which only the core and these extras are installed."""
+    every = {module for modules in modules_by_distribution().values() for module in modules}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(FOLDER),
+        "RLFRAME_HIDDEN": " ".join(sorted(every - visible(extras))),
+        "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
+    }

@@ -1,0 +1,71 @@
+"""Makes calls of the command line in forks of one process that has the core loaded: for each extra alone, another fork.
+
+Reads {extra: {"hidden": [...], "calls": [[...], ...]}} as JSON, and prints {extra: [[exit code, stderr], ...]}. A call
+that begins with `import` imports the module that follows, and gets the name from it that comes then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+
+def main() -> None:
+    # The core, in a process that finds nothing else.
+    import rlframe.cli.main
+    import rlframe.cli.session
+    import rlframe.cli.train
+    import rlframe.programs.elastic
+
+    del rlframe
+    results = {name: _in_fork(asked["hidden"], asked["calls"]) for name, asked in json.load(sys.stdin).items()}
+    print(json.dumps(results))
+
+
+def _in_fork(hidden: list[str], calls: list[list[str]]) -> list[Any]:
+    with tempfile.TemporaryFile("w+") as file:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                import sitecustomize
+
+                sitecustomize.HIDDEN.clear()
+                sitecustomize.HIDDEN.update(hidden)
+                json.dump([_call(call) for call in calls], file)
+                file.flush()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        file.seek(0)
+        return json.load(file)
+
+
+def _call(arguments: list[str]) -> tuple[int, str]:
+    from rlframe.cli.main import main
+    from rlframe.errors import UsageError
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        if arguments[0] != "import":
+            return main(arguments), said.getvalue()
+        try:
+            module = importlib.import_module(arguments[1])
+            for name in arguments[2:]:
+                getattr(module, name)
+        except UsageError as error:
+            return error.exit_code, f"rlframe: {error}\n"  # as a command says it
+        except Exception as error:
+            return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The three services of the package, each with one thing that a request can change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+
+from rlframe.coordinator.control.serving import serve_control
+from rlframe.trajectories.serving import TrajectoryServer
+from rlframe.trajectories.settings import Settings
+from tests.coordinator.control.coordinators import ScriptedCoordinator
+from tests.policy_server.serving import serving_policy
+from tests.trajectories.api import Api, group
+
+COMPLETION = {"model": "policy", "prompt": "a", "max_tokens": 1}
+
+
+@dataclasses.dataclass
+class Target:
+    """A service that runs.
+
+    Attributes:
+        url: without a slash at its end.
+        reads, changes: (method, path, body) of requests that a program may make.
+        state: what those change.
+    """
+
+    url: str
+    reads: list[tuple[str, str, Any]]
+    changes: list[tuple[str, str, Any]]
+    state: Callable[[], Any]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.split(":")[2].split("/")[0])
+
+
+@contextlib.contextmanager
+def trajectories(host: str = "127.0.0.1", **settings: Any) -> Iterator[Target]:
+    """With a batch that waits to be taken. Its address is that of loopback, however it listens."""
+    server = TrajectoryServer(Settings(store="memory", **settings), host, 0)
+    url = f"http://127.0.0.1:{server.url.rpartition(':')[2]}"
+    try:
+        with httpx.Client(base_url=url) as client:
+            api = Api(client).started(batch_size=4)
+            api.send(1, 2)
+
+            def state() -> Any:
+                status = api.get("/status").json()
+                return status["current_step"], status["queue_size"], status["paused"]
+
+            yield Target(
+                url,
+                [("GET", "/status", None), ("GET", "/report", None), ("GET", "/", None)],
+                [
+                    ("GET", "/batch", None),
+                    ("GET", "/runs/default/batch", None),
+                    ("GET", "/reset_data", None),
+                    ("POST", "/reset_data", {}),
+                    ("POST", "/pause", {}),
+                    ("POST", "/scored_data", group(mark=3)),
+                ],
+                state,
+            )
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def policy(**options: Any) -> Iterator[Target]:
+    """A tiny model."""
+    with serving_policy(**options) as server:
+        yield Target(
+            f"http://127.0.0.1:{server.url().rpartition(':')[2].removesuffix('/v1')}",
+            [("GET", "/v1/models", None), ("GET", "/health", None), ("GET", "/v1/policy", None)],
+            [("POST", "/v1/completions", COMPLETION)],
+            lambda: server.stats()["requests"],
+        )
+
+
+@contextlib.contextmanager
+def control(**options: Any) -> Iterator[Target]:
+    """The control of a run."""
+    coordinator = ScriptedCoordinator()
+    with serve_control(coordinator, port=0, **options) as server:
+        yield Target(
+            server.url,
+            [("GET", "/status", None), ("GET", "/events", None), ("GET", "/", None)],
+            [("POST", "/pause", None), ("POST", "/stop", {}), ("POST", "/scale", {"role": "collector", "n": 3})],
+            lambda: list(coordinator.calls),
+        )

@@ -1,0 +1,113 @@
+"""The judgement over a process that beats, by a clock of the test's."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from rlframe.interprocess import clock as clocks
+from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.heartbeat import VARIABLE, Heart, Pulse, interval_of
+from rlframe.interprocess.progress import COMPILING, STARTING, Phase
+
+
+class Watched:
+    """A pulse and the heart that it is of, both by a clock that the test moves, a second at a time."""
+
+    def __init__(self, timeout: float = 30.0) -> None:
+        self.now = 0.0
+        self.pulse = Pulse(timeout, self.now)
+        self.heart = Heart(self.pulse.descriptor, 1.0)
+
+    def pass_by(self, seconds: float, *, beats: bool) -> str:
+        """Passes time until there is a problem, which it returns."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            if beats:
+                self.heart.beat(self.now)
+            if problem := self.pulse.problem(self.now):
+                return problem
+        return ""
+
+
+def test_a_process_that_beats_is_well_and_one_that_falls_silent_hangs():
+    watched = Watched()
+    assert watched.pass_by(1000.0, beats=True) == ""
+    assert watched.pass_by(30.0, beats=False) == ""
+    assert watched.pass_by(1.0, beats=False) == "no heartbeat for 31 s"
+
+
+def test_a_process_that_starts_may_be_silent_for_longer():
+    watched = Watched()
+    assert watched.pass_by(120.0, beats=False) == ""
+    assert watched.pass_by(1.0, beats=False) == "no heartbeat for 121 s"
+    watched = Watched()
+    with STARTING:
+        assert watched.pass_by(5.0, beats=True) == ""
+        assert watched.pass_by(120.0, beats=False) == ""
+    watched.pass_by(1.0, beats=True)
+    assert watched.pass_by(40.0, beats=False) == "no heartbeat for 31 s"
+
+
+def test_a_compilation_of_three_minutes_is_well_and_one_of_half_an_hour_hangs(capsys: pytest.CaptureFixture[str]):
+    watched = Watched()
+    with COMPILING:
+        assert watched.pass_by(180.0, beats=True) == ""
+        assert watched.pass_by(1620.0, beats=True) == ""
+        assert watched.pass_by(10.0, beats=True) == "in phase compiling for 1801 s, allowed 1800 s"
+    told = capsys.readouterr().err
+    assert told.startswith("This process hangs: in phase compiling for 1801 s, allowed 1800 s.\nTraceback (most recent")
+    assert "test_a_compilation_of_three_minutes" in told  # where it hangs
+
+
+def test_an_environment_s_step_of_five_minutes_is_well_and_one_beyond_its_answer_time_hangs():
+    watched = Watched()
+    with Phase("stepping", 605.0):
+        assert watched.pass_by(300.0, beats=True) == ""
+    with Phase("stepping", 605.0):
+        assert watched.pass_by(605.0, beats=True) == ""
+        assert watched.pass_by(10.0, beats=True) == "in phase stepping for 606 s, allowed 605 s"
+
+
+def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(clocks.time, "monotonic", lambda: now)
+    watchers, workers = Clock(2.0), Clock(2.0)
+    pulse = Pulse(30.0, watchers())
+    heart = Heart(pulse.descriptor, 1.0)
+
+    def look(beats: bool) -> str:
+        if beats:
+            heart.beat(workers.tick())
+        return pulse.problem(watchers.tick())
+
+    with Phase("stepping", 605.0):
+        for _ in range(10):
+            now += 1.0
+            assert look(beats=True) == ""
+        now += 3600.0  # the machine was suspended, or the whole group stopped
+        assert look(beats=False) == ""
+        for _ in range(590):
+            now += 1.0
+            assert look(beats=True) == ""
+        for _ in range(20):
+            now += 1.0
+            problem = look(beats=True)
+        assert problem.startswith("in phase stepping for 6")
+
+
+def test_the_page_is_let_go_of_with_the_pulse():
+    pulse = Pulse(1.0, time.time())
+    descriptor = pulse.descriptor
+    assert pulse.variables == {VARIABLE: f"{descriptor}:0.1"}
+    os.fstat(descriptor)
+    del pulse
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def test_beats_are_ten_to_a_timeout_and_a_second_apart_at_most():
+    assert [interval_of(timeout) for timeout in (0.5, 2.0, 30.0, 600.0)] == [0.05, 0.2, 1.0, 1.0]

@@ -1,0 +1,80 @@
+"""Phases: what threads are at, and for how long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rlframe.interprocess.progress import STARTING, Phase, Progress, advance, waiting_for
+
+STEPPING = Phase("stepping", 600.0)
+
+
+@pytest.fixture
+def progress() -> Progress:
+    found = Progress()
+    assert found.look(0.0) is None
+    return found
+
+
+def test_a_phase_counts_from_when_it_was_entered_until_it_is_left(progress: Progress):
+    with STEPPING:
+        assert progress.look(10.0)[:2] == (STEPPING, 0.0)  # type: ignore[index]
+        assert progress.look(15.0)[:2] == (STEPPING, 5.0)  # type: ignore[index]
+    assert progress.look(16.0) is None
+    with STEPPING:
+        assert progress.look(17.0)[1] == 0.0  # type: ignore[index]
+
+
+def test_a_phase_that_ends_and_begins_anew_between_two_looks_has_made_progress(progress: Progress):
+    for now in (10.0, 20.0, 30.0):
+        with STEPPING:
+            assert progress.look(now)[1] == 0.0  # type: ignore[index]
+
+
+def test_a_phase_that_advances_counts_from_then(progress: Progress):
+    with STEPPING:
+        progress.look(10.0)
+        advance()
+        assert progress.look(500.0)[1] == 0.0  # type: ignore[index]
+        assert progress.look(501.0)[1] == 1.0  # type: ignore[index]
+
+
+def test_while_a_thread_waits_for_another_process_what_it_waits_within_is_not_counted(progress: Progress):
+    with STARTING:
+        progress.look(0.0)
+        with waiting_for("the learner"):
+            for now in (1.0, 10_000.0):
+                stay = progress.look(now)
+                assert stay is not None and stay.phase.name == "waiting for the learner" and stay.overdue < 0
+        assert progress.look(10_001.0)[:2] == (STARTING, 0.0)  # type: ignore[index]
+
+
+def test_the_thread_that_is_nearest_to_its_deadline_is_told_and_where_it_is(progress: Progress):
+    entered, leave = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with Phase("saving", 10.0):
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    entered.wait()
+    try:
+        with STEPPING:
+            progress.look(0.0)
+            stay = progress.look(20.0)
+        assert stay is not None
+        assert (stay.phase.name, stay.seconds, stay.overdue) == ("saving", 20.0, 10.0)
+        assert "in hang" in stay.where() and "leave.wait()" in stay.where()
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_a_phase_that_raises_is_left(progress: Progress):
+    with pytest.raises(ValueError), STEPPING:
+        raise ValueError
+    assert progress.look(1.0) is None

@@ -1,0 +1,87 @@
+"""What environments log becomes `env/NAME` in the rows of metrics.jsonl."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import RecordEpisodeStatistics
+
+from rlframe.cli import main
+from rlframe.metrics import read_jsonl
+from rlframe.programs.census import COUNTERS, Census
+
+OPTIONS = ["--agent", "dqn", "--env", f"{__file__}:make_env", "--preset", "none", "--network", "mlp", "--num-envs", "4"]
+OPTIONS += ["--min-replay-size", "100", "--steps", "800", "--log-every", "200", "--eval-episodes", "1", "--quiet"]
+
+
+class CountingEnv(gymnasium.Env):
+    """Episodes of 5 steps and of 10 in turn; it logs which it is in at each step, and its length at the end."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    episode = -1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        ends = self.t == 5 * (1 + self.episode % 2)
+        return (
+            np.zeros(2, np.float32),
+            1.0,
+            ends,
+            False,
+            {"log": {"always": 2.5} | ({"length": self.t} if ends else {})},
+        )
+
+
+def make_env():
+    return RecordEpisodeStatistics(CountingEnv())
+
+
+@pytest.mark.parametrize(
+    "more", [["--env-type", "loop"], ["--env-type", "process", "--num-workers", "2"]], ids=["loop", "process"]
+)
+def test_a_run_in_one_process_writes_the_means_of_each_row(tmp_path, more):
+    assert main(["train", *OPTIONS, *more, "--run-dir", str(tmp_path / "run")]) == 0
+    rows = check_rows(tmp_path / "run")
+    assert [row["env/length"] for row in rows] == pytest.approx([row["episode_length"] for row in rows])
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
+def test_so_does_a_topology_of_several_actors(tmp_path, topology):
+    more = ["--topology", topology, "--engine", "threads", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", *OPTIONS, *more]) == 0
+    check_rows(tmp_path / "run")
+
+
+def check_rows(path):
+    rows = [row for row in read_jsonl(path / "metrics.jsonl") if "episode_length" in row]
+    assert len(rows) >= 1
+    for row in rows:
+        assert row["env/always"] == 2.5
+        # The same episodes, counted by the environment, by Gymnasium's wrapper and by the Actor.
+        assert row["env/length"] == row["env/episode_length"] == row["env/episode_return"]
+        assert 5.0 <= row["env/length"] <= 10.0 and row["env/episode_seconds"] > 0.0
+    return rows
+
+
+def test_a_restarted_monitor_knows_what_the_rows_before_were_of(tmp_path):
+    def stats(rank, logged):
+        return {"rank": rank, "incarnation": 0, **dict.fromkeys(COUNTERS, 1.0), "logged": logged}
+
+    census = Census(tmp_path / "progress.json", "first")
+    census.add(stats(0, {"a": [1.0, 2.0]}))
+    census.add(stats(1, {"a": [3.0, 2.0]}))
+    census.add(stats(1, {"a": [4.0, 3.0]}))
+    census.save()
+    again = Census(tmp_path / "progress.json", "first")
+    assert again.logged() == {"a": [5.0, 5.0]}
+    resumed = Census(tmp_path / "progress.json", "second")
+    resumed.add(stats(0, {"a": [10.0, 1.0]}))
+    assert resumed.logged() == {"a": [15.0, 6.0]}

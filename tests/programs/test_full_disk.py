@@ -1,0 +1,51 @@
+"""Runs on a real disk that is filled, and emptied, under them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlframe.errors import CheckpointError
+from rlframe.learners import Checkpointer
+from rlframe.programs import train
+from tests.programs.test_single_process import dqn, ppo
+from tests.small_disk import small_disk
+
+__all__ = ["small_disk"]
+
+
+def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_disk, caplog):
+    run_dir = small_disk.path / "run"
+    steps: dict[str, list[int]] = {}
+
+    def look(step, values):
+        if step >= 200 and "full" not in steps:
+            steps["full"] = Checkpointer(run_dir / "checkpoints").steps()
+            small_disk.fill()
+        if step >= 600 and "free" not in steps:
+            steps["free"] = Checkpointer(run_dir / "checkpoints").steps()
+            small_disk.free()
+
+    result = train(ppo(steps=900, checkpoint_every=100, log_every=50), run_dir=run_dir, callback=look)
+    assert steps["free"] == steps["full"] and len(steps["full"]) > 0
+    assert Checkpointer(run_dir / "checkpoints").steps()[-1] == result.learner_steps > steps["full"][-1]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert any("No space left on device" in text and "the next checkpoint is another try" in text for text in warnings)
+    assert any(f"A row of the logs is lost: Could not write {run_dir}/metrics.jsonl" in text for text in warnings)
+
+
+@pytest.mark.parametrize("make", [ppo, dqn])
+def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before(make, small_disk):
+    run_dir = small_disk.path / "run"
+
+    def look(step, values):
+        if step >= 300:
+            small_disk.fill()
+
+    described = make(steps=400, checkpoint_every=100, log_every=50)
+    with pytest.raises(CheckpointError) as caught:
+        train(described, run_dir=run_dir, callback=look)
+    newest = Checkpointer(run_dir / "checkpoints").steps()[-1]
+    text = f"What was saved last is {run_dir}/checkpoints/{newest}. Go on from there: rlframe train --resume"
+    assert text in str(caught.value) and caught.value.exit_code == 1
+    small_disk.free()
+    assert train(described, run_dir=run_dir, resume=True).env_steps >= 400

@@ -1,0 +1,173 @@
+"""Real processes that hang, and some that only look as if they did."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from rlframe.errors import ProgramError
+from rlframe.programs.launching import supervisor
+from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+
+ROOT = pathlib.Path(__file__).parents[2]
+BEATS = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from rlframe.interprocess import heartbeat
+from rlframe.interprocess.progress import Phase
+heartbeat.begin()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+"""
+SERVES = BEATS + "print('up', os.getpid(), flush=True)\nwhile True: time.sleep(0.1)"
+
+
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "_BACKOFF", 0.01)
+
+
+def node(name: str, code: str, **options: Any) -> NodeProcess:
+    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], **options)
+
+
+class Program:
+    """Nodes that run in a supervisor's thread until the context is left; nothing is left of them."""
+
+    def __init__(self, *nodes: NodeProcess, hang_timeout: float) -> None:
+        self._output = io.StringIO()
+        self.supervisor = Supervisor(nodes, self._output, hang_timeout=hang_timeout)
+        self.failure: ProgramError | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.supervisor.run()
+        except ProgramError as error:
+            self.failure = error
+
+    def __enter__(self) -> Program:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.supervisor.stop()
+        self._thread.join(20.0)
+        assert not self._thread.is_alive()
+        assert not [pid for pid in self.pids() if psutil.pid_exists(pid)]
+
+    @property
+    def output(self) -> str:
+        return self._output.getvalue()
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"up (\d+)", self.output)]
+
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
+
+    def wait_for_end(self) -> None:
+        self._thread.join(60.0)
+        assert not self._thread.is_alive(), self.output
+
+
+def test_a_node_that_is_stopped_is_killed_named_started_again_and_counted():
+    with Program(node("actor/1", SERVES, max_restarts=1), hang_timeout=2.0) as program:
+        for lives in (1, 2):
+            program.wait_for(lambda lives=lives: len(program.pids()) == lives)
+            os.kill(program.pids()[-1], signal.SIGSTOP)
+        program.wait_for_end()
+        assert re.search(r"\[actor/1\] hung: no heartbeat for \d s, and was killed: restart 1 of 1 in", program.output)
+        assert program.failure is not None
+        assert re.match(
+            r"The node actor/1 hung: no heartbeat for \d s, and was killed \(and 1 times before\)", str(program.failure)
+        )
+
+
+def test_a_node_whose_interpreter_is_held_by_a_call_into_c_is_killed():
+    held = SERVES.replace("while True", "import ctypes; ctypes.PyDLL(None).sleep(60)\nwhile True")
+    with Program(node("actor", held), hang_timeout=1.0) as program:
+        program.wait_for_end()
+    assert "The node actor hung: no heartbeat for " in str(program.failure)
+
+
+def test_a_node_at_whose_work_nothing_moves_is_killed_with_the_place_where_it_hangs():
+    hangs = "print('up', os.getpid(), flush=True)\ndef spin():\n  while True: time.sleep(0.1)\n"
+    hangs = BEATS + hangs + "with Phase('stepping', 2.0): spin()"
+    with Program(node("actor", hangs), hang_timeout=30.0) as program:
+        program.wait_for_end()
+    message = str(program.failure)
+    assert re.match(r"The node actor hung: in phase stepping for [23] s, allowed 2 s, and was killed\.", message)
+    assert "Traceback" in message and "in spin" in message
+
+
+def test_long_work_that_is_declared_outlives_the_heartbeat_s_deadline():
+    slow = BEATS + "for name in ('compiling', 'stepping'):\n  with Phase(name, 60.0): time.sleep(3.0)\nprint('done')"
+    with Program(node("learner", slow), hang_timeout=1.0) as program:
+        program.wait_for_end()
+    assert program.failure is None and program.output == "[learner] done\n"
+
+
+def test_who_waits_for_another_is_not_blamed():
+    waits = BEATS + "from rlframe.interprocess.progress import waiting_for\nwith Phase('stepping', 0.5):\n"
+    waits += "  with waiting_for('the learner'): time.sleep(3.0)\nprint('done')"
+    with Program(node("actor", waits), hang_timeout=1.0) as program:
+        program.wait_for_end()
+    assert program.failure is None
+
+
+def test_nothing_is_killed_where_it_is_turned_off():
+    with Program(node("actor", SERVES), hang_timeout=0.0) as program:
+        program.wait_for(program.pids)
+        os.kill(program.pids()[0], signal.SIGSTOP)
+        time.sleep(3.0)  # several looks
+        assert "hung" not in program.output and len(program.pids()) == 1
+
+
+LAUNCHER = """
+import sys
+from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+nodes = [NodeProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
+print(Supervisor(nodes, hang_timeout=3.0).run())
+"""
+
+
+@pytest.mark.parametrize("who", ["all", "launcher"])
+def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, SERVES], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    pids = [int(process.stderr.readline().split()[-1]) for _ in range(2)]
+    # The launcher has seen the others' last beats, and looks before they can beat again.
+    others = pids if who == "all" else []
+    for pid in others:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6.0)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    for pid in others:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(3.0)
+    assert all(psutil.Process(pid).is_running() for pid in pids)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20.0)
+    assert (process.returncode, output) == (0, "2\n")
+    assert "hung" not in errors

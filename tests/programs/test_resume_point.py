@@ -1,0 +1,60 @@
+"""Runs whose newest checkpoint is damaged."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.learners import Checkpointer
+from rlframe.programs import make_experiment, train
+from rlframe.programs.run_dir import RunDir
+from tests.programs.test_single_process import assert_same_arrays, dqn
+
+
+def damage(run_dir: pathlib.Path, step: int) -> None:
+    for path in (run_dir / "checkpoints" / str(step) / "default").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_gone_on_from_by_name(tmp_path):
+    run_dir, described = tmp_path / "run", dqn(steps=600, checkpoint_every=100)
+    first = train(described, run_dir=run_dir)
+    *_, good, bad = Checkpointer(run_dir / "checkpoints").steps()
+    damage(run_dir, bad)
+    before = sorted(path.name for path in run_dir.rglob("*"))
+    refusal = f"{run_dir}/checkpoints/{bad} is damaged: .* newest good one is {good}: --resume --resume-from {good} "
+    with pytest.raises(UsageError, match=refusal):
+        train(described, run_dir=run_dir, resume=True)
+    assert sorted(path.name for path in run_dir.rglob("*")) == before
+    with pytest.raises(UsageError, match=rf"There is no checkpoint 1 in .*; there are .*{good}, {bad}\."):
+        train(described, run_dir=run_dir, resume=True, resume_from=1)
+
+    second = train(described, run_dir=run_dir, resume=True, resume_from=good)
+    assert (second.env_steps, second.learner_steps) == (first.env_steps, first.learner_steps)
+    assert second.params_version > first.params_version  # never again a version that somebody knows
+    (aside,) = (run_dir / "aside").iterdir()
+    assert [path.name for path in (aside / "checkpoints").iterdir()] == [str(bad)]
+    assert [path.name for path in (aside / "replay").iterdir()] == [str(first.env_steps)]
+    train(described, run_dir=tmp_path / "other")
+    assert_same_arrays(run_dir, tmp_path / "other")
+
+
+def test_the_processes_of_a_program_are_not_started_on_a_damaged_checkpoint(tmp_path):
+    described = make_experiment("impala", topology="heavy_env", num_envs=8)
+    directory = RunDir(tmp_path / "run")
+    directory.create()
+    directory.write_config(described, {})
+    checkpointer = Checkpointer(directory.checkpoints)
+    for step in (1, 2):
+        checkpointer.save(step, {"w": step}, {"counters": {}, "extras": {"replay": None}})
+    checkpointer.close()
+    damage(directory.path, 2)
+    with pytest.raises(UsageError, match=re.escape("--resume-from 1")):
+        train(described, run_dir=directory.path, resume=True)
+    damage(directory.path, 1)
+    with pytest.raises(UsageError, match="No other one is good"):
+        train(described, run_dir=directory.path, resume=True)

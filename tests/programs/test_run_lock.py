@@ -1,0 +1,229 @@
+"""Real processes that want the same run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.programs import run_lock
+from rlframe.programs.run_lock import NAME, RunLock
+
+HOLD = """
+import multiprocessing, os, pathlib, signal, sys, time
+from rlframe.programs.run_lock import RunLock
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "deaf" in sys.argv else 30.0):
+    if "deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "forks" in sys.argv:
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        child = context.Process(target=lambda: (begun.set(), time.sleep(600)))
+        child.start()
+        begun.wait()
+        print("forked", child.pid)
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holder(directory: pathlib.Path, *how: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which has the lock."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory), *how], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            if "forks" not in how:
+                assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def refused(directory: pathlib.Path, take_over: bool = False) -> str:
+    with pytest.raises(UsageError) as caught, RunLock(directory, take_over):
+        pass
+    return str(caught.value)
+
+
+def test_who_has_the_lock_is_named_to_who_wants_it(tmp_path):
+    with holder(tmp_path) as process:
+        assert f"{tmp_path} is in use by process {process.pid} on " in refused(tmp_path)
+        assert "--take-over" in refused(tmp_path)
+
+
+def test_a_lock_leaves_nothing_behind(tmp_path):
+    with RunLock(tmp_path):
+        assert f"process {os.getpid()} on" in refused(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once_though_its_forked_child_lives(tmp_path):
+    with holder(tmp_path, "forks") as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline().split()[1])
+        assert process.stdout.readline() == "held\n"
+        try:
+            process.kill()
+            process.wait()
+            with RunLock(tmp_path):
+                os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_end_of_a_forked_child_does_not_open_the_lock(tmp_path):
+    with RunLock(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert "is in use by" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["", "deaf"])
+def test_to_take_over_ends_the_holder_and_nothing_else(tmp_path, how):
+    with holder(tmp_path, how) as process, RunLock(tmp_path, take_over=True):
+        assert process.wait(timeout=10.0) == (-signal.SIGKILL if how else 0)
+        assert f"process {os.getpid()} on" in refused(tmp_path)
+
+
+def test_a_process_does_not_take_over_from_itself(tmp_path):
+    with RunLock(tmp_path):
+        assert "cannot take it over from itself" in refused(tmp_path, take_over=True)
+
+
+def test_of_two_that_want_a_lock_at_once_one_gets_it(tmp_path):
+    code = HOLD.replace('print("held", flush=True)\n    time.sleep(600)', "print('held', flush=True); sys.stdin.read()")
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        ended = []
+        deadline = time.monotonic() + 60.0
+        while not ended and time.monotonic() < deadline:
+            ended = [process for process in both if process.poll() is not None]
+            threading.Event().wait(0.02)
+        assert len(ended) == 1
+        other = both[1 - both.index(ended[0])]
+        assert f"is in use by process {other.pid} on" in ended[0].communicate()[1]
+        assert other.communicate()[0] == "held\n"
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+class Abroad:
+    """A holder on another host, whose beats come here, but not its locks.
+
+    Args:
+        directory: of the run.
+        beats: whether it is alive.
+    """
+
+    def __init__(self, directory: pathlib.Path, beats: bool) -> None:
+        self._path = directory / NAME
+        self._path.write_text(self._record(0))
+        self._inode = self._path.stat().st_ino
+        self._over, self._beats = threading.Event(), beats
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Abroad:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _record(self, beat: int) -> str:
+        # The pid is one that lives here: it must not count.
+        holder = {"pid": os.getppid(), "started": 1, "host": "far", "boot": "another kernel's", "since": "noon"}
+        return json.dumps({**holder, "ends_within": 30.0, "beat": beat})
+
+    def _run(self) -> None:
+        beat = 0
+        while self._beats and not self._over.wait(0.1) and self._path.stat().st_ino == self._inode:
+            beat += 1
+            with self._path.open("r+") as file:
+                file.write(self._record(beat))
+
+
+def test_a_holder_on_another_host_is_alive_if_its_beat_is_seen_to_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_BEAT", 0.1)
+    with Abroad(tmp_path, beats=True):
+        assert f"is in use by process {os.getppid()} on far, since noon" in refused(tmp_path)
+        with RunLock(tmp_path, take_over=True):
+            assert f"process {os.getpid()} on" in refused(tmp_path)
+
+
+def test_a_holder_on_another_host_whose_beat_stands_still_is_taken_for_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_BEAT", 0.1)
+    monkeypatch.setattr(run_lock, "_STILL", 0.5)
+    with Abroad(tmp_path, beats=False):
+        began = time.monotonic()
+        with RunLock(tmp_path):
+            assert time.monotonic() - began > 0.5
+
+
+SHUT_OUT = "from rlframe.programs import run_lock\nrun_lock._BEAT = 0.1\nrun_lock._boot_id = lambda: 'another'\n"
+
+
+def test_a_holder_that_was_taken_for_dead_ends_when_it_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_BEAT", 0.1)
+    monkeypatch.setattr(run_lock, "_STILL", 0.5)
+    with subprocess.Popen(
+        [sys.executable, "-c", SHUT_OUT + HOLD, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            process.send_signal(signal.SIGSTOP)
+            with RunLock(tmp_path):
+                process.send_signal(signal.SIGCONT)
+                error = process.communicate(timeout=10.0)[1]
+                assert process.returncode == 1
+                assert f"{tmp_path} was taken over by process {os.getpid()} on" in error
+        finally:
+            process.kill()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunLock(tmp_path):
+        assert f"The file system of {tmp_path} has no locks" in caplog.text
+        monkeypatch.setattr(run_lock, "_BEAT", 0.1)
+    monkeypatch.setattr(run_lock, "_STILL", 1.0)
+    with RunLock(tmp_path):  # and what beats there is seen all the same
+        assert "is in use by" in refused(tmp_path)

@@ -1,0 +1,150 @@
+"""What is said where a package of an extra is missing, or broken; and which extra each import is of."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+import rlframe
+from rlframe import extras
+from rlframe.errors import UsageError
+from tests import hiding
+from tests.extras import needs
+
+NOT_IMPORTED = {"all", "cuda", "gpu", "lint", "test"}  # extras of which the package itself imports nothing
+PACKAGE = pathlib.Path(rlframe.__file__).parent
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Writes a package `rlframe_broken`, of an extra `fake`: its `__init__.py`, or None for a folder without one."""
+    monkeypatch.setitem(extras.MODULES, "fake", ("rlframe_broken", "rlframe_absent"))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(text: str | None) -> None:
+        (tmp_path / "rlframe_broken").mkdir()
+        if text is not None:
+            (tmp_path / "rlframe_broken" / "__init__.py").write_text(text)
+
+    yield write
+    sys.modules.pop("rlframe_broken", None)
+
+
+def test_what_is_missing_is_said_with_who_asked_and_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(extras, "_HAS_WHEEL", True)
+    assert str(extras.missing("--topology heavy_env", "launchpad")) == (
+        "--topology heavy_env needs the extra 'launchpad': pip install 'rlframe[launchpad]'"
+    )
+    assert str(extras.missing("--agent grpo", "launchpad", "trajectories", "envs")) == (
+        "--agent grpo needs the extras 'launchpad', 'trajectories' and 'envs': "
+        "pip install 'rlframe[launchpad,trajectories,envs]'"
+    )
+    assert extras.missing("x", "wandb").exit_code == 2
+
+
+def test_an_extra_without_a_wheel_for_this_python_names_what_does_its_work(monkeypatch):
+    monkeypatch.setattr(extras, "_HAS_WHEEL", False)
+    assert str(extras.missing("rlframe join", "launchpad", "trajectories")) == (
+        f"rlframe join needs the extra 'launchpad', which has no wheel for Python 3.{sys.version_info.minor}: use "
+        "Python 3.10, or in its place --topology single_process, or heavy_env or light_env with --engine threads"
+    )
+    assert str(extras.missing("--wandb", "wandb")).endswith("pip install 'rlframe[wandb]'")
+
+
+def test_what_does_without_is_said_where_only_the_last_is_missing(monkeypatch):
+    monkeypatch.setitem(extras.MODULES, "fake", ("rlframe_absent",))
+    monkeypatch.setitem(extras.MODULES, "there", ("json",))
+    with pytest.raises(UsageError, match=r"^It needs the extra 'fake': pip install 'rlframe\[fake\]', or not$"):
+        extras.require("It", "there", "fake", otherwise="or not")
+    with pytest.raises(UsageError, match=r"^It needs the extra 'fake': pip install 'rlframe\[fake\]'$"):
+        extras.require("It", "fake", "there", otherwise="or not")
+
+
+def test_a_module_that_is_not_there_is_missing(package):
+    with (
+        pytest.raises(UsageError, match="^Something needs the extra 'fake': pip install"),
+        extras.needed("Something", "fake"),
+    ):
+        import rlframe_absent  # noqa: F401
+
+
+def test_a_folder_that_has_the_name_of_a_package_is_no_package(package):
+    package(None)
+    assert not extras.has("rlframe_broken")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise AttributeError('no attribute Z')", "AttributeError: no attribute Z"),
+        ("from json import no_such_name", "ImportError: cannot import name 'no_such_name' from 'json'"),
+        ("import a_dependency_of_it", "ModuleNotFoundError: No module named 'a_dependency_of_it'"),
+    ],
+)
+def test_a_package_that_is_there_and_does_not_import_is_broken_and_not_missing(package, text, reason):
+    package(text)
+    with pytest.raises(UsageError) as raised, extras.needed("Something", "fake"):
+        import rlframe_broken  # noqa: F401
+    begins = "Something needs the package rlframe_broken, which is installed but cannot be imported: "
+    assert str(raised.value).startswith(begins + reason)
+
+
+def test_a_part_that_a_package_lacks_makes_it_broken(package):
+    package("")
+    with (
+        pytest.raises(UsageError, match="rlframe_broken, which is installed but cannot be imported"),
+        extras.needed("Something", "fake"),
+    ):
+        import rlframe_broken.part  # noqa: F401
+
+
+def test_a_mistake_of_our_own_is_raised_as_it_is(package):
+    with pytest.raises(ModuleNotFoundError, match="no_module_of_ours"), extras.needed("Something", "fake"):
+        import no_module_of_ours  # noqa: F401
+    with pytest.raises(ZeroDivisionError), extras.needed("Something", "fake"):
+        _ = 1 / 0
+
+
+def test_tests_skip_what_is_missing_and_fail_with_what_is_broken(package, monkeypatch):
+    package("raise AttributeError('damaged')")
+    with pytest.raises(pytest.skip.Exception, match="This test needs the extra 'fake': pip install 'rlframe"):
+        needs("fake")
+    monkeypatch.setitem(extras.MODULES, "fake", ("rlframe_broken",))
+    needs("fake")
+    with pytest.raises(AttributeError, match="damaged"):
+        import rlframe_broken  # noqa: F401
+
+
+def test_every_extra_of_setup_py_is_known_with_modules_that_it_brings():
+    of_setup = hiding.setup_arguments()["extras_require"]
+    assert set(extras.MODULES) == set(of_setup) - NOT_IMPORTED
+    for extra, modules in extras.MODULES.items():
+        if extra in extras.IN_PLACE_OF and not extras._HAS_WHEEL:
+            continue
+        needs(extra)
+        assert set(modules) <= hiding.visible((extra,)), extra
+
+
+def test_every_import_of_the_package_is_of_the_core_or_of_an_extra():
+    known = {
+        *sys.stdlib_module_names,
+        *hiding.visible(()),
+        *(name for names in extras.MODULES.values() for name in names),
+    }
+    known |= {"rlframe", "ale_py"}  # `--video` of an Atari game says itself where ale_py comes from
+    unknown = {(name, str(path)) for path in PACKAGE.rglob("*.py") for name in imported(path) - known}
+    assert unknown == set()
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """The top-level modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}

@@ -1,0 +1,282 @@
+"""Every command, topology and replay with the core and each extra alone: it works, or says which extra is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from rlframe import extras
+from rlframe.cli.main import COMMANDS
+from rlframe.cli.serve import SERVICES
+from rlframe.errors import UsageError
+from rlframe.programs.experiment import Experiment, Replay, Topology
+from tests import hiding
+from tests.extras import needs
+
+GRPO = f"train --quiet --agent grpo --env {hiding.ROOT}/examples/llm/reverse.py:Reverse --steps 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A command line, and what it needs.
+
+    Attributes:
+        line: without the word `rlframe`; or `import MODULE NAME`.
+        by: what asks for the extras, in the message.
+        needs: extras.
+        otherwise: the end of the message, where only the last of them is missing.
+    """
+
+    line: str
+    by: str = ""
+    needs: tuple[str, ...] = ()
+    otherwise: str = ""
+
+    def __str__(self) -> str:
+        return self.line.replace(str(hiding.ROOT), "")
+
+
+def of_command(line: str, *needs: str) -> Call:
+    return Call(line, "rlframe " + line.partition(" -")[0], needs)
+
+
+def training(options: str, *needs: str, by: str = "", otherwise: str = "") -> Call:
+    return Call(f"train --quiet --steps 64 --num-envs 2 --unroll-length 8 {options}", by or options, needs, otherwise)
+
+
+NO_CONTROL = "or leave its control out by --http None"
+TOPOLOGIES = [
+    training("--topology heavy_env", "launchpad"),
+    training("--topology light_env", "launchpad"),
+    training("--topology distributed", "launchpad", "reverb"),
+    training("--topology elastic", "launchpad", "trajectories", otherwise=NO_CONTROL),
+    training("--topology elastic --http None", "launchpad", by="--topology elastic"),
+    training("--topology heavy_env --replay reverb", "launchpad", "reverb"),
+    training("--topology light_env --replay reverb", "launchpad", "reverb"),
+    training("--topology distributed --replay reverb", "launchpad", "reverb"),
+    training("--topology elastic --replay reverb", "launchpad", "reverb", "trajectories", otherwise=NO_CONTROL),
+    training("--topology distributed --engine threads", "reverb", by="--topology distributed"),
+    training(
+        "--topology heavy_env --replay reverb --engine threads", "reverb", by="--topology heavy_env --replay reverb"
+    ),
+]
+TRAINING = [
+    *TOPOLOGIES,
+    training(
+        "--env dm_control:cartpole-balance --num-minibatches 2", "dm_control", by="--env dm_control:cartpole-balance"
+    ),
+    training("--http 0", "trajectories", by="--http"),
+    training("--wandb", "wandb"),
+    training("--trackio", "trackio"),
+    Call(f"{GRPO} --supervised-steps 0", "--agent grpo", ("launchpad", "trajectories", "envs")),
+    Call(f"{GRPO} --supervised-steps 0 --engine threads", "--agent grpo", ("trajectories", "envs")),
+    Call(
+        f"{GRPO} --supervised-steps 1",
+        *("--agent grpo", ("launchpad", "trajectories", "envs", "lm")),
+    ),
+]
+OTHERS = [
+    Call("evaluate RUN --video RUN/film.mp4", "--video", ("gymnasium",)),
+    Call("join localhost:5000", "rlframe join", ("launchpad", "reverb")),
+    Call("scale 2", "rlframe scale", ("trajectories",)),
+    *(of_command(line, "trajectories") for line in ("status", "pause", "resume", "stop")),
+    of_command("serve trajectories --store memory", "trajectories"),
+    of_command("serve trajectories --store redis://localhost:1/0", "trajectories"),
+    Call("serve trajectories --store memory --tokenizer t.json", "--tokenizer", ("trajectories", "tokenizers")),
+    Call("serve policy FOLDER", "rlframe serve policy", ("trajectories", "lm")),
+    of_command("serve policy --run-dir RUN", "trajectories"),
+    of_command("serve coordinator", "trajectories", "launchpad"),
+    Call("bench inference", "rlframe bench inference", ("launchpad",)),
+    Call("bench reverb", "rlframe bench reverb", ("reverb",)),
+    Call("bench trajectories", "rlframe bench trajectories", ("trajectories",)),
+]
+IMPORTS = [
+    Call("import rlframe.trajectories Client", "rlframe.trajectories.Client", ("trajectories",)),
+    Call("import rlframe.trajectories TrajectoryBuffer", "rlframe.trajectories.TrajectoryBuffer", ("trajectories",)),
+    Call("import rlframe.trajectories.base_env BaseEnv", "BaseEnv", ("trajectories", "envs")),
+    Call("import rlframe.policy_server PolicyServer", "rlframe.policy_server", ("trajectories",)),
+    Call("import rlframe.lm.published_tokenizer", "A published tokenizer", ("lm",)),
+    Call("import rlframe.coordinator.operators.ray RayOperator", "RayOperator", ("ray",)),
+    Call("import rlframe.coordinator.operators.kubernetes", "KubernetesOperator", ("kubernetes",)),
+]
+CORE = [
+    *(Call(f"{command} --help") for command in COMMANDS),
+    *(Call(f"serve {service} --help") for service in SERVICES),
+    Call("train --quiet --steps 64 --num-envs 2 --unroll-length 8 --run-dir RUN"),
+    Call("evaluate RUN --episodes 1"),
+    Call("plot RUN"),
+    Call("envs CartPole"),
+    Call("agents"),
+    Call("bench --list"),
+    *(
+        Call(f"import rlframe.{package}")
+        for package in (
+            *("actors", "agents", "coordinator", "envs", "inferencers", "interprocess", "learners", "lm", "metrics"),
+            *("programs", "replay", "replay.reverb", "trajectories"),
+        )
+    ),
+]
+REFUSED = [*TRAINING, *OTHERS, *IMPORTS]
+AVAILABLE = [extra for extra in extras.MODULES if extra not in extras.IN_PLACE_OF or extras._HAS_WHEEL]
+
+
+def expected(call: Call, installed: set[str]) -> str | None:
+    """The sentence that says what is missing, None where nothing is."""
+    absent = [extra for extra in call.needs if extra not in installed]
+    if not absent:
+        return None
+    otherwise = call.otherwise if absent == [call.needs[-1]] else ""
+    return str(extras.missing(call.by, *absent, otherwise=otherwise))
+
+
+def installed_with(*names: str) -> set[str]:
+    """The extras all of whose packages are there with the core and these ones: some bring those of others."""
+    there = hiding.visible(names)
+    return {extra for extra, modules in extras.MODULES.items() if there.issuperset(modules)}
+
+
+def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]]]:
+    """Makes the calls of each extra ("": of the core) in a process that has no other."""
+    asked = {
+        extra: {
+            "hidden": hiding.environment(*filter(None, [extra]))["RLFRAME_HIDDEN"].split(),
+            "calls": [call.line.split() for call in of_extra],
+        }
+        for extra, of_extra in calls.items()
+    }
+    done = subprocess.run(
+        [sys.executable, str(hiding.FOLDER / "calls.py")],
+        input=json.dumps(asked),
+        env=hiding.environment(),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_topology_and_every_replay_of_one_is_tried():
+    tried = {call.by for call in TOPOLOGIES}
+    for topology, replay in itertools.product(get_args(Topology), get_args(Replay)):
+        if topology == "single_process":  # of the core
+            continue
+        try:
+            Experiment(topology=topology, replay=replay)
+        except UsageError:  # it does not keep its experience there
+            continue
+        assert f"--topology {topology}{' --replay reverb' if replay == 'reverb' else ''}" in tried
+
+
+def test_the_core_alone_runs_what_needs_no_more_and_says_what_the_rest_needs(tmp_path):
+    calls = [*CORE, *REFUSED]
+    results = made({"": calls}, tmp_path)[""]
+    for call, (code, said) in zip(calls, results):
+        sentence = expected(call, installed_with())
+        if sentence is None:
+            assert (call.line, code) == (call.line, 0), said
+        else:
+            assert (call.line, code, said) == (call.line, 2, f"rlframe: {sentence}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN"]  # nothing was made for what was refused
+
+
+def test_with_each_extra_alone_what_needs_others_says_which(tmp_path):
+    calls = {
+        extra: [call for call in REFUSED if extra in call.needs and expected(call, installed_with(extra))]
+        for extra in AVAILABLE
+    }
+    check_refusals(calls, tmp_path)
+
+
+@pytest.mark.system
+def test_with_each_extra_alone_what_needs_none_of_it_says_what_it_needs(tmp_path):
+    calls = {
+        extra: [call for call in REFUSED if extra not in call.needs and expected(call, installed_with(extra))]
+        for extra in AVAILABLE
+    }
+    check_refusals(calls, tmp_path)
+
+
+def check_refusals(calls: dict[str, list[Call]], folder) -> None:
+    """Every call ends with the sentence that names what it needs beside the extra, and leaves nothing."""
+    for extra, results in made(calls, folder).items():
+        for call, (code, said) in zip(calls[extra], results):
+            assert (extra, call.line, code, said) == (
+                *(extra, call.line, 2),
+                f"rlframe: {expected(call, installed_with(extra))}\n",
+            )
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "topology", "by"),
+    [("launchpad", "heavy_env", "--engine launchpad"), ("reverb", "distributed", "--replay reverb")],
+)
+def test_a_damaged_install_is_not_called_a_missing_one_and_leaves_no_run_directory(tmp_path, package, topology, by):
+    needs("launchpad", "reverb")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise AttributeError('module tensorflow has no attribute X')\n")
+    arguments = training(f"--topology {topology} --run-dir run").line.split()
+    done = subprocess.run(
+        [sys.executable, "-m", "rlframe", *arguments],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"rlframe: {by} needs the package {package}, which is installed but cannot be imported: "
+        "AttributeError: module tensorflow has no attribute X"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run directory."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run_for_real(
+        "train --quiet --steps 64 --num-envs 2 --unroll-length 8 --eval-episodes 1 --run-dir run", folder.parent
+    )
+    return folder
+
+
+def run_for_real(line: str, folder, *names: str) -> None:
+    """Runs a command with the core and these extras alone, which has to end well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlframe", *line.split()],
+        env={**hiding.environment(*names), "WANDB_MODE": "offline"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# With the extras that the sentence names and no other: what is here is what README's table promises.
+WORKS = [
+    *(call for call in TOPOLOGIES if "--replay reverb" not in call.line or "heavy_env" in call.line),
+    training("--topology light_env --engine threads"),
+    *(call for call in TRAINING if call.by in ("--wandb", "--trackio") or "dm_control" in call.by),
+    Call(
+        f"{GRPO} --supervised-steps 1",
+        needs=("launchpad", "trajectories", "envs", "lm"),
+    ),
+    Call("evaluate RUN --episodes 1 --video film.mp4", needs=("gymnasium",)),
+]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("call", WORKS, ids=str)
+def test_what_is_said_to_be_needed_is_enough(tmp_path, trained, call):
+    needs(*call.needs)
+    run_for_real(call.line.replace("RUN", str(trained)), tmp_path, *call.needs)
