@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
+# Where the environment forbids bytecode, each of the tests' hundreds of processes would compile its imports again.
+export PYTHONDONTWRITEBYTECODE =
+
 # Two steps, so that the demo need not wait for TensorFlow, Launchpad, Reverb and Ray, two thirds of it.
 CORE := $(VENV)/.rlframe-core
 ALL := $(VENV)/.rlframe-all

@@ -12,11 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium
-import numpy as np
-
 from benchmarks.context import Context
-from benchmarks.envs import Contender, Wanted, ours, table
+from benchmarks.envs import BusyEnv, Contender, Wanted, ours, table
 from benchmarks.report import Table
 from rlframe.envs import AsyncEnv, SyncEnv
 
@@ -24,19 +21,8 @@ SIZE, WAIT_NUM = 16, 5
 MILLISECONDS = 2.0
 
 
-class SleepingEnv(gymnasium.Env):
+class SleepingEnv(BusyEnv):
     """Sleeps with each step, for an exponentially distributed time with a mean of so many milliseconds."""
-
-    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, milliseconds: float):
-        self.seconds = milliseconds / 1000.0
-        self.observation = np.zeros(4, np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.observation, {}
 
     def step(self, action: Any) -> Any:
         time.sleep(self.np_random.exponential(self.seconds))

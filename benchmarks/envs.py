@@ -53,6 +53,7 @@ class BusyEnv(gymnasium.Env):
         self.observation = np.zeros(4, np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
         return self.observation, {}
 
     def step(self, action: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import pathlib
@@ -22,7 +21,7 @@ from rlframe.programs.assemble import make_agent, make_pool
 from rlframe.programs.census import Census
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.run_dir import Result, RunDir, open_session
+from rlframe.programs.run_dir import Result, RunDir, open_session, rows_after
 from rlframe.programs.run_status import StatusFile
 from rlframe.programs.topologies import TOPOLOGIES, Run
 from rlframe.programs.updates import say_updates
@@ -196,11 +195,5 @@ class _Rows:
         if not self._path.exists():
             return
         self._at = min(self._at, self._path.stat().st_size)  # a restarted monitor may take its last row back
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._at += len(line)
-                row = json.loads(line)
-                self._logger.write(row.pop("step"), row)
+        for row, self._at in rows_after(self._path, self._at):
+            self._logger.write(row.pop("step"), row)

@@ -145,6 +145,17 @@ def open_session(
         yield described, directory
 
 
+def rows_after(path: pathlib.Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields the complete rows of a `metrics.jsonl` after a position in bytes, each with the position behind it."""
+    with path.open("rb") as file:
+        file.seek(position)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            position += len(line)
+            yield json.loads(line), position
+
+
 def default_path(described: Any) -> pathlib.Path:
     """`runs/AGENT-ENV-SEED-TIME`, with a number behind it where that exists."""
     agent = described.agent.rpartition(":")[2]

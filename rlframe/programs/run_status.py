@@ -19,7 +19,7 @@ from rlframe.coordinator.states import JobState
 from rlframe.errors import UsageError
 from rlframe.programs import run_lock
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.run_dir import Result, RunDir
+from rlframe.programs.run_dir import Result, RunDir, rows_after
 
 OVER = (JobState.CLOSED.value, JobState.FAILED.value)
 
@@ -177,13 +177,8 @@ class _Rows:
         try:
             if self._path.stat().st_size < self._at:
                 self._forget()
-            with self._path.open("rb") as file:
-                file.seek(self._at)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._at += len(line)
-                    self._take(json.loads(line))
+            for row, self._at in rows_after(self._path, self._at):
+                self._take(row)
         except FileNotFoundError:
             self._forget()
         return self._last

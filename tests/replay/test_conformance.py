@@ -464,14 +464,14 @@ def test_min_size_and_samples_per_insert_hold_sampling_back(make: Any) -> None:
     buffer = make("uniform", Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0)
     buffer.claim_rank(2)
     stream, given = Stream(2, end=0.0), []
-    for _ in range(25):
+    for _ in range(12):
         buffer.add(*stream.step())
         given.append(0)
         while buffer.sample() is not None:
             given[-1] += 1
     assert given[:4] == [0, 0, 0, 0]
     assert given[4] == 1
-    assert sum(given) * 8 == pytest.approx(2 * (50 - 10), abs=8)
+    assert sum(given) * 8 == pytest.approx(2 * (24 - 10), abs=8)
 
 
 def test_a_batch_is_not_changed_by_what_comes_later(make: Any) -> None:
