@@ -195,5 +195,6 @@ class _Rows:
         if not self._path.exists():
             return
         self._at = min(self._at, self._path.stat().st_size)  # a restarted monitor may take its last row back
-        for row, self._at in rows_after(self._path, self._at):
+        for row, position in rows_after(self._path, self._at):
+            self._at = position
             self._logger.write(row.pop("step"), row)

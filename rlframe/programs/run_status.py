@@ -169,7 +169,7 @@ class _Rows:
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
+        self._path, self._at = path, 0
         self._forget()
 
     def read(self) -> dict[str, Any]:
@@ -177,7 +177,8 @@ class _Rows:
         try:
             if self._path.stat().st_size < self._at:
                 self._forget()
-            for row, self._at in rows_after(self._path, self._at):
+            for row, position in rows_after(self._path, self._at):
+                self._at = position
                 self._take(row)
         except FileNotFoundError:
             self._forget()
