@@ -25,6 +25,7 @@ NAME = "run.lock"
 _BEAT = 5.0  # seconds between two beats of a holder
 _STILL = 30.0  # seconds without a beat after which a holder on another host is taken for dead
 _LOOK = 0.05  # seconds between two looks at a lock that is waited for
+_SETTLES = 1.0  # seconds in which who has just got the lock writes itself down, and `holder_of` lets go of it
 _KILLED = 10.0  # seconds that a holder has to end after SIGKILL
 
 _log = logging.getLogger(__name__)
@@ -96,12 +97,14 @@ class RunLock:
         self._directory, self._path = directory, directory / NAME
         self._take_over = take_over
         self._descriptor = -1
+        self._settled_by = 0.0
         self._owner = os.getpid()
         self._holder = Holder.this(ends_within)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="rlframe lock", daemon=True)
 
     def __enter__(self) -> RunLock:
+        self._settled_by = time.monotonic() + _SETTLES
         while not self._try():
             time.sleep(_LOOK)
         self._thread.start()
@@ -124,6 +127,9 @@ class RunLock:
             holder = _read(self._path)
             if granted is None:
                 _log.warning("The file system of %s has no locks: see to it that no other process writes to it.", self)
+            if granted is False and not _is_alive(holder) and time.monotonic() < self._settled_by:
+                self._close()
+                return False
             elsewhere = holder is not None and (granted is None or not holder.is_of_this_kernel)
             if elsewhere:
                 if not self._take_over and self._beats(holder):
@@ -234,7 +240,7 @@ def holder_of(directory: pathlib.Path) -> Holder | None:
     holder = _read(directory / NAME)
     if holder is None or not holder.is_of_this_kernel:
         return holder
-    if ProcessId(holder.pid, holder.started).is_alive:
+    if _is_alive(holder):
         return holder
     with contextlib.suppress(OSError), (directory / NAME).open() as file:
         try:  # it may be alive in another container
@@ -279,6 +285,11 @@ def _read(path: pathlib.Path) -> Holder | None:
         return Holder(**values)
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _is_alive(holder: Holder | None) -> bool:
+    """Whether it is seen to live from here; one in another container is not."""
+    return holder is not None and holder.is_of_this_kernel and ProcessId(holder.pid, holder.started).is_alive
 
 
 def _boot_id() -> str:

@@ -25,7 +25,15 @@ HOLD = """
 import multiprocessing, os, pathlib, signal, sys, time
 from rlframe.programs.run_lock import RunLock
 
+def write_late(lock, beat):
+    print("locked", flush=True)
+    sys.stdin.readline()
+    write(lock, beat)
+
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+write = RunLock._write
+if "late" in sys.argv:
+    RunLock._write = write_late
 with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "deaf" in sys.argv else 30.0):
     if "deaf" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -45,12 +53,12 @@ with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "deaf" in sys.argv el
 def holder(directory: pathlib.Path, *how: str) -> Iterator[subprocess.Popen[str]]:
     """Another process, which has the lock."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(directory), *how], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(directory), *how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
             if "forks" not in how:
-                assert process.stdout.readline() == "held\n"
+                assert process.stdout.readline() == ("locked\n" if "late" in how else "held\n")
             yield process
         finally:
             process.kill()
@@ -66,6 +74,41 @@ def test_who_has_the_lock_is_named_to_who_wants_it(tmp_path):
     with holder(tmp_path) as process:
         assert f"{tmp_path} is in use by process {process.pid} on " in refused(tmp_path)
         assert "--take-over" in refused(tmp_path)
+
+
+def once_read(monkeypatch, then) -> None:
+    """Calls `then` when who wants the lock has looked for the first time who has it."""
+    read, calls = run_lock._read, []
+
+    def reading(path: pathlib.Path) -> run_lock.Holder | None:
+        found = read(path)
+        if not calls:
+            calls.append(then())
+        return found
+
+    monkeypatch.setattr(run_lock, "_read", reading)
+
+
+@pytest.mark.parametrize("take_over", [False, True])
+def test_a_holder_that_has_not_written_itself_down_yet_is_waited_for(tmp_path, monkeypatch, take_over):
+    with holder(tmp_path, "late") as process:
+        once_read(monkeypatch, lambda: print(file=process.stdin, flush=True))
+        if take_over:
+            with RunLock(tmp_path, take_over=True):
+                assert process.wait(timeout=10.0) == 0  # it was told to end, and could save
+        else:
+            assert f"is in use by process {process.pid} on" in refused(tmp_path)
+
+
+def test_who_looks_at_the_lock_of_a_dead_process_does_not_keep_it_from_who_wants_it(tmp_path, monkeypatch):
+    with holder(tmp_path) as process:
+        pass
+    assert f'"pid": {process.pid}' in (tmp_path / NAME).read_text()
+    with (tmp_path / NAME).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `holder_of` does
+        once_read(monkeypatch, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        with RunLock(tmp_path):
+            pass
 
 
 def test_a_lock_leaves_nothing_behind(tmp_path):
