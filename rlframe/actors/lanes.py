@@ -195,11 +195,12 @@ def make_lane(env: Any, env_ids: np.ndarray, replay_buffer: Any) -> SyncLane | A
 
 
 def stepping(env: Any) -> Phase:
-    """The phase of who waits for a pool: an asynchronous one may need the answers of several, one after another.
+    """The phase of who waits for a pool, in which each environment has its answer time.
 
     Pools that see for themselves that an environment of theirs hangs are the first to, and name it.
     """
-    return Phase("stepping", getattr(env, "answer_timeout", ANSWER_TIMEOUT) * getattr(env, "wait_num", 1) + _LATER)
+    allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _LATER
+    return Phase("stepping", allowed, getattr(env, "progress", None))
 
 
 def zero_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:

@@ -123,6 +123,9 @@ class EnvPoolPool:
         """EnvPool's environments log nothing."""
         return {}
 
+    def progress(self) -> None:
+        """EnvPool does not say how far it is."""
+
     def close(self) -> None:
         self._core.close()
 
@@ -151,6 +154,9 @@ class EnvPoolAsync:
     def sums(self) -> Sums:
         """EnvPool's environments log nothing."""
         return {}
+
+    def progress(self) -> None:
+        """EnvPool does not say how far it is."""
 
     def close(self) -> None:
         self._core.close()

@@ -15,7 +15,7 @@ from rlframe.envs.frames import Rows
 from rlframe.envs.logs import EnvLog
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
-from rlframe.interprocess.progress import advance
+from rlframe.interprocess.clock import Clock
 
 ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung, by default
 LOOK = 0.5  # seconds between looks at whether those that a pool waits for are alive
@@ -40,11 +40,15 @@ class EnvGroup:
       envs: all with the same specs.
       seeds: one for each, given to its first reset.
       first_id: the index in the pool of the first one; errors name the environments by it.
+
+    Attributes:
+      at: [1] the place in this group of the environment that is being stepped or reset; may lie in shared memory.
     """
 
     def __init__(self, envs: list[SingleEnv], seeds: list[int], first_id: int):
         self.envs = envs
         self.first_id = first_id
+        self.at: Any = [0]
         self.log_to(EnvLog())
         self.observation_spec = envs[0].observation_spec
         self.action_spec = envs[0].action_spec
@@ -67,25 +71,25 @@ class EnvGroup:
     def reset(self, rows: Rows) -> None:
         """Starts a new episode in every environment."""
         for i in range(len(self.envs)):
+            self.at[0] = i
             self.reset_one(i, rows, i)
-            advance()
 
     def step(self, actions: np.ndarray, rows: Rows) -> None:
         """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
         i = 0
-        last, leaves = self._last, rows.leaves
+        last, leaves, at = self._last, rows.leaves, self.at
         step_types, rewards, discounts = [], [], []
         only, shape, accepted = leaves[0], self._shapes[0], self._accepted[0]
         is_leaf = self.layout.is_leaf
         try:
             for i, (step, action) in enumerate(zip(self._steppers, self._decode(actions), strict=True)):
+                at[0] = i
                 if last[i]:
                     observation, reward, discount, is_last = self._reset_env(i), 0.0, 1.0, False
                     step_types.append(0)
                 else:
                     observation, reward, discount, is_last = step(action)
                     step_types.append(2 if is_last else 1)
-                advance()
                 last[i] = is_last
                 rewards.append(reward)
                 discounts.append(discount)
@@ -218,10 +222,44 @@ def span(slices: list[tuple[int, int]]) -> str:
     return f"environment{'s' if len(parts) > 1 or ' ' in parts[0] else ''} {', '.join(parts)}"
 
 
+class StepWatch:
+    """Finds the environments that hang, while a pool waits for workers which step theirs one after another.
+
+    Args:
+      slices: (start, stop) of each worker's environments.
+      answer_timeout: seconds that each environment has, from the look that first sees it stepped.
+    """
+
+    def __init__(self, slices: list[tuple[int, int]], answer_timeout: float):
+        self._slices, self._answer_timeout = slices, answer_timeout
+        self._clock = Clock()
+        self._seen: dict[int, tuple[int, float]] = {}  # by worker: (place, since when by the clock)
+
+    def begin(self) -> None:
+        """The workers were given something to do."""
+        self._seen.clear()
+
+    def look(self, at: dict[int, int]) -> None:
+        """Raises EnvError where an environment hangs. `at`: of each worker that is at work, its `EnvGroup.at`."""
+        now = self._clock.tick()
+        self._seen = {
+            worker: self._seen[worker] if self._seen.get(worker, (-1,))[0] == place else (place, now)
+            for worker, place in at.items()
+        }
+        late = [
+            self._slices[worker][0] + place
+            for worker, (place, since) in self._seen.items()
+            if now - since > self._answer_timeout
+        ]
+        if late:
+            raise silence([(env_id, env_id + 1) for env_id in late], self._answer_timeout)
+
+
 def silence(slices: list[tuple[int, int]], seconds: float) -> EnvError:
     """The error for environments that do not answer."""
+    who = "it hangs" if len(slices) == 1 and slices[0][1] - slices[0][0] == 1 else "they hang"
     return EnvError(
-        f"No answer from {span(slices)} within {seconds:g} s: it hangs. Correct it, or allow a step more time by "
+        f"No answer from {span(slices)} within {seconds:g} s: {who}. Correct what hangs, or allow a step more time by "
         "answer_timeout."
     )
 

@@ -40,6 +40,10 @@ class PoolHandle:
         """What the environments logged since they were made: name -> [sum, count]. Any thread may ask, at any time."""
         return self._pool.sums()
 
+    def progress(self) -> Any:
+        """Compares as equal for as long as no environment gets on (always, of EnvPool). Any thread may ask."""
+        return self._pool.progress()
+
     def close(self) -> None:
         """Ends every thread and process of the pool. May be called twice."""
         if not self._closed:

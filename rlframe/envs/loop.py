@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rlframe.envs.frames import FrameRing
@@ -38,6 +40,9 @@ class LoopPool:
 
     def sums(self) -> Sums:
         return self._group.log.sums()
+
+    def progress(self) -> Any:
+        return self._group.at[0]
 
     def close(self) -> None:
         self._group.close()

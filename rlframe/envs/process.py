@@ -14,7 +14,7 @@ import numpy as np
 
 from rlframe.envs import shared
 from rlframe.envs.frames import Frame
-from rlframe.envs.group import LOOK, EnvState, interrupted, silence
+from rlframe.envs.group import LOOK, EnvState, StepWatch, interrupted, silence
 from rlframe.envs.workers import Workers
 from rlframe.interprocess.clock import Clock
 from rlframe.metrics.sums import Sums
@@ -38,8 +38,7 @@ class ProcessPool:
         self._next = 0
         self._given = 0  # commands so far
         self._is_waiting = False
-        self._clock = Clock()
-        self._deadline: float | None = None  # by the clock; known once we wait
+        self._watch = StepWatch(slices, answer_timeout)
 
     def reset(self) -> TimeStep:
         return self._run(shared.RESET)
@@ -57,6 +56,9 @@ class ProcessPool:
 
     def sums(self) -> Sums:
         return self._workers.sums()
+
+    def progress(self) -> Any:
+        return [header[shared.AT] for header in self._workers.headers]
 
     def close(self) -> None:
         self._workers.close()
@@ -89,7 +91,7 @@ class ProcessPool:
             raise interrupted()
         self._is_waiting = True
         self._given += 1
-        self._deadline = None
+        self._watch.begin()
         for header, go in zip(self._workers.headers, self._workers.go, strict=True):
             header[shared.COMMAND] = command
             header[shared.FRAME] = self._next
@@ -113,12 +115,8 @@ class ProcessPool:
     def _look(self) -> None:
         try:
             self._workers.check()
-            now = self._clock.tick()
-            self._deadline = self._deadline or now + self._workers.answer_timeout
-            if now > self._deadline:
-                workers = zip(self._workers.slices, self._workers.headers, strict=True)
-                late = [each for each, header in workers if header[shared.DONE] != self._given]
-                raise silence(late, self._workers.answer_timeout)
+            headers = enumerate(self._workers.headers)
+            self._watch.look({worker: each[shared.AT] for worker, each in headers if each[shared.DONE] != self._given})
         except BaseException:
             self.close()
             raise
@@ -180,6 +178,9 @@ class AsyncProcesses:
 
     def sums(self) -> Sums:
         return self._workers.sums()
+
+    def progress(self) -> Any:
+        return [header[shared.DONE] for header in self._workers.headers]
 
     def close(self) -> None:
         self._workers.close()

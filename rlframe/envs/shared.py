@@ -27,6 +27,7 @@ DONE = 3  # written by the worker: commands done so far (sync), results given so
 FAILED = 4  # written by the worker: 1 once an exception waits on its connection
 REQUESTED = 5  # written by the pool: environments sent so far (async)
 WANTED = 6  # written by the pool in the header of worker 0: results, of all workers together, that wake it (async)
+AT = 7  # written by the worker: the place, in its share, of the environment that it steps (sync)
 HEADER = 16  # words: two cache lines, so that no two workers share one
 
 STEP, RESET, CALL, CLOSE = range(4)

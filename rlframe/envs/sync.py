@@ -36,8 +36,8 @@ class SyncEnv(PoolHandle):
       seed: environment i is seeded from (seed, i), so every Python type gives the same streams.
       num_workers: threads or processes; the cores that this process may use, if None.
       env_kwargs: options of the environment or of EnvPool.
-      answer_timeout: seconds that a step may take in a thread or process before its environment counts as hung: an
-        EnvError names it. A loop and EnvPool have no such limit.
+      answer_timeout: seconds that an environment may take for a step in a thread or process before it counts as hung:
+        an EnvError names it. A loop and EnvPool have no such limit.
       check_finite: whether NaN and infinity in a reward or an observation is an EnvError that names the environment;
         None: but for EnvPool, a light step of which would take a tenth more time.
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.envs.frames import FrameRing, Rows, new_frame
-from rlframe.envs.group import LOOK, EnvGroup, EnvState, interrupted, silence
+from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted, silence
 from rlframe.interprocess.clock import Clock
 from rlframe.metrics.sums import Sums, add_up
 from rlframe.types import TimeStep
@@ -61,7 +61,6 @@ class ThreadPool:
 
     def __init__(self, groups: list[EnvGroup], answer_timeout: float):
         self._groups = groups
-        self._answer_timeout = answer_timeout
         self._slices = [(group.first_id, group.first_id + len(group.envs)) for group in groups]
         self.num_envs = self._slices[-1][1]
         self.observation_spec = groups[0].observation_spec
@@ -70,7 +69,7 @@ class ThreadPool:
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups]
         self._done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._is_waiting = False
-        self._clock = Clock()
+        self._watch = StepWatch(self._slices, answer_timeout)
         works = [
             functools.partial(_serve, group, i, jobs, self._done)
             for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
@@ -99,6 +98,9 @@ class ThreadPool:
     def sums(self) -> Sums:
         return add_up(group.log.sums() for group in self._groups)
 
+    def progress(self) -> Any:
+        return [group.at[0] for group in self._groups]
+
     def close(self) -> None:
         """After a step that was interrupted it does not wait for that to end."""
         self._crew.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
@@ -111,16 +113,13 @@ class ThreadPool:
         for jobs, (start, stop) in zip(self._jobs, self._slices, strict=True):
             jobs.put((None if actions is None else actions[start:stop], frame.rows(start, stop)))
         answers: dict[int, BaseException | None] = {}
-        deadline = None
+        self._watch.begin()
         while len(answers) < len(self._jobs):
             try:
                 worker, answers[worker] = self._done.get(timeout=LOOK)
             except Empty:
-                now = self._clock.tick()
-                deadline = deadline or now + self._answer_timeout
-                if now > deadline:
-                    late = [each for worker, each in enumerate(self._slices) if worker not in answers]
-                    raise silence(late, self._answer_timeout) from None
+                at = {worker: group.at[0] for worker, group in enumerate(self._groups) if worker not in answers}
+                self._watch.look(at)
         self._is_waiting = False
         for worker in range(len(answers)):
             error = answers[worker]
@@ -186,6 +185,9 @@ class AsyncThreads:
 
     def sums(self) -> Sums:
         return self._log.sums()
+
+    def progress(self) -> Any:
+        return list(self._doing)
 
     def close(self) -> None:
         """Makes no step that was not begun. After a `recv` that was interrupted it waits for none either."""

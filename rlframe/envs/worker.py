@@ -90,7 +90,7 @@ class ParentWatch:
 
 
 class Worker:
-    """Serves the commands of one pool. Its `watch_parent` runs in a thread of its own."""
+    """Serves the commands of one pool."""
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class Worker:
         self._requests, self._results = block.requests[job.worker], block.results[job.worker]
         self._actions = block.actions
         group.log_to(block.logs[job.worker])
+        group.at = self._header[shared.AT : shared.AT + 1]
         self._rows = [frame.rows(job.start, job.stop) for frame in block.frames]
 
     def serve(self) -> None:

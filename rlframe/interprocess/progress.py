@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -23,12 +24,13 @@ class Phase:
     Args:
         name: what it is, for messages: "stepping".
         allowed: seconds that it may make no progress.
+        progress: gives what changes as it gets on, to whichever thread asks; None: only `advance` tells.
     """
 
-    __slots__ = ("allowed", "name")
+    __slots__ = ("allowed", "name", "progress")
 
-    def __init__(self, name: str, allowed: float) -> None:
-        self.name, self.allowed = name, allowed
+    def __init__(self, name: str, allowed: float, progress: Callable[[], Any] | None = None) -> None:
+        self.name, self.allowed, self.progress = name, allowed, progress
 
     # Where environments are stepped: every tenth of a microsecond counts.
 
@@ -54,7 +56,7 @@ def waiting_for(name: str) -> Phase:
 
 
 def advance() -> None:
-    """Notes that the phase which this thread is in gets on, as each of several environments is stepped."""
+    """Notes that the phase which this thread is in gets on."""
     _threads[get_ident()].advances += 1
 
 
@@ -106,7 +108,7 @@ class Progress:
     """Measures how long each thread of this process has been in its phase, from one `look` to the next."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, int, float]] = {}  # (within, advances, since when), by thread
+        self._seen: dict[int, tuple[Any, Any, float]] = {}  # (within, how far it is, since when), by thread
 
     def look(self, now: float, ident: int | None = None) -> Stay | None:
         """The stay that is nearest to its deadline, or furthest beyond it; None where no thread is in a phase.
@@ -117,11 +119,13 @@ class Progress:
         """
         stays = []
         for thread_id, thread in list(_threads.items()):
-            within, advances = thread.within, thread.advances  # once: the thread goes on meanwhile
-            before, then, since = self._seen.get(thread_id, (None, -1, now))
-            if within is not before or advances != then:
+            within = thread.within  # once: the thread goes on meanwhile
+            ask = within[0].progress if within is not None else None
+            at = thread.advances, ask() if ask is not None else None
+            before, then, since = self._seen.get(thread_id, (None, None, now))
+            if within is not before or at != then:
                 since = now
-            self._seen[thread_id] = within, advances, since
+            self._seen[thread_id] = within, at, since
             if within is not None and ident in (None, thread_id):
                 stays.append(Stay(within[0], now - since, thread_id))
         return max(stays, key=lambda stay: stay.overdue, default=None)

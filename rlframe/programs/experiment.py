@@ -93,7 +93,7 @@ class Experiment:
     num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
     async_envs: bool = False  # act on the environments that answer first; not for agents that learn on-policy
     wait_num: Union[int, None] = None  # of async_envs: environments of each pool to wait for; None: a third of them
-    answer_timeout: float = 600.0  # seconds that a step of the pool may take before an environment counts as hung
+    answer_timeout: float = 600.0  # seconds that an environment may take for a step before it counts as hung
     check_finite: Union[bool, None] = None  # whether NaN of an environment ends the run; None: unless it is EnvPool's
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of the environment itself
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to them for evaluation

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-
+import numpy as np
 import pytest
 
 from rlframe import AsyncEnv, SyncEnv
@@ -11,16 +10,27 @@ from rlframe.actors.lanes import stepping
 from rlframe.interprocess.progress import Progress
 from tests.fakes import CountingEnv
 
+POOLS = {
+    "loop": lambda env: SyncEnv(env, 3, "loop", answer_timeout=100.0),
+    "thread": lambda env: SyncEnv(env, 3, "thread", num_workers=1, answer_timeout=100.0),
+    "async thread": lambda env: AsyncEnv(env, 3, 3, "thread", num_workers=1, answer_timeout=100.0),
+}
 
-def test_a_pool_has_its_answer_time_and_an_asynchronous_one_that_of_all_it_waits_for():
-    with contextlib.closing(SyncEnv(CountingEnv, 4, "loop", answer_timeout=100.0)) as pool:
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_a_pool_has_its_answer_time(kind):
+    with POOLS[kind](CountingEnv) as pool:
         assert stepping(pool).allowed == pytest.approx(100.0, abs=10.0)
-    with contextlib.closing(AsyncEnv(CountingEnv, 4, 2, "thread", answer_timeout=100.0)) as pool:
-        assert stepping(pool).allowed == pytest.approx(200.0, abs=10.0)
     assert stepping(object()).allowed == pytest.approx(600.0, abs=10.0)  # a user's own
 
 
-def test_each_environment_of_a_loop_has_that_time():
+def test_envpool_steps_its_environments_together():
+    with AsyncEnv("CartPole-v1", 4, 4, "envpool", answer_timeout=100.0) as pool:
+        assert stepping(pool).allowed == pytest.approx(100.0, abs=10.0)
+
+
+@pytest.mark.parametrize("kind", ["loop", "thread", "async thread"])
+def test_each_environment_has_that_time(kind):
     progress, looks = Progress(), []
 
     class Watching(CountingEnv):
@@ -28,8 +38,21 @@ def test_each_environment_of_a_loop_has_that_time():
             looks.append(progress.look(100.0 * len(looks)))
             return super().step(action)
 
-    with contextlib.closing(SyncEnv(Watching, 3, "loop")) as pool:
-        pool.reset()
+    with POOLS[kind](Watching) as pool:
+        pool.reset() if pool.is_sync else pool.recv()
         with stepping(pool):
-            pool.step([0, 0, 0])
+            if pool.is_sync:
+                pool.step(np.zeros(3, np.int32))
+            else:
+                pool.send(np.arange(3), np.zeros(3, np.int32))
+                pool.recv()
     assert [stay.seconds for stay in looks] == [0.0, 0.0, 0.0]
+
+
+def test_so_has_each_that_another_process_steps_out_of_turn():
+    with AsyncEnv(CountingEnv, 3, 3, "process", num_workers=1) as pool:
+        pool.recv()
+        assert pool.progress() == [3]
+        pool.send(np.arange(3), np.zeros(3, np.int32))
+        pool.recv()
+        assert pool.progress() == [6]

@@ -175,8 +175,7 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_a_named_error():
 
 @pytest.mark.parametrize("is_sync", [True, False])
 def test_a_worker_that_hangs_is_named_after_the_answer_timeout(is_sync):
-    message = rf"No answer from environment{'s 2 to 3' if is_sync else ' 2'} within 0\.5 s: it hangs"
-    with pytest.raises(EnvError, match=message):
+    with pytest.raises(EnvError, match=r"No answer from environment 2 within 0\.5 s: it hangs"):
         (run_sync if is_sync else run_async)("hang", "process", answer_timeout=0.5)
 
 

@@ -41,6 +41,15 @@ def test_a_phase_that_advances_counts_from_then(progress: Progress):
         assert progress.look(501.0)[1] == 1.0  # type: ignore[index]
 
 
+def test_a_phase_may_say_itself_how_far_it_is(progress: Progress):
+    at = [0]
+    with Phase("stepping", 600.0, lambda: at[0]):
+        progress.look(10.0)
+        assert progress.look(500.0)[1] == 490.0  # type: ignore[index]
+        at[0] = 1
+        assert progress.look(501.0)[1] == 0.0  # type: ignore[index]
+
+
 def test_while_a_thread_waits_for_another_process_what_it_waits_within_is_not_counted(progress: Progress):
     with STARTING:
         progress.look(0.0)
