@@ -114,7 +114,7 @@ def test_environments_are_shared_out_evenly_among_actors_and_their_pools():
 
 
 class Node:
-    """Ends well, raises, or waits until it is stopped."""
+    """Ends well, raises, waits until it is stopped, or for ever; or presses Ctrl-C, twice or once more when stopped."""
 
     def __init__(self, how: str) -> None:
         self.how, self.stopped = how, threading.Event()
@@ -122,11 +122,19 @@ class Node:
     def run(self) -> None:
         if self.how == "raises":
             raise ValueError("unhappy")
-        if self.how == "waits":
+        if self.how in ("presses twice", "presses when stopped"):
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.how == "presses twice":
+            os.kill(os.getpid(), signal.SIGTERM)  # two of one number may be taken for one
+        if self.how not in ("ends", "raises"):
             assert self.stopped.wait(60.0)
+        if self.how == "never ends":
+            threading.Event().wait()
 
     def stop(self) -> None:
         self.stopped.set()
+        if self.how == "presses when stopped":
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_threads_end_with_the_monitor_and_name_the_node_that_raised():
@@ -140,3 +148,17 @@ def test_threads_end_with_the_monitor_and_name_the_node_that_raised():
     with pytest.raises(ProgramError, match="The node learner failed: ValueError: unhappy"):
         engine.run()
     assert actor.stopped.is_set()
+
+
+@pytest.mark.parametrize("how", ["presses twice", "presses when stopped"])
+def test_a_second_ctrl_c_at_any_time_has_ended_threads_well_only_if_those_that_save_had_saved(how):
+    engine = ThreadsEngine()
+    engine.add("actor", Node, how)
+    engine.add("learner", Node, "never ends")
+    with pytest.raises((ProgramError, KeyboardInterrupt)) as caught:
+        engine.run()
+    assert str(caught.value).startswith("The node learner failed while the program ended: TimeoutError")
+    engine = ThreadsEngine()
+    engine.add("learner", Node, "ends")
+    engine.add("actor", Node, how)
+    assert engine.run() == signal.SIGINT

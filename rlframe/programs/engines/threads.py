@@ -65,7 +65,7 @@ class ThreadsEngine:
             ProgramError: a node raised; or, when it was stopped by a signal, one that saves did not end well.
         """
         failure: ProgramError | None = None
-        is_complete = False
+        is_complete, patience = False, _JOIN_WITHIN
         if watch is not None:
             watch(False, [node_status("launcher", 0, os.getpid())])
         # They do not hold up the end of the process: after a second Ctrl-C some may still be at work.
@@ -74,9 +74,9 @@ class ThreadsEngine:
             for node in self._nodes
         ]
         with StopSignal() as stop:
-            for thread in threads:
-                thread.start()
             try:
+                for thread in threads:
+                    thread.start()
                 while stop.number is None:
                     try:
                         group, error = self._ended.get(timeout=0.1)
@@ -87,14 +87,17 @@ class ThreadsEngine:
                     is_complete = error is None and group == "monitor"
                     if failure is not None or is_complete:
                         break
+            except KeyboardInterrupt:  # a second Ctrl-C already
+                patience = 0.0
             finally:
-                for _, node in self._nodes:
-                    node.stop()
                 with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
-                    for thread in threads:
-                        thread.join(_JOIN_WITHIN)
+                    for _, node in self._nodes:
+                        node.stop()
+                    for thread in filter(threading.Thread.is_alive, threads):
+                        thread.join(patience)
                 unsaved = self._how_others_ended(threads)
-                self._close()
+                with contextlib.suppress(KeyboardInterrupt):
+                    self._close()
         failure = failure or (None if is_complete else unsaved)
         if failure is not None:
             raise failure
