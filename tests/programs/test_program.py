@@ -153,8 +153,8 @@ def test_threads_end_with_the_monitor_and_name_the_node_that_raised():
 @pytest.mark.parametrize("how", ["presses twice", "presses when stopped"])
 def test_a_second_ctrl_c_at_any_time_has_ended_threads_well_only_if_those_that_save_had_saved(how):
     engine = ThreadsEngine()
-    engine.add("actor", Node, how)
     engine.add("learner", Node, "never ends")
+    engine.add("actor", Node, how)
     with pytest.raises((ProgramError, KeyboardInterrupt)) as caught:
         engine.run()
     assert str(caught.value).startswith("The node learner failed while the program ended: TimeoutError")
