@@ -139,6 +139,7 @@ class AsyncProcesses:
         self._ready: list[int] = []  # finished, in order, but not yet received
         self._workers.headers[0][shared.WANTED] = _NOBODY_WAITS
         self._next_look = 0.0
+        self._has_failed = False  # and is closed
         self._clock = Clock()
         # What each worker had done at the last look, and since when by the clock it has done no more.
         self._progress = [(0, self._clock())] * len(slices)
@@ -147,6 +148,8 @@ class AsyncProcesses:
         self.send(np.arange(self.num_envs), np.zeros(self._actions.shape, self._actions.dtype))
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
+        if self._has_failed:
+            raise interrupted()
         self._actions[env_ids] = actions
         workers = self._worker_of[env_ids]
         for worker, go in enumerate(self._workers.go):
@@ -161,6 +164,8 @@ class AsyncProcesses:
                 go.post()
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
+        if self._has_failed:
+            raise interrupted()
         self._collect()
         now = time.monotonic()
         # The others may be quick enough that we never wait for a worker that failed or died.
@@ -216,5 +221,6 @@ class AsyncProcesses:
             if late:
                 raise silence(late, self._workers.answer_timeout)
         except BaseException:
+            self._has_failed = True
             self.close()
             raise

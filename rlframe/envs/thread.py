@@ -148,6 +148,7 @@ class AsyncThreads:
         self._doing: list[tuple[int, float] | None] = [None] * num_workers
         self._next_look = 0.0
         self._is_waiting = False
+        self._has_failed = False  # an environment raised: it answers no more
         self._is_ending = threading.Event()
         left = list(range(num_workers))
         works = [
@@ -162,11 +163,15 @@ class AsyncThreads:
         self.send(np.arange(self.num_envs), np.zeros((self.num_envs, *self.action_spec.shape), self.action_spec.dtype))
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
+        if self._has_failed:
+            raise interrupted()
         self._clock.tick()
         for env_id, action in zip(env_ids.tolist(), np.array(actions), strict=True):
             self._jobs.put((env_id, action))
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
+        if self._has_failed:
+            raise interrupted()
         self._is_waiting = True
         while len(self._ready) < self._wait_num:
             # The others may be so quick that we never wait, and one hangs all the same.
@@ -175,7 +180,7 @@ class AsyncThreads:
             with contextlib.suppress(Empty):
                 answer = self._done.get(timeout=LOOK)
                 if isinstance(answer, BaseException):
-                    self._is_waiting = False
+                    self._is_waiting, self._has_failed = False, True
                     raise answer
                 self._ready.append(answer)
         self._is_waiting = False

@@ -305,6 +305,35 @@ def test_a_pool_that_was_interrupted_says_so():
             pool.step(np.zeros(4, np.int32))
 
 
+@pytest.mark.parametrize("type", ["thread", "process"])
+def test_an_async_pool_that_failed_says_so(type):
+    builder = functools.partial(FaultyEnv, "raise", 2)
+    with AsyncEnv(builder, 4, 4, type, num_workers=2) as pool:
+        env_ids, _ = pool.recv()
+        pool.send(env_ids, np.zeros(4, np.int32))
+        env_ids, _ = pool.recv()
+        pool.send(env_ids, np.zeros(4, np.int32))
+        with pytest.raises(EnvError, match="Environment 2 raised KeyError"):
+            pool.recv()
+        for _ in range(2):
+            with pytest.raises(EnvError, match="interrupted or failed in a step"):
+                pool.recv()  # the one that failed will never answer
+
+
+@pytest.mark.parametrize("type", ["thread", "process"])
+def test_an_async_pool_that_failed_takes_no_action(type):
+    with AsyncEnv(functools.partial(FaultyEnv, "raise", 2), 4, 1, type, num_workers=4) as pool:
+        for _ in range(4):
+            pool.recv()
+        pool.send([1, 2, 3], np.zeros(3, np.int32))
+        with pytest.raises(EnvError, match="Environment 2 raised KeyError"):
+            while True:
+                env_ids, _ = pool.recv()
+                pool.send(env_ids, np.zeros(1, np.int32))
+        with pytest.raises(EnvError, match="interrupted or failed in a step"):
+            pool.send([0], np.zeros(1, np.int32))
+
+
 class Imports(ScriptedEnv):
     """Observes whether its process has imported JAX, whose threads workers must not have."""
 
