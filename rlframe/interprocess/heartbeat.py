@@ -45,11 +45,12 @@ class Pulse:
     Attributes:
         phase: that the process was in at the last look; empty: in none that has a deadline.
         silent: seconds since its last beat, then.
+        stuck: seconds without progress in that phase, then.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
         self._timeout, self._heard_at, self._beat = timeout, now, 0
-        self.phase, self.silent = STARTING.name, 0.0
+        self.phase, self.silent, self.stuck = STARTING.name, 0.0, 0.0
         self.descriptor = os.memfd_create("rlframe heartbeat")
         weakref.finalize(self, os.close, self.descriptor)
         os.pwrite(self.descriptor, _PAGE.pack(0, 0.0, STARTING.allowed, STARTING.name.encode()), 0)
@@ -71,6 +72,7 @@ class Pulse:
         if beat != self._beat:
             self._beat, self._heard_at = beat, now
         self.phase, self.silent = name, now - self._heard_at
+        self.stuck = seconds + self.silent
         if self.silent > self._timeout * (_STARTING if name == STARTING.name else 1.0):
             return f"no heartbeat for {self.silent:.0f} s"
         return complaint(name, seconds, allowed) if seconds > allowed else ""

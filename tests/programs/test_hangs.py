@@ -116,6 +116,14 @@ def test_a_node_at_whose_work_nothing_moves_is_killed_with_the_place_where_it_ha
     assert "Traceback" in message and "in spin" in message
 
 
+def test_a_node_that_hangs_in_every_life_uses_up_its_restarts_however_late_that_is_seen(monkeypatch):
+    monkeypatch.setattr(supervisor, "_HEALTHY", 3.0)
+    hangs = BEATS + "with Phase('computing', 3.5): time.sleep(600)"
+    with Program(node("learner", hangs, max_restarts=1), hang_timeout=30.0) as program:
+        program.wait_for_end()
+    assert re.match(r"The node learner hung: in phase computing for .* \(and 1 times before\)", str(program.failure))
+
+
 def test_long_work_that_is_declared_outlives_the_heartbeat_s_deadline():
     slow = BEATS + "for name in ('compiling', 'stepping'):\n  with Phase(name, 60.0): time.sleep(3.0)\nprint('done')"
     with Program(node("learner", slow), hang_timeout=1.0) as program:

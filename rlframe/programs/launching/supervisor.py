@@ -32,7 +32,7 @@ Watch = Callable[[bool, list[dict[str, Any]]], None]
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
-_HEALTHY = 900.0  # seconds after which a death is as the first; more than anybody waits in vain before it dies of that
+_HEALTHY = 900.0  # seconds of life after which a death is as the first; those in which it hung do not count
 _KEPT_LINES = 80  # of each node's output, for its traceback
 
 FOR_GOOD = 4  # the exit code of a process whose restart would not help
@@ -186,7 +186,7 @@ class Supervisor:
                 self._is_complete = True
                 self._stop()
             return
-        if time.monotonic() - running.began > _HEALTHY:
+        if running.lived() > _HEALTHY:
             self._deaths[node.name] = 0
         self._deaths[node.name] += 1
         deaths = self._deaths[node.name]
@@ -329,6 +329,11 @@ class _Running:
     def drain(self) -> None:
         """Waits until its last lines are out; not for a process of its own that still holds the pipe."""
         self._reader.join(1.0)
+
+    def lived(self) -> float:
+        """Seconds from its start to now, without those in which it hung."""
+        hung = self.pulse.stuck if self.pulse is not None and self.hangs else 0.0
+        return time.monotonic() - self.began - hung
 
     def how(self) -> str:
         """How it ended, where that was not well."""
