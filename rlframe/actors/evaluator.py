@@ -10,6 +10,7 @@ import numpy as np
 from rlframe.actors.actor import build_pool, env_seed
 from rlframe.actors.lanes import stepping, zero_at_first
 from rlframe.errors import EnvError, StoppedError, UsageError
+from rlframe.interprocess.progress import STARTING
 from rlframe.types import LAST, Logs, global_env_ids
 
 # Ranks of actors are small; evaluation draws its environments' seeds from a rank that no actor has.
@@ -44,7 +45,8 @@ class Evaluator:
     ) -> None:
         if episodes < 1:
             raise UsageError(f"Evaluator.episodes must be at least 1, got {episodes}.")
-        self._env = build_pool(env_builder, env_seed(seed, EVALUATOR_RANK))
+        with STARTING:
+            self._env = build_pool(env_builder, env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:
             raise UsageError("Evaluator needs a synchronous pool (SyncEnv); its env_builder gave an asynchronous one.")
         self._inferencer = inferencer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from rlframe import SyncEnv
 from rlframe.actors import Evaluator
 from rlframe.errors import EnvError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.interprocess.progress import STARTING, Progress
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 
 
@@ -50,3 +53,15 @@ def test_an_episode_that_does_not_end_is_an_error_that_names_the_environment():
 def test_no_episodes_are_refused():
     with pytest.raises(UsageError, match="at least 1"):
         evaluator([1], episodes=0)
+
+
+def test_the_constructors_of_its_environments_have_a_deadline():
+    seen = []
+
+    def make_env() -> CountingEnv:
+        seen.append(Progress().look(0.0, threading.get_ident()))
+        return CountingEnv(2)
+
+    inferencer = Inferencer(InferencerConfig(greedy=True), counting_agent(), FixedParams({"w": np.float32(0.0)}))
+    Evaluator(lambda: SyncEnv(make_env, 1, "loop"), inferencer, 1).close()
+    assert [stay.phase for stay in seen] == [STARTING]
