@@ -47,6 +47,10 @@ class _Guest:
     has_called: bool = False
 
 
+# rank -> (incarnation, environment steps at which it waits): what `Actor.allow` takes, for each of a guest's actors.
+Limits = dict[int, tuple[int, float]]
+
+
 class Door:
     """Hands out ranks to guests (programs that join), and takes in what their actors have done.
 
@@ -64,6 +68,14 @@ class Door:
         self._guests: dict[str, _Guest] = {}
         self._stats: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._over = False
+        self._known: Limits = {}  # how far actors were, as the monitor heard last
+        self._limits: Limits = {}
+
+    @property
+    def num_actors(self) -> int:
+        """Actors of the guests that are alive."""
+        with self._changed:
+            return len(self._held())
 
     def admit(self, token: str, num_actors: int, versions: dict[str, str]) -> dict[str, Any]:
         """Gives a guest the lowest ranks that are free, and what its actors are made of.
@@ -102,8 +114,10 @@ class Door:
         shared = Shared(run.described, run.agent, run.actor_seed, env)
         return {"ranks": ranks, "session": run.session, "shared": cloudpickle.dumps(shared)}
 
-    def attend(self, token: str, session: str, ranks: list[int], stats: list[dict[str, Any]]) -> bool:
-        """Notes that a guest is alive and what its actors say of themselves. Returns whether the run is over.
+    def attend(self, token: str, session: str, ranks: list[int], stats: list[dict[str, Any]]) -> Limits | None:
+        """Notes that a guest is alive and what its actors say of themselves. Returns how far they may go.
+
+        Returns None where the run is over.
 
         Raises:
             UsageError: the guest was silent for so long that its ranks were given to another, or it was admitted to
@@ -120,7 +134,7 @@ class Door:
             guest.until, guest.has_called = time.monotonic() + _LAPSES_AFTER, True
             for each in stats:
                 self._stats.put(each)
-            return self._over
+            return None if self._over else {rank: self._limits[rank] for rank in ranks if rank in self._limits}
 
     def leave(self, token: str) -> None:
         """Frees a guest's ranks."""
@@ -130,7 +144,13 @@ class Door:
 
     def heard(self) -> list[dict[str, Any]]:
         """What guests' actors said of themselves since the last call, as `Actor.stats` gives it."""
-        return [self._stats.get() for _ in range(self._stats.qsize())]
+        found = [self._stats.get() for _ in range(self._stats.qsize())]
+        self._known.update({stats["rank"]: (stats["incarnation"], stats["env_steps"]) for stats in found})
+        return found
+
+    def lead(self, share: int) -> None:
+        """Lets each actor of a guest take so many steps beyond those that were heard of."""
+        self._limits = {rank: (incarnation, steps + share) for rank, (incarnation, steps) in self._known.items()}
 
     def end(self) -> None:
         """Tells all guests, when they call next, that the run is over."""

@@ -17,7 +17,7 @@ from rlframe.actors import Actor
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.programs.assemble import make_pool
-from rlframe.programs.door import ATTEND_EVERY, OPEN_GROUPS, Shared, installed
+from rlframe.programs.door import ATTEND_EVERY, OPEN_GROUPS, Limits, Shared, installed
 from rlframe.programs.engines.launchpad import LaunchpadEngine
 
 _LONGER = 60.0  # seconds by which actors wait longer for the run's machine than the guest, which ends them all
@@ -74,7 +74,7 @@ def guests(engine: LaunchpadEngine, admission: Admission, num_inferencers: int) 
     inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(num_inferencers)]
     env, num_envs = admission.shared.env, described.envs_per_pool
     env_builder = functools.partial(make_pool, described, num_envs, described.env_kwargs, env=env)
-    options = {"seed": admission.shared.actor_seed, "num_pools": described.num_pools, "deadline": deadline}
+    options = {"seed": admission.shared.actor_seed, "num_pools": described.num_pools, "deadline": deadline, "budget": 0}
     actors = [
         engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options) for rank in admission.ranks
     ]
@@ -82,7 +82,9 @@ def guests(engine: LaunchpadEngine, admission: Admission, num_inferencers: int) 
 
 
 class Guest:
-    """Tells the run what the actors here have done. `run()` returns when the run is over.
+    """Tells the run what the actors here have done, and them how far they may go.
+
+    `run()` returns when the run is over.
 
     Args:
         admission: the place in the run.
@@ -93,7 +95,9 @@ class Guest:
         self._admission = admission
         self._stop = threading.Event()
         self._monitor = admission.monitor(admission.deadline, self._stop)
-        self._ask_actors = [handles.Poll(handles.resolve(actor, "actor"), "stats") for actor in actors]
+        polls = [handles.Poll(handles.resolve(actor, "actor"), "allow") for actor in actors]
+        self._actors = dict(zip(admission.ranks, polls, strict=True))
+        self._limits: Limits = {}
         self._env_steps: dict[tuple[float, float], float] = {}  # (rank, incarnation) -> steps
 
     def run(self) -> None:
@@ -119,10 +123,14 @@ class Guest:
         self._stop.set()
 
     def _attend(self) -> bool:
-        said = [stats for stats in (ask() for ask in self._ask_actors) if stats is not None]
+        """Returns whether the run is over."""
+        answers = [allow(*self._limits.get(rank, (-1, 0))) for rank, allow in self._actors.items()]
+        said = [stats for stats in answers if stats is not None]
         self._env_steps.update({(stats["rank"], stats["incarnation"]): stats["env_steps"] for stats in said})
         admission = self._admission
-        return self._monitor.attend(admission.token, admission.session, admission.ranks, said)
+        limits = self._monitor.attend(admission.token, admission.session, admission.ranks, said)
+        self._limits = limits or {}
+        return limits is None
 
 
 def join(address: str, *, num_actors: int = 2, num_inferencers: int = 1, deadline: float = 60.0) -> int | None:

@@ -124,7 +124,9 @@ class Monitor:
     def _look(self) -> None:
         for stats in self._door.heard():
             self._census.add(stats)
-        share = math.ceil(max(0, self._until - self.env_steps) / max(1, len(self._actors)))
+        num_actors = len(self._actors) + self._door.num_actors
+        share = math.ceil(max(0, self._until - self.env_steps) / max(1, num_actors))
+        self._door.lead(share)
         for actor in self._actors:
             if (said := actor.lead(share)) is not None:
                 self._census.add(said)

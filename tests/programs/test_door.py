@@ -7,20 +7,25 @@ import pathlib
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
+from rlframe import SyncEnv
+from rlframe.actors import Actor
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.programs import door
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.programs import door, join
 from rlframe.programs.door import Door, Shared, installed
 from rlframe.programs.experiment import make_experiment
-from rlframe.programs.join import Admission, guests
+from rlframe.programs.join import Admission, Guest, guests
 from rlframe.programs.launching.ports import check_free
 from rlframe.programs.run import train
 from rlframe.programs.topologies import Run
-from tests.fakes import counting_agent
+from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
 
 DESCRIBED = make_experiment("impala", topology="distributed", num_envs=24, num_actors=3)
 STATS = {"rank": 3, "incarnation": 0, "env_steps": 10, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
@@ -52,14 +57,14 @@ def test_a_guest_of_an_earlier_session_is_refused_since_its_steps_are_counted_al
 
 
 class Wiring:
-    """An engine that notes with which seeds actors are made."""
+    """An engine that notes with which options actors are made."""
 
     def __init__(self) -> None:
-        self.actor_seeds: set[int] = set()
+        self.of_actors: list[dict[str, Any]] = []
 
     def add(self, group: str, constructor: Any, *args: Any, **kwargs: Any) -> str:
         if group == "actor":
-            self.actor_seeds.add(kwargs["seed"])
+            self.of_actors.append(kwargs)
         return group
 
     def reverb_at(self, address: str) -> str:
@@ -71,7 +76,7 @@ def test_a_guests_actors_have_the_seed_of_the_runs_own_which_is_another_in_each_
         monkeypatch.setattr(Admission, "monitor", lambda *_: Door(run))
         wiring = Wiring()
         guests(wiring, Admission("localhost:7000", 2, 60.0), num_inferencers=1)
-        return wiring.actor_seeds
+        return {options["seed"] for options in wiring.of_actors}
 
     first, resumed = make_run(), make_run(resumed_at=500)
     assert seeds(first) == {first.actor_seed} == {DESCRIBED.seed}
@@ -82,9 +87,9 @@ def test_a_guest_that_is_silent_loses_its_ranks_and_comes_back_to_them_only_whil
     monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
     at = Door(make_run())
     assert ranks(at, "a", 2) == [3, 4]
-    assert not at.attend("a", make_run().session, [3, 4], [])
+    assert at.attend("a", make_run().session, [3, 4], []) == {}
     monkeypatch.undo()
-    assert not at.attend("a", make_run().session, [3, 4], [])  # it was away, and nobody else came
+    assert at.attend("a", make_run().session, [3, 4], []) == {}  # it was away, and nobody else came
     assert ranks(at, "b", 1) == [5]
     monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
     at.attend("a", make_run().session, [3, 4], [])
@@ -102,13 +107,58 @@ def test_what_guests_did_is_kept_until_it_is_fetched():
     assert at.heard() == []
 
 
+def test_a_guests_actors_go_as_far_as_the_run_lets_them_and_then_wait(monkeypatch):
+    at = Door(make_run())
+    monkeypatch.setattr(Admission, "monitor", lambda *_: at)
+    monkeypatch.setattr(join, "ATTEND_EVERY", 0.01)
+    admission, wiring = Admission("localhost:7000", 1, 60.0), Wiring()
+    guests(wiring, admission, num_inferencers=1)
+    inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.0)}))
+    budget = wiring.of_actors[0]["budget"]
+    actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), inferencer, RecordingBuffer(), rank=3, budget=budget)
+    threads = [threading.Thread(target=node.run, daemon=True) for node in (Guest(admission, [actor]), actor)]
+    for thread in threads:
+        thread.start()
+    taken = [0]
+    while len(taken) < 20 or taken[-1] < 30:  # as a monitor does
+        taken += [stats["env_steps"] for stats in at.heard()]
+        at.lead(max(0, 30 - taken[-1]) if len(taken) > 10 else 0)
+        time.sleep(0.001)
+    at.end()
+    threads[0].join(30.0)
+    actor.stop()
+    threads[1].join(30.0)
+    actor.close()
+    assert taken[:10] == [0] * 10
+    assert actor.env_steps in (30, 31)  # of two environments at a time
+    assert at.num_actors == 0
+
+
+def test_how_far_a_guests_actors_may_go_is_counted_from_what_the_monitor_knew():
+    at = Door(make_run())
+    assert at.attend("a", make_run().session, [3], [{**STATS, "incarnation": 2}]) == {}
+    at.heard()
+    at.lead(7)
+    assert at.attend("a", make_run().session, [3, 4], [{**STATS, "incarnation": 2, "env_steps": 15}]) == {3: (2, 17)}
+    assert at.attend("b", make_run().session, [5], []) == {}
+
+
+def test_the_actors_of_guests_that_are_alive_are_counted():
+    at = Door(make_run())
+    ranks(at, "a", 2)
+    ranks(at, "b", 1)
+    assert at.num_actors == 3
+    at.leave("a")
+    assert at.num_actors == 1
+
+
 def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
     at = Door(make_run())
     ranks(at, "never called", 1)
     at.wait_for_guests(60.0)
     at.attend("a", make_run().session, [4], [])
     at.end()
-    left = threading.Timer(0.2, lambda: at.attend("a", make_run().session, [4], []) and at.leave("a"))
+    left = threading.Timer(0.2, lambda: at.attend("a", make_run().session, [4], []) is None and at.leave("a"))
     left.start()
     at.wait_for_guests(60.0)
     assert left.finished.is_set()
@@ -119,7 +169,7 @@ def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
 def test_a_door_that_was_restarted_hears_of_its_guests_before_it_admits_others(monkeypatch):
     monkeypatch.setattr(door, "_SETTLE", 60.0)
     at = Door(make_run(), settles=True)
-    assert not at.attend("a", make_run().session, [3, 4], [])
+    assert at.attend("a", make_run().session, [3, 4], []) == {}
     with pytest.raises(UnavailableError):
         ranks(at, "b", 1)
     assert ranks(at, "a", 2) == [3, 4]
