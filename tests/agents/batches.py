@@ -40,9 +40,9 @@ def timestep(observation_spec, batch_size, seed=0) -> TimeStep:
 def act(agent, params, learner_state, batch_size=4, seed=0) -> AgentOutput:
     actor_params = agent.actor_params(params, learner_state)
     observed = timestep(agent.observation_spec, batch_size, seed)
-    return quick_jit(agent.actor_step)(
-        jax.random.PRNGKey(seed), actor_params, observed, agent.initial_state(batch_size)
-    )[0]
+    return jax.jit(agent.actor_step)(jax.random.PRNGKey(seed), actor_params, observed, agent.initial_state(batch_size))[
+        0
+    ]
 
 
 def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> Batch:
@@ -50,7 +50,7 @@ def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> B
     random = np.random.RandomState(seed)
     observation = random_tree(agent.observation_spec, (batch_size, length + 1), seed)
     outputs = []
-    step = quick_jit(agent.actor_step)
+    step = jax.jit(agent.actor_step)
     actor_params = agent.actor_params(params, learner_state)
     for t in range(length):
         now = jax.tree.map(lambda leaf, t=t: leaf[:, t], observation)
@@ -88,14 +88,9 @@ def whole(data, batch_size) -> Batch:
     return Batch(data, np.zeros((batch_size, 3), np.int64), probabilities, np.zeros(batch_size, np.int64))
 
 
-def quick_jit(function):
-    """`jax.jit` that compiles in a third of the time and runs slowly."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def learn(agent, params, learner_state, batch):
     """One learner step, jitted where the Learner would (without donating)."""
-    step = quick_jit(agent.learner_step) if agent.jit_learner_step else agent.learner_step
+    step = jax.jit(agent.learner_step) if agent.jit_learner_step else agent.learner_step
     return step(params, learner_state, batch)
 
 

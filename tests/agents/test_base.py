@@ -75,7 +75,7 @@ def test_learning_is_pure(name):
     params, learner_state = started(agent)
     batch = batch_for(agent, params, learner_state)
     kept = jax.tree.map(np.array, (params, learner_state, batch))
-    step = batches.quick_jit(agent.learner_step) if agent.jit_learner_step else agent.learner_step
+    step = jax.jit(agent.learner_step) if agent.jit_learner_step else agent.learner_step
     first, again = (step(params, learner_state, batch) for _ in range(2))
     batches.assert_trees_equal(first, again)
     batches.assert_trees_equal((params, learner_state, batch), kept)
@@ -189,7 +189,7 @@ def test_an_agent_that_only_has_a_loss_learns():
     agent = MeanAgent(MeanConfig(), VECTOR, DISCRETE)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
-    step = batches.quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     for _ in range(200):
         params, learner_state, logs = step(params, learner_state, batch)
     np.testing.assert_allclose(params["mean"], batch.data.reward.mean(), atol=1e-3)

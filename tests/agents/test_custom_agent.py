@@ -62,7 +62,7 @@ def test_it_learns_which_action_is_rewarded(agent):
     batch = batches.sequences(agent, params, learner_state, batch_size=16)
     data = batch.data
     batch = batch._replace(data=data._replace(reward=(data.action == 1).astype(np.float32), discount=0 * data.discount))
-    step = batches.quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     for _ in range(150):
         params, learner_state, logs = step(params, learner_state, batch)
     assert np.isfinite(logs["loss"])

@@ -143,7 +143,7 @@ def test_the_target_network_is_copied_every_period():
     params, learner_state = started(agent)
     first = params
     batch = batches.transitions(agent)
-    learner_step = batches.quick_jit(agent.learner_step)
+    learner_step = jax.jit(agent.learner_step)
     for step in range(1, 7):
         params, learner_state, _ = learner_step(params, learner_state, batch)
         expected = params if step % 3 == 0 else first
@@ -189,7 +189,7 @@ def test_an_annealed_learning_rate_ends_at_zero():
     agent = make(anneal_learning_rate=True, total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
-    step = batches.quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     for _ in range(2):
         params, learner_state, _ = step(params, learner_state, batch)
     after, _, _ = step(params, learner_state, batch)
@@ -203,7 +203,7 @@ def test_it_learns_the_rewards_of_a_bandit(optimiser):
     batch = batches.transitions(agent)
     reward = np.array([1.0, -1.0, 0.5], np.float32)[batch.data.action]
     batch = batch._replace(data=batch.data._replace(reward=reward, discount=np.zeros(16, np.float32)))
-    step = batches.quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     for _ in range(500):
         params, learner_state, logs = step(params, learner_state, batch)
     assert logs["td_error"] < 0.1

@@ -16,7 +16,7 @@ from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.lm import ModelConfig, model, weights
 from rlframe.types import FIRST, MID, Sequence, TimeStep, specs
-from tests.agents.batches import assert_trees_equal, learn, quick_jit, started
+from tests.agents.batches import assert_trees_equal, learn, started
 from tests.agents.token_batches import token_batch
 
 MODEL = ModelConfig(
@@ -225,7 +225,7 @@ def test_each_loss_makes_what_scores_high_likelier(loss):
     agent = make(loss=loss, kl_cost=0.0, learning_rate=3e-3)
     batch = BATCH._replace(data=BATCH.data._replace(inference_logprobs=None))
     params, state = started(agent)
-    step = quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     best, worst = np.argmax(batch.data.scores[:3]), np.argmin(batch.data.scores[:3])  # of the first group
 
     def margin(params):
@@ -259,7 +259,7 @@ def test_bfloat16_weights_have_a_float32_copy_that_small_updates_reach():
     assert lost.initial_learner_state(params).opt_state.master == ()
     before = state.opt_state.master
     assert_trees_equal(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), before)
-    step = quick_jit(kept.learner_step)
+    step = jax.jit(kept.learner_step)
     for _ in range(3):
         params, state, _ = step(params, state, BATCH)
     master = state.opt_state.master
@@ -280,7 +280,7 @@ def token_steps(tokens, first):
 def test_a_step_of_acting_is_a_token_given_those_before():
     agent = make()
     params = other_params()
-    state, step = agent.initial_state(3), quick_jit(agent.actor_step)
+    state, step = agent.initial_state(3), jax.jit(agent.actor_step)
     seen, log_probs = [np.array([1, 2, 3], np.int32)], []
     for t in range(6):
         output, state = step(jax.random.PRNGKey(t), params, token_steps(seen[-1], t == 0), state)

@@ -136,7 +136,7 @@ def learns(action_spec, reward, measure):
     batch = batch._replace(data=batch.data._replace(reward=reward(batch.data).astype(np.float32)))
     observation = batch.data.observation[:, 0]
     before = measure(agent.network.apply(params, observation)[0])
-    step = batches.quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     for _ in range(30):  # the data stays: after the first update it is off-policy
         params, learner_state, logs = step(params, learner_state, batch)
     assert logs["clipped_rho"] < 1.0
@@ -168,7 +168,7 @@ def test_updates_follow_the_annealed_rate(optimiser):
     agent = make(optimiser=optimiser, anneal_learning_rate=True, total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
-    step = batches.quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     rates, changes = [], []
     for _ in range(3):
         before = params

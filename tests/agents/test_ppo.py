@@ -165,7 +165,7 @@ def test_repeating_a_rewarded_action_makes_it_likelier():
         return float(jnp.mean(jax.nn.softmax(logits)[:, 1]))
 
     before = chance(params)
-    step = batches.quick_jit(agent.learner_step)
+    step = jax.jit(agent.learner_step)
     for _ in range(5):
         params, learner_state, _ = step(params, learner_state, batch._replace(data=data))
     assert chance(params) > before + 0.2
