@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import functools
 import os
@@ -10,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
@@ -23,7 +24,7 @@ class ProcessId(NamedTuple):
 
     @staticmethod
     def of(pid: int) -> ProcessId:
-        """The process that has this number now."""
+        """The process that has this number now; `started` is -1 where none has, or what is left of one."""
         return ProcessId(pid, _started(pid))
 
     @property
@@ -34,17 +35,10 @@ class ProcessId(NamedTuple):
 
 def this_process() -> ProcessId:
     """This one."""
-    return _known(os.getpid())
+    return _of_this(os.getpid())
 
 
-def process_of(pid: int) -> ProcessId:
-    """The process that has this number now; `started` is -1 where none has, or what is left of one."""
-    return ProcessId(pid, _started(pid))
-
-
-@functools.lru_cache(maxsize=1)
-def _known(pid: int) -> ProcessId:
-    return ProcessId(pid, _started(pid))
+_of_this = functools.lru_cache(maxsize=1)(ProcessId.of)  # by its number: a fork is another
 
 
 def _started(pid: int) -> int:
@@ -92,15 +86,27 @@ def die_soon_after_parent() -> None:
 
 def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
     """Makes a `subprocess.Popen` from a thread that lives as long as this process: its end is the parent's."""
-
-    def start() -> subprocess.Popen[bytes]:
+    if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **kwargs)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    return start() if is_main else _starter(os.getpid()).submit(start).result()
+    made: Future[subprocess.Popen[bytes]] = Future()
+    _starts(os.getpid()).put((made, command, kwargs))
+    return made.result()
 
 
 @functools.lru_cache(maxsize=1)
-def _starter(pid: int) -> concurrent.futures.ThreadPoolExecutor:
-    # By process: a fork has the executor, but not its thread.
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rlframe starter")
+def _starts(pid: int) -> SimpleQueue[Any]:
+    """What goes in is started by a daemon: the interpreter ends the threads of an executor before those of its user."""
+    # By process: a fork has the queue, but not its thread.
+    queue: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_start_all, args=(queue,), name="rlframe starter", daemon=True).start()
+    return queue
+
+
+def _start_all(queue: SimpleQueue[Any]) -> None:
+    while True:
+        made, command, kwargs = queue.get()
+        try:
+            made.set_result(subprocess.Popen(command, **kwargs))
+        except BaseException as error:
+            made.set_exception(error)
+        del made, command, kwargs

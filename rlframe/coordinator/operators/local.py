@@ -20,7 +20,7 @@ from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Seen, 
 from rlframe.coordinator.operators.reconciling import ReconcilingOperator
 from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
 from rlframe.coordinator.workers.records import Record, Records, this_host
-from rlframe.interprocess.processes import ProcessId, process_of
+from rlframe.interprocess.processes import ProcessId
 from rlframe.programs.launching.launcher import ON_CPU
 from rlframe.programs.launching.supervisor import FOR_GOOD
 
@@ -122,7 +122,7 @@ class _Processes:
                 )
         except OSError as error:
             raise OperatorError(f"{start.worker_id} could not be started: {error}.") from error
-        process = process_of(popen.pid)
+        process = ProcessId.of(popen.pid)
         record = Record(start.role, start.index, start.incarnation, process.pid, process.started, this_host())
         self._children[start.worker_id, start.incarnation] = _Child(popen, record)
         self._records.write(record)  # it may have done so itself by now; if it has not, it is found by this one
@@ -213,7 +213,7 @@ def _signal(record: Record, number: int) -> None:
 
 def _kill_session(record: Record) -> None:
     """Kills a worker with all that it started, or what is left of them; not who has its number by now."""
-    now = process_of(record.pid)
+    now = ProcessId.of(record.pid)
     if record.host == this_host() and now.started in (-1, record.started):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(record.pid, signal.SIGKILL)

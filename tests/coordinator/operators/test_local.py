@@ -20,7 +20,7 @@ from rlframe.coordinator.operators.base import WorkerInfo
 from rlframe.coordinator.operators.local import LocalOperator
 from rlframe.coordinator.operators.reconcile import Backoff
 from rlframe.coordinator.workers.records import Records, save_workers
-from rlframe.interprocess.processes import process_of, this_process
+from rlframe.interprocess.processes import ProcessId, this_process
 from tests.coordinator.operators import workers
 
 HERE = pathlib.Path(__file__).parent
@@ -181,7 +181,7 @@ def test_workers_survive_a_coordinator_that_is_killed_and_its_successor_adopts_t
 
 def test_workers_end_with_their_owner_or_when_nobody_calls(local, state_dir):
     owner = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    ownerless = local(owner=process_of(owner.pid), backoff=Backoff(first=600.0, longest=600.0))
+    ownerless = local(owner=ProcessId.of(owner.pid), backoff=Backoff(first=600.0, longest=600.0))
     ownerless.operator.request("collector", 1)
     ownerless.operator.request("learner", 1)
     processes = family(ownerless.up("collector", 1)[0].pid) + family(ownerless.up("learner", 1)[0].pid)

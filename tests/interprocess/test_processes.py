@@ -1,0 +1,51 @@
+"""Processes that end with their parent, and not before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# A thread that outlives the main one starts two processes, which for the kernel are children of the thread that made
+# them: one before the interpreter begins to end, one while it waits for this thread.
+SCRIPT = """
+import subprocess, sys, threading
+from rlframe.interprocess.processes import start_process
+
+CHILD = '''
+import os, sys
+from rlframe.interprocess.processes import die_with_parent
+die_with_parent(os.getppid())
+print("ready", flush=True)
+for line in sys.stdin:
+    print(line, end="", flush=True)
+'''
+started = threading.Event()
+
+def say(process, what):
+    process.stdin.write(what + b"\\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip().decode()
+
+def start():
+    process = start_process([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\\n"
+    return process
+
+def work():
+    first = start()
+    started.set()
+    threading.main_thread().join()
+    second = start()
+    print(say(first, b"first"), say(second, b"second"), first.poll(), second.poll())
+    for process in (first, second):
+        process.stdin.close()
+        process.wait()
+
+threading.Thread(target=work).start()
+started.wait()
+"""
+
+
+def test_a_process_lives_on_while_the_interpreter_waits_for_a_thread():
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120.0)
+    assert (ended.stdout, ended.stderr) == ("first second None None\n", "")
