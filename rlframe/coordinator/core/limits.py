@@ -19,7 +19,7 @@ class Limits:
     progress_deadline: float = 120.0  # for a worker that answers, but says of the same call again that it is not done
     close_deadline: float = 60.0  # for tasks to be closed when the job ends, the last checkpoint among them
     evaluation_deadline: float = 1800.0  # for the last evaluation
-    healthy_after: float = 60.0  # of running, after which a task's failures are forgotten
+    healthy_after: float = 60.0  # of running, and getting on, after which a task's failures are forgotten
     max_failures: int = 3  # of a task, and of a worker's starts, in a row
     retry_after: float = 0.2  # before a call that was not answered is repeated
     grant: int = 32  # batches that a learner is told to learn from at once

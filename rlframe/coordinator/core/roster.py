@@ -39,7 +39,8 @@ class Worker:
     pinged_at: float = 0.0
     ping_out: bool = False
     progress: int = -1  # as it said last
-    progress_at: float = 0.0  # when that changed, or the worker said what it waits for
+    progress_at: float = 0.0  # when that changed, or the worker said what it waits for or what it may take longer for
+    moved_at: float = 0.0  # when that changed
     overdue: str = ""  # how its work exceeds the deadline that it has declared, as it said last
     task_id: str | None = None
     call: Call | None = None

@@ -97,6 +97,8 @@ class Staff:
         self.hear(worker)
         if isinstance(reply, Alive):
             worker.ping_out, worker.overdue = False, reply.overdue
+            if reply.progress != worker.progress:
+                worker.moved_at = self._machine.now
             # Work that was declared has a deadline of its own, which the worker itself looks at.
             if reply.progress != worker.progress or (reply.within and not reply.overdue):
                 worker.progress, worker.progress_at = reply.progress, self._machine.now
@@ -169,7 +171,7 @@ class Staff:
             if worker.call is None:
                 machine.work.drive(worker)
             elif task is not None and task.state is TaskState.RUNNING:
-                is_healthy = machine.now - task.started_at > machine.limits.healthy_after
+                is_healthy = worker.moved_at - task.started_at > machine.limits.healthy_after
                 task.failures = 0 if is_healthy else task.failures
 
     def _ping_where_due(self, worker: Worker) -> None:

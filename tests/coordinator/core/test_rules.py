@@ -285,7 +285,7 @@ def test_failures_are_forgotten_after_a_while_of_work() -> None:
         world.kill(learner(world))
         assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
         assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
-        world.run(8.0)
+        world.run(5.0 + 2 * LIMITS.ping_every)
     assert world.m.state is JobState.RUNNING and world.m.accounts.retries == 4
 
 
@@ -298,6 +298,15 @@ def test_a_learner_that_is_lost_again_and_again_fails_the_job() -> None:
     world.kill(learner(world))
     assert world.run(60.0, lambda: world.is_over)
     assert world.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
+
+
+def test_a_learner_that_hangs_in_every_life_fails_the_job() -> None:
+    world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1))
+    seconds = world.work_seconds
+    world.work_seconds = lambda method, who: 1e9 if method == "learn" else seconds(method, who)  # type: ignore[method-assign]
+    assert world.run(3 * LIMITS.progress_deadline, lambda: world.is_over)
+    told = "learn/1 failed 2 times: it answers, but learn has made no progress for 12"
+    assert world.over[0].failed and world.over[0].reason.startswith(told)
 
 
 # --- evaluations
