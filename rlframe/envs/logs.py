@@ -55,8 +55,10 @@ class EnvLog:
 
     def sums(self) -> Sums:
         """name -> [sum, count], since it was made. Any thread, or process, may ask."""
-        names = [name.decode() for name in self._names.tolist() if name]
-        return dict(zip(names, self._values.tolist()))
+        values = self._values.tolist()
+        # Names after values: one that another process may just be writing is whole once something is counted for it.
+        rows = zip(self._names.tolist(), values, strict=True)
+        return {name.decode(errors="ignore"): counted for name, counted in rows if counted[1]}
 
     def _new_row(self, env_id: int, name: Any) -> int | None:
         row = len(self._rows)

@@ -113,3 +113,11 @@ def test_envpool_logs_nothing():
     with SyncEnv("CartPole-v1", 2, "envpool") as pool:
         pool.reset()
         assert pool.sums() == {}
+
+
+def test_a_name_that_is_just_being_written_is_not_summed_up_yet():
+    names, values = np.zeros(MAX_NAMES, "S56"), np.zeros((MAX_NAMES, 2))
+    log = EnvLog(names, values)
+    log.add(0, {"speed": 2.0})
+    names[1] = "höhe".encode()[:2]  # in the middle of a letter
+    assert log.sums() == {"speed": [2.0, 1.0]}
