@@ -138,7 +138,8 @@ class Monitor:
         self._write_row()
         if self._learner_stats["learner_steps"] == 0:
             _log.warning(
-                "No update was made in %d steps. Run for more steps, or let learning begin earlier.", self.env_steps
+                "No update was made in %d environment steps. Run for more steps, or let learning begin earlier.",
+                self.env_steps,
             )
         if self._evaluation is not None:
             self._write_evaluation(self._evaluation)

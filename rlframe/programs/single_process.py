@@ -22,7 +22,7 @@ from rlframe.programs.profile import Profile
 from rlframe.programs.run_dir import Result, RunDir, open_session
 from rlframe.programs.run_status import StatusFile
 from rlframe.programs.stopping import StopSignal
-from rlframe.programs.updates import say_updates
+from rlframe.programs.updates import first_update, say_updates
 from rlframe.programs.window import Window
 from rlframe.types import Logs
 
@@ -207,13 +207,11 @@ class _Run:
         return logs
 
     def _say_nothing_was_learned(self) -> None:
-        spec, size = self._parts.replay_buffer.spec, self._parts.replay_buffer.size
         _log.warning(
-            "No update was made in %d steps: the first one needs %d items in the replay buffer, and it holds %d. "
-            "Run for more steps, or let learning begin earlier.",
+            "No update was made in %d environment steps: the first one needs %d. Run for more steps, or let learning "
+            "begin earlier.",
             self._actor.env_steps,
-            max(spec.min_size, (spec.batch_size or self._actor.num_envs) if spec.kind == "queue" else 1),
-            size,
+            first_update(self._parts.replay_buffer.spec, self._described.num_envs),
         )
 
     def _periodic(self, now: int, until: int) -> None:
