@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import math
 import threading
 import time
@@ -84,7 +83,7 @@ class Actor:
         try:
             for number in range(num_pools):
                 parts = (seed, self.rank, self.incarnation, number)
-                env = build_pool(env_builder, env_seed(*(parts if number else parts[:3])))
+                env = as_pool(env_builder, seed=env_seed(*(parts if number else parts[:3])))
                 env_ids = global_env_ids(self.rank, self.num_envs + np.arange(env.num_envs))
                 self._lanes.append(make_lane(env, env_ids, replay_buffer))
             self._size = self.num_envs
@@ -122,7 +121,7 @@ class Actor:
         counts = {name: sum(getattr(lane.episodes, name) for lane in self._lanes) for name in names}
         return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": self.logged}
 
-    def allow(self, incarnation: int, env_steps: float) -> dict[str, float]:
+    def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
         """Lets `run()` go on until `env_steps` are that many, where this is that incarnation, and returns `stats()`.
 
         Who has given no such leave for a while (a monitor that died, or hangs) has the Actor wait where the last ends.
@@ -323,14 +322,6 @@ class Actor:
         if len(self._lanes) > 1:
             raise UsageError(f"An Actor of {len(self._lanes)} pools cannot save its state: use one.")
         return self._lanes[0]
-
-
-def build_pool(env_builder: Any, seed: int) -> Any:
-    """The environment pool that `env_builder` is or gives; see `Actor`."""
-    if not callable(env_builder):
-        return as_pool(env_builder)
-    takes_seed = "seed" in inspect.signature(env_builder).parameters
-    return as_pool(env_builder(seed=seed) if takes_seed else env_builder())
 
 
 def env_seed(*parts: int) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.actors.actor import build_pool, env_seed
+from rlframe.actors.actor import env_seed
 from rlframe.actors.lanes import stepping, zero_at_first
+from rlframe.envs import as_pool
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.interprocess.progress import STARTING
 from rlframe.types import LAST, Logs, global_env_ids
@@ -46,7 +47,7 @@ class Evaluator:
         if episodes < 1:
             raise UsageError(f"Evaluator.episodes must be at least 1, got {episodes}.")
         with STARTING:
-            self._env = build_pool(env_builder, env_seed(seed, EVALUATOR_RANK))
+            self._env = as_pool(env_builder, seed=env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:
             raise UsageError("Evaluator needs a synchronous pool (SyncEnv); its env_builder gave an asynchronous one.")
         self._inferencer = inferencer

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.actors import Actor, Evaluator
-from rlframe.actors.actor import build_pool, env_seed
+from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
 from rlframe.errors import UsageError
@@ -46,14 +46,30 @@ class Parts:
 def make_pool(described: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int, env: Any = None) -> Any:
     """A pool of `num_envs` of an experiment's environments; `env` is what `described.env` means, where it is known."""
     what = naming.env_name_or_builder(described.env) if env is None else env
-    kind: str = described.env_type
-    if kind == "auto":
-        kind = default_type(what, num_envs, is_sync=not described.async_envs)
-    options: dict[str, Any] = {"type": kind, "env_kwargs": env_kwargs}
+    options: dict[str, Any] = {"type": _pool_type(described, num_envs, what), "env_kwargs": env_kwargs}
     options.update({name: getattr(described, name) for name in ("num_workers", "answer_timeout", "check_finite")})
     if described.async_envs:
-        return build_pool(lambda seed: AsyncEnv(what, num_envs, described.waits_for, seed=seed, **options), seed)
-    return build_pool(lambda seed: SyncEnv(what, num_envs, seed=seed, **options), seed)
+        return AsyncEnv(what, num_envs, described.waits_for, seed=seed, **options)
+    return SyncEnv(what, num_envs, seed=seed, **options)
+
+
+def _pool_type(described: Experiment, num_envs: int, what: Any) -> str:
+    if described.env_type != "auto":
+        return described.env_type
+    return default_type(what, num_envs, is_sync=not described.async_envs)
+
+
+def _check_answer_timeout_is_read(described: Experiment) -> None:
+    """Raises UsageError for an answer_timeout of a single process whose pool does not see environments hang."""
+    default = Experiment.answer_timeout
+    if described.answer_timeout == default:
+        return
+    kind = _pool_type(described, described.num_envs, naming.env_name_or_builder(described.env))
+    if kind in ("loop", "envpool"):
+        raise UsageError(
+            f"answer_timeout={described.answer_timeout:g} is for the env_type thread or process: {kind}, in a single "
+            f"process, does not read it. Leave it at {default:g}, or choose another env_type."
+        )
 
 
 class EnvBuilder:
@@ -98,8 +114,9 @@ def assemble(described: Experiment, checkpoint_dir: str | None) -> Parts:
         checkpoint_dir: where the Learner saves; None: nowhere.
 
     Raises:
-        UsageError: a name is unknown, or the agent cannot act in this environment.
+        UsageError: a name is unknown, an option is not read, or the agent cannot act in this environment.
     """
+    _check_answer_timeout_is_read(described)
     env_builder = EnvBuilder(described, described.num_envs, described.env_kwargs)
     pool = env_builder(env_seed(described.seed, 0, 0))
     try:

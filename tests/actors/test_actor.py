@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -67,6 +68,16 @@ def test_an_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num
         assert [int(step.next_timestep.observation[row, 0]) for step, row in rows][:6] == [1, 2, 3, 0, 1, 2]
         assert [step.agent_state["seen"][row] for step, row in rows][:6] == [0, 1, 2, 3, 0, 1]
     actor.close()
+
+
+def test_environments_whose_builder_takes_no_seed_are_seeded_all_the_same():
+    buffer = RecordingBuffer()
+    for seed, rank in ((1, 0), (1, 1), (2, 0), (1, 0)):
+        actor = Actor(lambda: gymnasium.make("CartPole-v1"), cartpole_inferencer(), buffer, rank=rank, seed=seed)
+        actor.step()
+        actor.close()
+    first = [tuple(step.timestep.observation[0].tolist()) for _, step in buffer.steps]
+    assert len(set(first)) == 4  # the last has the incarnation 1
 
 
 def test_environment_seeds_come_from_seed_rank_and_incarnation():

@@ -268,7 +268,17 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, ca
 def test_a_run_in_which_nothing_was_learned_says_so(tmp_path, caplog):
     result = train(dqn(min_replay_size=500, steps=1000), run_dir=tmp_path / "run", stop_at=400)
     assert result.learner_steps == 0
-    assert f"No update was made in {result.env_steps} steps: the first one needs 500 items" in caplog.text
+    assert f"No update was made in {result.env_steps} environment steps: the first one needs 504." in caplog.text
+
+
+@pytest.mark.parametrize(("env", "kind"), [("CartPole-v1", "loop"), ("CartPole-v1", "envpool"), ("Pong-v5", "auto")])
+def test_an_answer_timeout_that_no_pool_reads_is_refused(tmp_path, env, kind):
+    described = make_experiment("ppo", env, env_type=kind, answer_timeout=60.0)
+    read_by = "envpool" if kind == "auto" else kind
+    message = f"answer_timeout=60 is for the env_type thread or process: {read_by}, in a single process, does not read"
+    with pytest.raises(UsageError, match=message):
+        train(described, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 RECORDING_ENV = """
