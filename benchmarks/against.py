@@ -22,6 +22,8 @@ from benchmarks.comparison import Comparison, Rows, compare
 from benchmarks.context import ROOT
 from rlframe.errors import UsageError
 
+TURN_SECONDS = 3600.0  # after which a turn of a benchmark, which takes minutes, has failed
+
 
 def run(names: Iterable[str], against: str, turns: int, quick: bool, as_json: bool, say: Callable[[str], None]) -> int:
     """Compares in the named benchmarks, and prints what it finds.
@@ -39,17 +41,25 @@ def run(names: Iterable[str], against: str, turns: int, quick: bool, as_json: bo
             compared, lacking = compare(Sides(name, ROOT, old, Path(folder, name), say).take_turns(turns, quick))
             print("", *compared, sep="\n\n" if len(compared) > 1 else "\n", flush=True)
             found, missing = found + compared, missing + [f"{name}: {line}" for line in lacking]
-    slower = [f"{one.title}: {one.row}" for one in found if one.is_slower]
+    slower = [one for one in found if one.is_slower]
     print()
     if missing:
         print("Not compared:", *missing, sep="\n  ")
     if not found:
         print("No row could be compared.")
-    else:
-        print(*(["Slower:", *slower] if slower else [f"None of {len(found)} rows is slower."]), sep="\n  ")
+    elif not slower:
+        print(f"None of {len(found)} rows is slower.")
+    _list("Slower", [one for one in slower if not one.waits])
+    _list("Slower for no more processor time: they wait", [one for one in slower if one.waits])
+    _list("Not slower, but of more processor time", [one for one in found if one.only_works_more])
     if as_json:
         print(json.dumps({"turns": turns, "rows": [one.record() for one in found], "not_compared": missing}))
     return 1 if slower or not found else 0
+
+
+def _list(heading: str, comparisons: list[Comparison]) -> None:
+    if comparisons:
+        print(f"{heading}:", *(f"{one.title}: {one.row}" for one in comparisons), sep="\n  ")
 
 
 @contextlib.contextmanager
@@ -133,25 +143,29 @@ def _lay_out(folder: Path, code: Path, programs: Path) -> Path:
 
 def _run(tree: Path, name: str, quick: bool) -> Rows:
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.turn", name, *(["--quick"] if quick else [])],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a group to end with all that it started
-    )
-    try:
-        out, errors = process.communicate()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    lines = out.strip().splitlines()
+    # Not pipes: what it left behind might hold them open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.turn", name, *(["--quick"] if quick else [])],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,  # a group to end with all that it started
+        )
+        try:
+            process.wait(TURN_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"it had not ended after {TURN_SECONDS:g} s, and was killed") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        errors.seek(0)
+        lines, complaints = out.read().strip().splitlines(), errors.read().strip().splitlines()
     if process.returncode != 0 or not lines:
-        raise Failed((errors.strip().splitlines() or ["nothing on stderr"])[-1][:300])
+        raise Failed((complaints or ["nothing on stderr"])[-1][:300])
     said = json.loads(lines[-1])
     if Path(said["rlframe"]).parent != tree / "rlframe":
         raise Failed(f"it ran {said['rlframe']}, not {tree / 'rlframe'}")

@@ -102,18 +102,24 @@ class Comparison:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the new is worse in its figure, and in processor time where that was taken."""
-        return self.value.is_worse and (self.processor is None or self.processor.is_worse)
+        """Whether the new is worse in its figure, whatever it does meanwhile."""
+        return self.value.is_worse
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is slower for no more processor time: by a sleep or a lock, or because other work disturbed it."""
+        return self.value.is_worse and self.processor is not None and not self.processor.is_worse
+
+    @property
+    def only_works_more(self) -> bool:
+        """Whether it takes more processor time, and is not slower for it."""
+        return not self.value.is_worse and self.processor is not None and self.processor.is_worse
 
     def verdict(self) -> str:
         """The answer, in words."""
         if self.is_slower:
-            return "yes"
-        if self.value.is_worse:
-            return "no: by its figure, but not in processor time"
-        if self.processor is not None and self.processor.is_worse:
-            return "no: in processor time, but not by its figure"
-        return "no"
+            return "yes, for no more processor time: it waits" if self.waits else "yes"
+        return "no, but it takes more processor time" if self.only_works_more else "no"
 
     def __str__(self) -> str:
         lines = [f"{self.title}: {self.row}"]

@@ -62,17 +62,17 @@ def test_worse_is_what_lies_beyond_the_old_against_itself_in_either_direction(ne
     ("rate", "processor", "verdict"),
     [
         (50.0, 20.0, "yes"),
-        (50.0, 10.0, "no: by its figure, but not in processor time"),
-        (100.0, 20.0, "no: in processor time, but not by its figure"),
+        (50.0, 10.0, "yes, for no more processor time: it waits"),
+        (100.0, 20.0, "no, but it takes more processor time"),
         (100.0, 10.0, "no"),
         (50.0, None, "yes"),
     ],
 )
-def test_slower_is_worse_in_the_figure_and_in_processor_time(rate, processor, verdict):
+def test_slower_is_worse_in_the_figure_whatever_the_processor_time(rate, processor, verdict):
     spent = None if processor is None else Figure((Turn(10.0, processor, 10.0),), False)
     comparison = Comparison("t", "rlframe", "steps/s", Figure((Turn(100.0, rate, 100.0),), True), spent)
     assert comparison.verdict() == verdict
-    assert comparison.is_slower == (verdict == "yes")
+    assert comparison.is_slower == verdict.startswith("yes")
 
 
 def rows(**values: float | None) -> dict[tuple[str, str], dict[str, Any]]:
@@ -155,6 +155,24 @@ def tiny(folder: pathlib.Path, seconds: float, function: str = "step", row: str 
     return folder
 
 
+# A benchmark that says what the checkout says, and leaves a process behind, which holds its stdout and stderr.
+SAYS = """
+import subprocess, sys
+from benchmarks.report import Row, Table
+from rlframe.work import RATE, PROCESSOR
+
+def run(context, say):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", {mark!r}])
+    return [Table("tiny", "steps/s", Row("rlframe", RATE, processor=PROCESSOR), ())]
+"""
+
+
+def left_of(mark: str) -> list[int]:
+    """The processes whose last argument that is."""
+    running = psutil.process_iter(["cmdline"])
+    return [process.pid for process in running if (process.info["cmdline"] or [""])[-1] == mark]
+
+
 def measure(name: str, new: pathlib.Path, old: pathlib.Path, turns: int, monkeypatch, capsys) -> tuple[int, dict, str]:
     """(exit code, the table as JSON, what else was printed)."""
     monkeypatch.setattr(against, "ROOT", new)
@@ -210,17 +228,45 @@ def test_an_interrupt_ends_what_a_turn_has_started(tmp_path):
     checkout = tiny(tmp_path / "checkout", 0.001)
     (checkout / "benchmarks" / "tiny.py").write_text(ENDLESS.format(mark=str(tmp_path)))
     command = [sys.executable, "-c", COMPARE.format(root=str(ROOT), checkout=str(checkout))]
-
-    def left() -> list[int]:
-        running = psutil.process_iter(["cmdline"])
-        return [process.pid for process in running if (process.info["cmdline"] or [""])[-1] == str(tmp_path)]
-
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while not left():
+        while not left_of(str(tmp_path)):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-    while left():  # until the kernel has ended them
+    while left_of(str(tmp_path)):  # until the kernel has ended them
+        time.sleep(0.05)
+
+
+def test_a_benchmark_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch, capsys):
+    checkout, said = tiny(tmp_path / "checkout", 0.001), []
+    (checkout / "benchmarks" / "tiny.py").write_text(ENDLESS.format(mark=str(tmp_path)))
+    monkeypatch.setattr(against, "ROOT", checkout)
+    monkeypatch.setattr(against, "TURN_SECONDS", 3.0)
+    assert against.run(["tiny"], str(checkout), 1, quick=True, as_json=False, say=said.append) == 1
+    assert "No row could be compared." in capsys.readouterr().out
+    assert "tiny, turn 1 of 1, the new: it had not ended after 3 s, and was killed" in said
+    while left_of(str(tmp_path)):  # until the kernel has ended them
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("new", "code", "said"),
+    [
+        ("RATE, PROCESSOR = 50.0, 20.0", 1, "\nSlower:\n  tiny: rlframe"),
+        ("RATE, PROCESSOR = 50.0, 10.0", 1, "\nSlower for no more processor time: they wait:\n  tiny: rlframe"),
+        ("RATE, PROCESSOR = 100.0, 20.0", 0, "is slower.\nNot slower, but of more processor time:\n  tiny: rlframe"),
+    ],
+)
+def test_the_end_says_how_rows_are_slower_and_no_process_is_left(new, code, said, tmp_path, monkeypatch, capsys):
+    sides = []
+    for name, work in (("new", new), ("old", "RATE, PROCESSOR = 100.0, 10.0")):
+        sides.append(tiny(tmp_path / name, 0.001))
+        (sides[-1] / "rlframe" / "work.py").write_text(work)
+        (sides[-1] / "benchmarks" / "tiny.py").write_text(SAYS.format(mark=str(tmp_path)))
+    found, _, printed = measure("tiny", *sides, 1, monkeypatch, capsys)
+    assert found == code
+    assert printed.endswith(said)
+    while left_of(str(tmp_path)):  # until the kernel has ended them
         time.sleep(0.05)
 
 
