@@ -7,6 +7,7 @@ import gc
 import heapq
 import itertools
 import json
+import logging
 import os
 import pathlib
 import queue
@@ -30,6 +31,8 @@ from rlframe.coordinator.states import JobState, is_over
 from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.progress import Phase
+
+_log = logging.getLogger(__name__)
 
 _TICK = 0.05  # seconds between two looks at what is due
 _JOURNAL_EVERY = 0.1  # seconds between two writings of counters alone
@@ -379,8 +382,11 @@ class Coordinator:
             status = self.status()
         path = pathlib.Path(self._cfg.path) / "status.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(status, indent=1) + "\n")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(status, indent=1) + "\n")
+            os.replace(temporary, path)
+        except OSError as error:  # what the recorder writes counts
+            _log.warning("Cannot write %s: %s.", path, error.strerror)
         if self._recorder is not None:
             ending = self._machine.ending
             evaluation = ending.evaluation if ending is not None else self._evaluation

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
 from typing import Any
 
 from rlframe.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 _COMPACT_AT = 4 * 2**20  # bytes
 _KEPT_NOTES = 1000
@@ -18,6 +21,7 @@ class Journal:
 
     A line is written at once, so what is in the file when its writer is killed is whole lines and at most one half
     line, which is cut off. The file is not synced with each line: it outlives its writer, not the machine's power.
+    What cannot be written, since the disk is full, is warned of, stays in memory and is tried again with the next line.
 
     Args:
         path: the file; its folder is made.
@@ -26,7 +30,7 @@ class Journal:
         state: what was written last; None in a new file.
         notes: the newest events, oldest first.
 
-    Raises (every method):
+    Raises:
         CheckpointError: the file cannot be read or written, or is damaged.
     """
 
@@ -34,13 +38,15 @@ class Journal:
         self._path = pathlib.Path(path)
         self.state: dict[str, Any] | None = None
         self.notes: list[dict[str, Any]] = []
+        self._file: Any = None
+        self._is_behind = False  # of the memory
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._read()
             self._compact()
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise CheckpointError(self._unwritable(error)) from error
 
     def write(self, state: dict[str, Any]) -> None:
         """Writes the state down."""
@@ -59,15 +65,20 @@ class Journal:
 
     def _append(self, record: dict[str, Any]) -> None:
         try:
-            rest = json.dumps(record).encode() + b"\n"
-            self._size += len(rest)
-            while rest:  # a disk that is nearly full takes a part of it
-                rest = rest[self._file.write(rest) :]
-            if self._size > _COMPACT_AT:
-                self._file.close()
+            if not self._is_behind:
+                self._write_line(json.dumps(record).encode() + b"\n")
+            if self._is_behind or self._size > _COMPACT_AT:
                 self._compact()
+            self._is_behind = False
         except OSError as error:
-            raise self._unwritable(error) from error
+            if not self._is_behind:
+                _log.warning("%s The job goes on, and the next line is another try.", self._unwritable(error))
+            self._is_behind = True
+
+    def _write_line(self, line: bytes) -> None:
+        self._size += len(line)
+        while line:  # a disk that is nearly full takes a part of it
+            line = line[self._file.write(line) :]
 
     def _read(self) -> None:
         lines = self._path.read_bytes().split(b"\n")
@@ -90,12 +101,19 @@ class Journal:
         records: list[dict[str, Any]] = [{"note": note} for note in self.notes]
         if self.state is not None:
             records.append({"state": self.state})
-        temporary.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-        os.replace(temporary, self._path)
-        self._file = self._path.open("ab", buffering=0)
+        try:
+            temporary.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        file = self._path.open("ab", buffering=0)
+        if self._file is not None:
+            self._file.close()
+        self._file = file
         self._size = self._path.stat().st_size
         if self._size > _COMPACT_AT // 2:  # then its content is that large: no compaction with every line
             self._size = 0
 
-    def _unwritable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.")
+    def _unwritable(self, error: OSError) -> str:
+        return f"Cannot write {self._path}: {error.strerror}. Make room."

@@ -17,9 +17,13 @@ from rlframe.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.limits import Limits
+from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import Collected, Failed, Learned
 from rlframe.errors import UsageError
 from tests.coordinator.fakes import Scene, until
+from tests.small_disk import small_disk
+
+__all__ = ["small_disk"]
 
 LIMITS = Limits(
     ping_every=0.2,
@@ -306,3 +310,16 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     assert after == before and job(coordinator)["params_version"] == version
     assert job(coordinator)["env_steps"] == steps
     assert np.all(np.diff(stage.scene.store.versions) > 0)
+
+
+def test_a_job_outlives_a_full_disk_and_is_written_down_when_there_is_room_again(stage: Stage, small_disk) -> None:
+    stage.path = small_disk.path
+    coordinator = stage.running(learner_steps=400)
+    small_disk.fill()
+    learned = job(coordinator)["learner_steps"]
+    until(lambda: job(coordinator)["learner_steps"] > learned + 20, "learning")
+    small_disk.free()
+    assert finish(coordinator)["state"] == "CLOSED"
+    coordinator.close()
+    state = Journal(small_disk.path / "journal.jsonl").state
+    assert state is not None and (state["state"], state["is_finished"]) == ("CLOSED", True)

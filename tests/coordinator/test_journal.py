@@ -17,15 +17,17 @@ from rlframe.errors import CheckpointError
 FULL = """
 import resource, signal, sys
 from rlframe.coordinator.journal import Journal
-from rlframe.errors import CheckpointError
 journal = Journal(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
-try:
-    for number in range(1000):
-        journal.write({"counts": [number] * 20})
-except CheckpointError as error:
-    print(number, error)
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), unlimited[1]))
+for number in range(100):
+    journal.write({"counts": [number] * 20})
+    journal.note({"number": number})
+print("full", flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+journal.note({"number": 100})
 """
 
 
@@ -122,14 +124,23 @@ def test_a_state_larger_than_that_is_not_compacted_with_every_line(
 
 
 @pytest.mark.parametrize("room", [0, 1, 3000, 3021, 3333])
-def test_a_full_disk_is_a_clear_error_and_what_was_written_stays(path: pathlib.Path, room: int) -> None:
+def test_a_full_disk_ends_nothing_and_once_there_is_room_all_is_written(path: pathlib.Path, room: int) -> None:
     command = [sys.executable, "-c", FULL, str(path), str(room)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0)
-    number, _, message = done.stdout.strip().partition(" ")
-    assert message == f"Cannot write {path}: File too large. Make room, then resume.", done.stderr
-    assert path.stat().st_size == room  # as much as there was room for: its last line is half of one
-    state = Journal(path).state
-    assert state == ({"counts": [int(number) - 1] * 20} if int(number) else None)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "full\n"
+        assert path.stat().st_size <= room  # its last line may be half of one
+        lines = path.read_bytes().split(b"\n")[:-1]
+        killed = path.with_name("killed.jsonl")
+        killed.write_bytes(path.read_bytes())
+        states = [state for line in lines if (state := json.loads(line).get("state"))]
+        assert Journal(killed).state == (states[-1] if states else None)
+        warned = process.communicate("\n", timeout=60.0)[1]
+    told = f"Cannot write {path}: File too large. Make room. The job goes on, and the next line is another try."
+    assert set(warned.splitlines()) == {told}
+    journal = Journal(path)
+    assert journal.state == {"counts": [99] * 20} and numbers(journal) == list(range(101))
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: pathlib.Path) -> None:

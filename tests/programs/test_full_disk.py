@@ -7,6 +7,7 @@ import pytest
 from rlframe.errors import CheckpointError
 from rlframe.learners import Checkpointer
 from rlframe.programs import train
+from tests.extras import needs
 from tests.programs.test_single_process import dqn, ppo
 from tests.small_disk import small_disk
 
@@ -49,3 +50,21 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before
     assert text in str(caught.value) and caught.value.exit_code == 1
     small_disk.free()
     assert train(described, run_dir=run_dir, resume=True).env_steps >= 400
+
+
+@pytest.mark.system
+def test_an_elastic_run_outlives_a_full_disk_and_ends_well_when_there_is_room_again(tmp_path, small_disk):
+    needs("launchpad", "trajectories")
+    from tests.programs.elastic import ElasticProgram
+
+    (tmp_path / "run").symlink_to(small_disk.path)  # what the test writes beside it has room
+    options = ["--agent", "impala", "--steps", "30000", "--log-every", "200", "--checkpoint-every", "50"]
+    with ElasticProgram(tmp_path / "run", *options, "--num-actors", "1", "--max-actors", "1") as program:
+        program.wait_for_steps(1_000)
+        small_disk.fill()
+        at = program.env_steps[-1] if program.status() else 0
+        program.wait_until(lambda: program.status() is not None and program.env_steps[-1] > at + 5_000)
+        small_disk.free()
+        code, result = program.finish(200.0)
+        assert code == 0 and result is not None and result["env_steps"] >= 30_000
+        assert Checkpointer(tmp_path / "run/checkpoints").steps()[-1] == result["learner_steps"]
