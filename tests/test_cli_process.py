@@ -19,16 +19,10 @@ from collections.abc import Iterator
 import pytest
 
 from rlframe.learners import Checkpointer
+from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "rlframe", "train", "--env-type", "loop", "--steps", "100000000", "--num-envs", "2"]
 COMMAND += ["--unroll-length", "16", "--num-epochs", "1", "--json", "--log-every", "100"]
-
-
-def wait_until(condition, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rlframe import handles
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Call, Remote, resolve
 from tests.serving import client, free_address, serving
+from tests.waiting import wait_until
 
 
 class Node:
@@ -152,9 +153,7 @@ def test_a_peer_that_has_not_answered_yet_may_take_its_time_to_start_and_only_a_
         answers = []
         thread = threading.Thread(target=lambda: answers.append(remote.name()))
         thread.start()
-        deadline = time.monotonic() + 60.0
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(condition)
         with serving(Node("here"), address):
             thread.join(60.0)
         assert answers == ["here"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from rlframe import SyncEnv
 from rlframe.actors import Actor
 from rlframe.inferencers import Inferencer, InferencerConfig
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
+from tests.waiting import wait_until
 
 
 def make(*, budget: float, incarnation: int = 0) -> Actor:
@@ -35,13 +36,6 @@ def running(actor: Actor) -> Iterator[Any]:
         thread.join(30.0)
         assert not thread.is_alive()
         actor.close()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_it_waits_where_its_budget_ends_and_goes_on_when_it_is_given_more():

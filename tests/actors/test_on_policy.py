@@ -6,7 +6,6 @@ import contextlib
 import functools
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,17 +17,11 @@ from rlframe.handles import Remote
 from rlframe.replay.reverb import ReverbReplayBuffer
 from tests.on_policy import NUM_ENVS, TellingLearner, env_builder, make_actor, make_agent
 from tests.replay.factories import servers
-from tests.serving import CHILD_DEADLINE, Child, free_address, running, serving
+from tests.serving import Child, free_address, running, serving
+from tests.waiting import wait_until
 
 T = 16  # unroll_length
 BOTH = [0] * NUM_ENVS + [1] * NUM_ENVS  # the ranks of a batch of two actors
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = CHILD_DEADLINE) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

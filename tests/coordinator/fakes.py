@@ -33,15 +33,6 @@ from rlframe.coordinator.operators.base import OperatorError, WorkerInfo
 WITHIN = 15.0  # seconds that anything may take
 
 
-def until(condition: Callable[[], Any], what: str = "it") -> Any:
-    """Waits for a condition."""
-    deadline = time.monotonic() + WITHIN
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not come about"
-        time.sleep(0.005)
-    return found
-
-
 class Called(NamedTuple):
     """A line of the trace: a call that was answered for good."""
 

@@ -20,8 +20,9 @@ from rlframe.coordinator.core.limits import Limits
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import Collected, Failed, Learned
 from rlframe.errors import UsageError
-from tests.coordinator.fakes import Scene, until
+from tests.coordinator.fakes import Scene
 from tests.small_disk import small_disk
+from tests.waiting import wait_until
 
 __all__ = ["small_disk"]
 
@@ -58,7 +59,7 @@ class Stage:
 
     def running(self, **kwargs: Any) -> Coordinator:
         coordinator = self.coordinator(**kwargs)
-        until(lambda: job(coordinator)["learner_steps"] > 5 and job(coordinator)["env_steps"] > 5, "training")
+        wait_until(lambda: job(coordinator)["learner_steps"] > 5 and job(coordinator)["env_steps"] > 5, "training")
         return coordinator
 
     def kill(self, coordinator: Coordinator) -> None:
@@ -97,7 +98,7 @@ def state_of(coordinator: Coordinator, worker_id: str) -> tuple[str, int] | None
 
 
 def finish(coordinator: Coordinator) -> dict[str, Any]:
-    until(lambda: coordinator.wait(1.0), "the end")
+    wait_until(lambda: coordinator.wait(1.0), "the end")
     return job(coordinator)
 
 
@@ -117,10 +118,10 @@ def test_messages_come_in_the_order_of_the_diagram(stage: Stage) -> None:
 def test_no_collector_starts_before_the_learners_buffer_is_there(stage: Stage) -> None:
     stage.scene.operator.held = {"learner"}
     coordinator = stage.coordinator(collectors=3)
-    until(lambda: state_of(coordinator, "collector/2") == ("IDLE", 0), "collectors")
+    wait_until(lambda: state_of(coordinator, "collector/2") == ("IDLE", 0), "collectors")
     assert not stage.scene.trace and job(coordinator)["state"] == "WAITING"
     stage.scene.operator.held = set()
-    until(lambda: len(stage.scene.replay.writers) > 3, "collecting")
+    wait_until(lambda: len(stage.scene.replay.writers) > 3, "collecting")
     assert stage.scene.trace[0][:2] == ("learner/0", "start_task")
 
 
@@ -140,7 +141,7 @@ def test_each_learned_batch_gives_one_update_and_the_last_one_does_too(stage: St
 def test_the_closing_result_of_a_collector_reaches_the_history(stage: Stage) -> None:
     coordinator = stage.running(collectors=2)
     coordinator.scale("collector", 1)
-    until(lambda: job(coordinator)["env_steps"] >= 1000, "the closing result")
+    wait_until(lambda: job(coordinator)["env_steps"] >= 1000, "the closing result")
     coordinator.cancel()
     assert finish(coordinator)["env_steps"] >= 2000
 
@@ -148,10 +149,10 @@ def test_the_closing_result_of_a_collector_reaches_the_history(stage: Stage) -> 
 def test_late_workers_are_picked_up(stage: Stage) -> None:
     stage.scene.operator.held = {"collector"}
     coordinator = stage.coordinator()
-    until(lambda: job(coordinator)["state"] == "RUNNING", "the learner")
+    wait_until(lambda: job(coordinator)["state"] == "RUNNING", "the learner")
     assert job(coordinator)["env_steps"] == 0 and job(coordinator)["waits_for"] in ("data", None)
     stage.scene.operator.held = set()
-    until(lambda: job(coordinator)["learner_steps"] > 5, "training")
+    wait_until(lambda: job(coordinator)["learner_steps"] > 5, "training")
 
 
 @pytest.mark.parametrize("role", ["collector/0", "learner/0"])
@@ -163,11 +164,13 @@ def test_a_worker_that_dies_or_hangs_frees_its_slot(stage: Stage, role: str, how
         worker.is_dead = True
     else:
         worker.goes_on.clear()
-    until(lambda: state_of(coordinator, role) == ("BUSY", 1), "a replacement")
+    wait_until(lambda: state_of(coordinator, role) == ("BUSY", 1), "a replacement")
     assert time.monotonic() - began < LIMITS.lost_after + 5.0
     steps, learned = job(coordinator)["env_steps"], job(coordinator)["learner_steps"]
     worker.goes_on.set()
-    until(lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training")
+    wait_until(
+        lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training"
+    )
     assert job(coordinator)["restarts"] == 1 and stage.scene.operator.made.count((role, 1)) == 1
 
 
@@ -176,9 +179,11 @@ def test_a_task_that_raises_is_tried_again(stage: Stage, role: str) -> None:
     coordinator = stage.running()
     method = "get_data" if role == "collector/0" else "data_demand"
     stage.scene.worker(role).scripts[method] = lambda: Failed("ValueError", "boom")
-    until(lambda: job(coordinator)["retries"] == 1, "another try")
+    wait_until(lambda: job(coordinator)["retries"] == 1, "another try")
     steps, learned = job(coordinator)["env_steps"], job(coordinator)["learner_steps"]
-    until(lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training")
+    wait_until(
+        lambda: job(coordinator)["env_steps"] > steps and job(coordinator)["learner_steps"] > learned, "training"
+    )
     assert any("ValueError: boom" in note["text"] for note in coordinator.events())
     assert (job(coordinator)["state"], job(coordinator)["restarts"]) == ("RUNNING", 0)
 
@@ -186,26 +191,26 @@ def test_a_task_that_raises_is_tried_again(stage: Stage, role: str) -> None:
 def test_an_idle_and_a_busy_worker_can_be_removed(stage: Stage) -> None:
     coordinator = stage.running(collectors=2)
     coordinator.scale("collector", 1)
-    until(lambda: "collector/1" not in stage.scene.operator.workers, "the busy one's end")
+    wait_until(lambda: "collector/1" not in stage.scene.operator.workers, "the busy one's end")
     assert stage.scene.calls("collector/1")[-1] == "close_task"
     stage.scene.operator.held = {"learner"}
     stage.scene.worker("learner/0").is_dead = True
     coordinator.pause()
-    until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
+    wait_until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
     coordinator.scale("collector", 2)
-    until(lambda: state_of(coordinator, "collector/1") == ("IDLE", 1), "an idle one")
+    wait_until(lambda: state_of(coordinator, "collector/1") == ("IDLE", 1), "an idle one")
     coordinator.scale("collector", 1)
-    until(lambda: "collector/1" not in stage.scene.operator.workers, "the idle one's end")
+    wait_until(lambda: "collector/1" not in stage.scene.operator.workers, "the idle one's end")
     assert state_of(coordinator, "collector/1") is None
 
 
 def test_a_failure_that_is_reported_twice_gives_one_replacement(stage: Stage) -> None:
     coordinator = stage.running()
     stage.scene.operator.report_failed([("collector/0", 0), ("collector/0", 0)])
-    until(lambda: state_of(coordinator, "collector/0") == ("BUSY", 1), "a replacement")
+    wait_until(lambda: state_of(coordinator, "collector/0") == ("BUSY", 1), "a replacement")
     stage.scene.operator.report_failed([("collector/0", 0)])
     steps = job(coordinator)["env_steps"]
-    until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
+    wait_until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
     assert stage.scene.operator.made.count(("collector/0", 1)) == 1
     assert ("collector/0", 2) not in stage.scene.operator.made and job(coordinator)["restarts"] == 1
 
@@ -213,13 +218,13 @@ def test_a_failure_that_is_reported_twice_gives_one_replacement(stage: Stage) ->
 def test_training_goes_on_while_the_operator_is_away_and_it_is_reconciled_after(stage: Stage) -> None:
     coordinator = stage.running()
     stage.scene.operator.is_out = True
-    until(lambda: not coordinator.status()["operator"]["connected"], "the outage")
+    wait_until(lambda: not coordinator.status()["operator"]["connected"], "the outage")
     coordinator.scale("collector", 3)
     steps = job(coordinator)["learner_steps"]
-    until(lambda: job(coordinator)["learner_steps"] > steps + 10, "training")
+    wait_until(lambda: job(coordinator)["learner_steps"] > steps + 10, "training")
     assert state_of(coordinator, "collector/2") is None
     stage.scene.operator.is_out = False
-    until(lambda: state_of(coordinator, "collector/2") == ("BUSY", 0), "what was asked for meanwhile")
+    wait_until(lambda: state_of(coordinator, "collector/2") == ("BUSY", 0), "what was asked for meanwhile")
     operator = coordinator.status()["operator"]
     assert operator == {"kind": "FakeOperator", "connected": True, "problem": "", "problems": {}}
 
@@ -227,7 +232,7 @@ def test_training_goes_on_while_the_operator_is_away_and_it_is_reconciled_after(
 def test_a_stop_is_sticky(stage: Stage) -> None:
     coordinator = stage.running()
     coordinator.cancel("enough")
-    until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
+    wait_until(lambda: job(coordinator)["state"] in ("DRAINING", "CLOSED"), "the ending")
     coordinator._events.put(ev.Resumed())
     coordinator._events.put(ev.Scaled("collector", 4))
     coordinator._events.put(ev.Cancelled("another reason"))
@@ -254,24 +259,26 @@ def test_close_is_bounded_and_idempotent_and_leaves_no_thread(stage: Stage, is_o
         worker.goes_on.set()
     if not is_out:
         assert job(coordinator)["state"] == "CLOSED" and not stage.scene.operator.workers
-    until(lambda: not [t for t in set(threading.enumerate()) - before if "calls" not in t.name], "the threads' end")
+    wait_until(
+        lambda: not [t for t in set(threading.enumerate()) - before if "calls" not in t.name], "the threads' end"
+    )
 
 
 def test_evaluations_are_of_one_version_and_never_write_to_the_buffer(stage: Stage) -> None:
     coordinator = stage.running()
     coordinator.evaluate_now()
-    until(lambda: job(coordinator)["evaluated_version"] is not None, "an evaluation")
+    wait_until(lambda: job(coordinator)["evaluated_version"] is not None, "an evaluation")
     started = next(c for c in stage.scene.trace if c[:2] == ("evaluator/0", "start_task"))
     assert started.header is not None
     assert job(coordinator)["evaluated_version"] == stage.scene.worker("evaluator/0").start.options["params_version"]
     assert set(stage.scene.replay.writers) == {"collector/0"}
-    until(lambda: not stage.scene.store.pins, "its version to be let go")
+    wait_until(lambda: not stage.scene.store.pins, "its version to be let go")
 
 
 def test_counters_do_not_go_back_when_the_coordinator_is_restarted(stage: Stage) -> None:
     first = stage.running(collectors=2)
     first.evaluate_now()
-    until(lambda: job(first)["eval_return"] == 7.0, "an evaluation")
+    wait_until(lambda: job(first)["eval_return"] == 7.0, "an evaluation")
     before, accounts = job(first), first.status()["accounts"]
     numbers = [note["number"] for note in first.events()]
     stage.kill(first)
@@ -279,7 +286,7 @@ def test_counters_do_not_go_back_when_the_coordinator_is_restarted(stage: Stage)
     after = job(second)
     assert all(after[name] >= before[name] for name in ("env_steps", "learner_steps", "params_version"))
     assert after["coordinator_restarts"] == 1 and after["evaluated_version"] == before["evaluated_version"]
-    until(lambda: job(second)["learner_steps"] > before["learner_steps"] + 10, "training")
+    wait_until(lambda: job(second)["learner_steps"] > before["learner_steps"] + 10, "training")
     assert all(second.status()["accounts"][name] >= value for name, value in accounts.items())
     assert {worker.incarnation for worker in stage.scene.operator.workers.values()} == {0}  # they went on
     assert second.status()["wanted"]["collector"] == 2
@@ -289,10 +296,10 @@ def test_counters_do_not_go_back_when_the_coordinator_is_restarted(stage: Stage)
 def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     coordinator = stage.running()
     coordinator.pause()
-    until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
+    wait_until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
     machine = coordinator._machine
-    until(lambda: all(worker.call is None for worker in machine.roster), "the last answers")
-    until(lambda: machine.accounts.to_json() == coordinator._published, "them to be written down")
+    wait_until(lambda: all(worker.call is None for worker in machine.roster), "the last answers")
+    wait_until(lambda: machine.accounts.to_json() == coordinator._published, "them to be written down")
     learned = [called for called in list(stage.scene.trace) if isinstance(called.reply, Learned)]
     collected = [called for called in list(stage.scene.trace) if isinstance(called.reply, Collected)]
     before = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
@@ -305,7 +312,7 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     foreign = dataclasses.replace(learned[-1].header, incarnation=7)
     update = Learned(10**6, 10**6, (), 0)
     coordinator._events.put(ev.Replied("learner/0", 7, "learn", foreign, update))
-    until(lambda: coordinator.status()["accounts"]["stale"] >= 4, "them to be counted")
+    wait_until(lambda: coordinator.status()["accounts"]["stale"] >= 4, "them to be counted")
     after = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
     assert after == before and job(coordinator)["params_version"] == version
     assert job(coordinator)["env_steps"] == steps
@@ -317,7 +324,7 @@ def test_a_job_outlives_a_full_disk_and_is_written_down_when_there_is_room_again
     coordinator = stage.running(learner_steps=400)
     small_disk.fill()
     learned = job(coordinator)["learner_steps"]
-    until(lambda: job(coordinator)["learner_steps"] > learned + 20, "learning")
+    wait_until(lambda: job(coordinator)["learner_steps"] > learned + 20, "learning")
     small_disk.free()
     assert finish(coordinator)["state"] == "CLOSED"
     coordinator.close()

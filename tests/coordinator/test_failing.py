@@ -13,7 +13,8 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import NotReady
 from rlframe.errors import CheckpointError, UsageError
-from tests.coordinator.fakes import Scene, until
+from tests.coordinator.fakes import Scene
+from tests.waiting import wait_until
 
 
 class Results:
@@ -66,10 +67,10 @@ def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib
     scene = Scene()
     coordinator = make(Coordinator, tmp_path, scene, Results(), env_steps=10**9)
     coordinator.submit()
-    until(lambda: scene.steps > 5, "training")
+    wait_until(lambda: scene.steps > 5, "training")
     scene.worker("learner/0").scripts["close_task"] = lambda: NotReady("busy")
     coordinator.cancel("enough")
-    until(lambda: coordinator.status()["job"]["state"] == "DRAINING", "the ending")
+    wait_until(lambda: coordinator.status()["job"]["state"] == "DRAINING", "the ending")
     for ask in (coordinator.pause, coordinator.evaluate_now, coordinator.checkpoint, coordinator.restore):
         with pytest.raises(UsageError, match="about to end: nothing can be changed any more. enough"):
             ask()
@@ -77,7 +78,7 @@ def test_a_job_that_ends_refuses_what_it_would_not_do_any_more(tmp_path: pathlib
         coordinator.scale("collector", 2)
     coordinator.cancel("once more")  # that is no change
     scene.worker("learner/0").scripts.clear()
-    until(lambda: coordinator.wait(1.0), "the end")
+    wait_until(lambda: coordinator.wait(1.0), "the end")
     coordinator.close()
 
 
@@ -89,5 +90,5 @@ def test_who_waits_hears_that_the_coordinator_itself_failed(tmp_path: pathlib.Pa
     coordinator = make(Coordinator, tmp_path, Scene(), FullDisk(), learner_steps=20)
     coordinator.submit()
     with pytest.raises(CheckpointError, match="there is no room"):
-        until(lambda: coordinator.wait(1.0), "the failure")
+        wait_until(lambda: coordinator.wait(1.0), "the failure")
     coordinator.close()

@@ -16,6 +16,7 @@ from rlframe.envs import AsyncEnv, SyncEnv
 from rlframe.envs.adapters import env_seed
 from rlframe.errors import EnvError
 from tests.envs.scripted import ScriptedEnv
+from tests.waiting import wait_until
 
 
 class Hanging(ScriptedEnv):
@@ -43,13 +44,6 @@ def hanging():
     released.set()
     wait_until(lambda: len(closed) == 4)
     assert sorted(closed) == [False, False, False, True]
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 def step_until_it_hangs(pool):

@@ -11,6 +11,7 @@ from rlframe.errors import UnavailableError, UsageError
 from rlframe.inferencers.batching import Batcher, bucket_of
 from rlframe.types import FIRST, AgentOutput, TimeStep
 from tests.fakes import counting_agent
+from tests.waiting import wait_until
 
 DEADLINE = 30.0
 
@@ -98,7 +99,7 @@ def test_what_came_during_a_call_is_answered_by_the_next_one():
     batcher = Batcher(counting_agent(), gate, max_rows=16, max_wait=0.0, timeout=DEADLINE)
     _, leader = gate.occupy(batcher, 16)
     rest, others = call_in_threads(batcher, [request(5, first=10.0 * i) for i in range(5)])
-    _until(lambda: batcher.waiting == 5)
+    wait_until(lambda: batcher.waiting == 5)
     gate.opened.set()
     join([*leader, *others])
     assert sorted(gate.sizes[2:]) == [12, 16]  # three requests of 5, and two
@@ -113,7 +114,7 @@ def test_a_second_call_begins_beside_the_first_once_it_is_as_large():
     first, leader = call_in_threads(batcher, [request(10)])
     assert gate.entered.acquire(timeout=DEADLINE)
     some, waits = call_in_threads(batcher, [request(6, first=100.0)])
-    _until(lambda: batcher.waiting == 1)
+    wait_until(lambda: batcher.waiting == 1)
     more, joins = call_in_threads(batcher, [request(4, first=200.0)])
     assert gate.entered.acquire(timeout=DEADLINE)
     assert gate.sizes == [12, 12]
@@ -136,7 +137,7 @@ def test_a_stop_refuses_those_who_wait_and_answers_the_one_under_way():
     batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=DEADLINE)
     first, leader = gate.occupy(batcher, 8)
     waiting, others = call_in_threads(batcher, [request(8)] * 3)
-    _until(lambda: batcher.waiting == 3)
+    wait_until(lambda: batcher.waiting == 3)
     batcher.stop("The service has stopped.")
     join(others)
     assert [str(error) for error in waiting] == ["The service has stopped."] * 3
@@ -186,7 +187,7 @@ def test_an_error_of_the_call_reaches_everyone_in_it_and_the_next_ones_are_answe
     batcher = Batcher(counting_agent(), act, max_rows=8, max_wait=0.0, timeout=DEADLINE)
     _, leader = gate.occupy(batcher, 8)
     results, others = call_in_threads(batcher, [request(4, first=50.0)] * 2)
-    _until(lambda: batcher.waiting == 2)
+    wait_until(lambda: batcher.waiting == 2)
     gate.opened.set()
     join([*leader, *others])
     assert [type(result) for result in results] == [ZeroDivisionError] * 2
@@ -203,13 +204,3 @@ def test_rows_are_padded_to_powers_of_two_those_between_or_the_largest_batch(row
 
 def test_any_number_of_rows_comes_to_few_sizes():
     assert {bucket_of(rows, 256) for rows in range(1, 257)} == {8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256}
-
-
-def _until(condition):
-    """Waits for what no event tells."""
-    deadline = threading.Event()
-    for _ in range(int(DEADLINE * 1000)):
-        if condition():
-            return
-        deadline.wait(0.001)
-    raise AssertionError("It did not come to that.")

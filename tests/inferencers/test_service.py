@@ -19,6 +19,7 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.types import ENVS_PER_RANK, FIRST, TimeStep
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, FixedParams, RecordingBuffer, counting_agent
 from tests.serving import client, free_address, running, serving
+from tests.waiting import wait_until
 
 DEADLINE = 60.0
 
@@ -137,7 +138,7 @@ def test_a_dead_learner_leaves_the_service_its_parameters_and_a_new_one_brings_n
     with server, running(service):
         assert _answer_of_version(service, 1).extras["w"].tolist() == [0.5, 0.5]
         server.close()
-        _until(lambda: f"goes on by version 1 of the parameters: The learner at {address}" in caplog.text)
+        wait_until(lambda: f"goes on by version 1 of the parameters: The learner at {address}" in caplog.text)
         assert ask(service)[0].params_version == 1
         learner.version, learner.params = 2, {"w": np.float32(0.75)}
         server.enter_context(serving(learner, address))
@@ -196,7 +197,7 @@ def test_clients_of_a_served_inferencer_get_numpy_once_its_learner_is_there():
         call = Call(remote, "inference", _request(3))  # refused and repeated, while there are no parameters
         with serving(FixedParams({"w": np.float32(0.5)}), learner_address):
             output, state = call.result()
-            _until(lambda: service.params_version == 1)
+            wait_until(lambda: service.params_version == 1)
         assert type(output.action) is np.ndarray and output.params_version == 1
         assert state["seen"].tolist() == [1.0, 1.0, 1.0]
         env_ids, timestep, state = _request(3)
@@ -219,19 +220,10 @@ def _answer_of_version(service, version):
             return False
         return answers[-1].params_version >= version
 
-    _until(answered)
+    wait_until(answered)
     return answers[-1]
 
 
 def _until_run(service):
     """Until calls are a service's."""
-    _until(lambda: "calls" in service.stats())
-
-
-def _until(condition):
-    pause = threading.Event()
-    for _ in range(int(DEADLINE / 0.01)):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError("It did not come to that.")
+    wait_until(lambda: "calls" in service.stats())

@@ -28,6 +28,7 @@ from tests.fakes import (
     reward_batch,
 )
 from tests.small_disk import small_disk
+from tests.waiting import wait_until
 
 __all__ = ["small_disk"]
 
@@ -452,10 +453,3 @@ def test_a_snapshot_gives_the_newest_answer_that_came():
 def update(learner, batch):
     with pytest.raises(StoppedError):
         learner.step(batch)
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -7,7 +7,6 @@ import json
 import sqlite3
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.metrics import TrackioLogger, WandbLogger
 from tests.extras import needs
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(("logger", "module"), [(WandbLogger, "wandb"), (TrackioLogger, "trackio")])
@@ -36,11 +36,9 @@ def test_wandb_offline_keeps_the_rows_in_the_run_directory(tmp_path, monkeypatch
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     run_id = (tmp_path / "run" / "wandb_run_id").read_text()
     (stored,) = run.glob(f"run-{run_id}.wandb")
-    deadline = time.monotonic() + 60.0
-    while b"seed" not in (content := stored.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.05)  # its own process writes, and tells nobody when it is done
+    wait_until(lambda: b"seed" in stored.read_bytes())  # its own process writes, and tells nobody when it is done
+    content = stored.read_bytes()
     assert b"episode_return" in content and b"histogram" in content
-    assert b"seed" in content
 
 
 @pytest.mark.system

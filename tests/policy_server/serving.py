@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import openai
 
 from rlframe.lm import EngineConfig, ModelConfig, model
 from rlframe.policy_server import PolicyServer, PolicyServerConfig
+from tests.waiting import wait_until
 
 DEADLINE = 120.0  # seconds, on a machine that is busy
 TINY = ModelConfig(
@@ -73,7 +73,7 @@ def serving_policy(
     thread.start()
     try:
         server.url(DEADLINE)
-        until(lambda: server.stats()["version"] >= 0, "no parameters came")
+        wait_until(lambda: server.stats()["version"] >= 0, "no parameters came")
         yield server
     finally:
         server.stop()
@@ -88,12 +88,3 @@ def client_of(server: PolicyServer, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(
         **{"base_url": server.url(), "api_key": "none", "timeout": DEADLINE, "max_retries": 0, **options}
     )
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """What the condition says, once that is true."""
-    end = time.monotonic() + DEADLINE
-    while not (found := condition()):
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-    return found

@@ -22,8 +22,9 @@ from rlframe.lm import model, weights
 from rlframe.lm.tokenizers import ByteTokenizer
 from rlframe.programs import policy
 from tests.extras import needs
-from tests.policy_server.serving import LONG, TINY, params_of, until
+from tests.policy_server.serving import LONG, TINY, params_of
 from tests.trajectories.serving import ROOT
+from tests.waiting import wait_until
 
 DEADLINE = 120.0
 
@@ -122,7 +123,7 @@ def test_a_learner_by_its_address_is_followed(folder):
         options = {"model": "policy", "prompt": "ab", "max_tokens": 8, "temperature": 0}
         assert client.completions.create(**options).policy_version == 0
         with serving.serving(Learner(version=5), address):
-            until(lambda: httpx.get(f"{url}/policy").json()["version"] == 5, "the learner is not followed")
+            wait_until(lambda: httpx.get(f"{url}/policy").json()["version"] == 5, "the learner is not followed")
         assert client.completions.create(**options).policy_version == 5
 
 

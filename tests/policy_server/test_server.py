@@ -27,8 +27,8 @@ from tests.policy_server.serving import (
     client_of,
     params_of,
     serving_policy,
-    until,
 )
+from tests.waiting import wait_until
 
 LONG_ENGINE = EngineConfig(slots=2, steps=2, max_waiting=2)
 BODY = {"ignore_eos": True, "return_token_ids": True}
@@ -73,9 +73,9 @@ def test_newer_parameters_come_in_the_middle_of_an_answer_and_drop_nothing():
             whole = pool.submit(ask, client, max_tokens=2000)
             stream = ask(client, max_tokens=2000, stream=True)
             first = next(stream)
-            until(lambda: server.stats()["running"] == 2, "the two are not decoded together")
+            wait_until(lambda: server.stats()["running"] == 2, "the two are not decoded together")
             calls = server.stats()["calls"]
-            until(lambda: server.stats()["calls"] > calls + 1, "nothing is decoded")
+            wait_until(lambda: server.stats()["calls"] > calls + 1, "nothing is decoded")
             learner.publish(7)
             events = [first, *stream]
             answer = whole.result(DEADLINE)
@@ -101,7 +101,7 @@ def test_each_of_several_choices_names_its_version():
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         asked = pool.submit(ask, client, n=2, max_tokens=1000)
-        until(lambda: server.stats()["tokens"] > 1000, "the first has not ended")
+        wait_until(lambda: server.stats()["tokens"] > 1000, "the first has not ended")
         learner.publish(7)
         answer = asked.result(DEADLINE)
     assert answer.policy_version == 7
@@ -113,7 +113,7 @@ def test_what_newer_parameters_answer_is_theirs():
     with serving_policy(learner) as server, client_of(server) as client:
         before = ask(client, temperature=0).choices[0].token_ids
         learner.publish(2)
-        until(lambda: policy(server)["version"] == 2, "no refresh")
+        wait_until(lambda: policy(server)["version"] == 2, "no refresh")
         after = ask(client, temperature=0)
         assert after.policy_version == 2 and after.choices[0].token_ids != before
     with serving_policy(Learner(version=2)) as server, client_of(server) as client:
@@ -126,7 +126,7 @@ def test_a_learner_s_first_parameters_take_the_place_of_the_server_s_own():
     with serving_policy(learner) as server, client_of(server) as client:
         expected = ask(client, temperature=0).choices[0].token_ids
     with serving_policy(learner, params=params_of(0)) as server, client_of(server) as client:
-        until(lambda: policy(server)["learner_version"] == 0, "the learner was not asked")
+        wait_until(lambda: policy(server)["learner_version"] == 0, "the learner was not asked")
         answer = ask(client, temperature=0)
         assert (answer.policy_version, answer.choices[0].token_ids) == (0, expected)
 
@@ -135,10 +135,10 @@ def test_a_learner_that_begins_anew_is_not_followed_and_no_answer_is_lost(caplog
     learner = Learner(version=5)
     with serving_policy(learner) as server, client_of(server) as client:
         learner.publish(1)
-        until(lambda: "it began anew" in caplog.text, "no warning")
+        wait_until(lambda: "it began anew" in caplog.text, "no warning")
         assert ask(client).policy_version == 5
         learner.publish(6)
-        until(lambda: policy(server)["version"] == 6, "no refresh")
+        wait_until(lambda: policy(server)["version"] == 6, "no refresh")
     assert caplog.text.count("it began anew") == 1
 
 
@@ -154,12 +154,12 @@ def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
     with server_of_learner, serving_policy(handle, learner_deadline=1.0) as server, client_of(server) as client:
         assert ask(client).policy_version == 4
         server_of_learner.close()
-        problem = until(lambda: policy(server)["problem"], "the death was not noticed")
+        problem = wait_until(lambda: policy(server)["problem"], "the death was not noticed")
         assert f"The learner at {address} did not answer get_params() within 1 s" in problem
         assert ask(client).policy_version == 4 and policy(server)["since_learner"] > 0.5
         learner.publish(9)
         server_of_learner.enter_context(serving.serving(learner, address))
-        until(lambda: policy(server)["version"] == 9, "the next learner was not followed")
+        wait_until(lambda: policy(server)["version"] == 9, "the next learner was not followed")
         assert ask(client).policy_version == 9 and policy(server)["problem"] is None
 
 
@@ -198,7 +198,7 @@ def test_a_client_that_leaves_frees_its_slot(streams, caplog):
         else:
             with pytest.raises(openai.APITimeoutError):
                 ask(client, max_tokens=30_000, n=2, timeout=2.0)
-        until(lambda: server.stats()["running"] == 0, "the slot is still taken")
+        wait_until(lambda: server.stats()["running"] == 0, "the slot is still taken")
         assert 0 < server.stats()["tokens"] < 29_000
         assert ask(client).choices[0].finish_reason == "length"
     gc.collect()
@@ -210,7 +210,7 @@ def test_too_much_waiting_is_refused_and_what_has_begun_goes_on():
         streams = [long_stream(client) for _ in range(2)]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(ask, client, n=2)
-            until(lambda: server.stats()["waiting"] == 2, "nothing waits")
+            wait_until(lambda: server.stats()["waiting"] == 2, "nothing waits")
             with pytest.raises(openai.RateLimitError, match="2 requests wait for the decode engine") as caught:
                 ask(client)
             assert caught.value.response.headers["retry-after"] == "1"
@@ -225,7 +225,7 @@ def test_an_answer_that_takes_too_long_is_given_up(streams):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG, request_timeout=2.0) as server:
         with client_of(server) as client, pytest.raises(openai.APIError, match="not complete within 2 s"):
             list(ask(client, max_tokens=30_000, stream=streams))
-        until(lambda: server.stats()["running"] == 0, "the slot is still taken")
+        wait_until(lambda: server.stats()["running"] == 0, "the slot is still taken")
 
 
 def test_a_long_text_holds_up_nobody_while_it_is_encoded():
@@ -339,15 +339,15 @@ def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(
         ):
             asking = pool.submit(ask_on, client)
             try:
-                until(lambda: policy(server)["version"] > 8, "no versions come")
+                wait_until(lambda: policy(server)["version"] > 8, "no versions come")
                 assert server._refresher._learner._clients[address]._shared is not None
                 child.kill()
                 child.close()
                 last, count = policy(server)["version"], len(answers)
-                until(lambda: len(answers) > count + 3, "a dead learner stops the answers")
+                wait_until(lambda: len(answers) > count + 3, "a dead learner stops the answers")
                 assert policy(server)["since_learner"] > 0.01
                 child = serving.Child(address, BusyLearner, str(tmp_path))
-                until(lambda: answers[-1] > last, "the resumed learner is not followed")
+                wait_until(lambda: answers[-1] > last, "the resumed learner is not followed")
             finally:
                 ended.set()
             asking.result(DEADLINE)
@@ -367,7 +367,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_reason():
                 ask(client, n=3)
             assert caught.value.status_code == 503
             assert httpx.get(f"{root_of(server)}/health").status_code == 503
-            until(server._stop.is_set, "it goes on")
+            wait_until(server._stop.is_set, "it goes on")
 
     with pytest.raises(UnavailableError, match="The decode engine failed: RuntimeError: out of memory"):
         ask_in_vain()

@@ -21,6 +21,7 @@ import pytest
 from rlframe.errors import ProgramError
 from rlframe.programs.launching import supervisor
 from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 BEATS = f"""
@@ -75,11 +76,8 @@ class Program:
     def pids(self) -> list[int]:
         return [int(pid) for pid in re.findall(r"up (\d+)", self.output)]
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.01)
+    def wait_for(self, condition: Callable[[], Any]) -> None:
+        wait_until(condition, lambda: self.output)
 
     def wait_for_end(self) -> None:
         self._thread.join(60.0)

@@ -8,8 +8,6 @@ import pathlib
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ import psutil
 import pytest
 
 from tests.extras import needs
+from tests.waiting import wait_until
 
 needs("launchpad")
 
@@ -52,7 +51,7 @@ class Launcher:
             self.seen.update(children)
             return [child for child in children if child.cmdline()[:1] == [f"rlframe: {name}"]]
 
-        return wait_for(find, f"{self} has no node {name}")[0]
+        return wait_until(find, f"{self} has no node {name}")[0]
 
     def end(self, seconds: float) -> int:
         """Waits for its end, and that nothing outlives it. Returns the exit code."""
@@ -92,14 +91,6 @@ def xla_cache(tmp_path_factory) -> dict[str, str]:
     }
 
 
-def wait_for(find: Callable[[], Any], otherwise: str, seconds: float = 120.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := find()):
-        assert time.monotonic() < deadline, otherwise
-        threading.Event().wait(0.1)
-    return found
-
-
 def free_ports() -> int:
     """The first of as many free ports, one after the other, as a run listens at."""
     while True:
@@ -134,7 +125,7 @@ def joined(
     b = launch(name, "join", f"127.0.0.2:{port}", "--num-actors", "1", *more, **env)
     b.node("actor")
     b.node("guest")
-    wait_for(lambda: steps_of(run_dir).get(f"{rank}.0"), f"Its steps are not counted:\n{b}")
+    wait_until(lambda: steps_of(run_dir).get(f"{rank}.0"), lambda: f"Its steps are not counted:\n{b}")
     return b
 
 
@@ -144,10 +135,10 @@ def test_two_launchers_train_one_agent_over_tcp(launch, tmp_path, xla_cache):
     a = train(launch, port, 20_000, run_dir, **xla_cache)
     b = launch("b", "join", f"127.0.0.2:{port}", "--num-actors", "1", **xla_cache)
     own = a.node("actor")
-    wait_for(lambda: steps_of(run_dir).get("0.0"), f"no steps are counted:\n{a}")
+    wait_until(lambda: steps_of(run_dir).get("0.0"), lambda: f"No steps are counted:\n{a}")
     own.send_signal(signal.SIGSTOP)  # until the other has come, however slow it is
     try:
-        wait_for(lambda: steps_of(run_dir).get("1.0"), f"its steps are not counted:\n{b}")
+        wait_until(lambda: steps_of(run_dir).get("1.0"), lambda: f"Its steps are not counted:\n{b}")
         b.node("actor")
     finally:
         own.send_signal(signal.SIGCONT)
@@ -194,7 +185,7 @@ def test_a_run_that_is_stopped_ends_those_that_joined(launch, tmp_path, xla_cach
 def test_a_run_that_vanishes_is_told_by_those_that_joined(launch, tmp_path, xla_cache):
     run_dir, port = tmp_path / "run", free_ports()
     a = train(launch, port, 100_000_000, run_dir, **xla_cache)
-    wait_for(lambda: steps_of(run_dir), f"it does not begin:\n{a}")
+    wait_until(lambda: steps_of(run_dir), lambda: f"It does not begin:\n{a}")
     b = joined(launch, port, run_dir, "--deadline", "3", **xla_cache)
     a.process.send_signal(signal.SIGKILL)
     assert b.end(25.0) == 1, b
@@ -209,7 +200,7 @@ def test_ctrl_c_takes_a_machine_out_of_a_run(launch, tmp_path, xla_cache):
     b.process.send_signal(signal.SIGINT)
     assert b.end(10.0) == 130, b
     joined(launch, port, run_dir, name="c", **xla_cache)  # with the rank that is free again
-    wait_for(lambda: "1.1" in steps_of(run_dir), "the rank was not used again")
+    wait_until(lambda: "1.1" in steps_of(run_dir), "the rank was not used again")
     a.process.send_signal(signal.SIGINT)
     assert a.end(40.0) == 130, a
 
@@ -221,7 +212,7 @@ def test_a_restarted_monitor_hears_of_those_that_joined(launch, tmp_path, xla_ca
     b = joined(launch, port, run_dir, **xla_cache)
     a.node("monitor").send_signal(signal.SIGKILL)
     before = steps_of(run_dir)["1.0"]
-    wait_for(lambda: steps_of(run_dir)["1.0"] > before, f"its steps are not counted any more:\n{a}{b}")
+    wait_until(lambda: steps_of(run_dir)["1.0"] > before, lambda: f"Its steps are not counted any more:\n{a}{b}")
     joined(launch, port, run_dir, name="c", rank=2, **xla_cache)
     a.process.send_signal(signal.SIGINT)
     assert a.end(40.0) == 130, a

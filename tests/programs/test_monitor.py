@@ -7,12 +7,13 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.extras import needs
+from tests.waiting import wait_until
 
 needs("launchpad")
 import courier
@@ -118,13 +119,6 @@ def running(monitor: Monitor) -> Iterator[threading.Thread]:
         monitor.stop()
         thread.join(30.0)
         assert not thread.is_alive()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("learns_on", [False, True])

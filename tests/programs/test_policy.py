@@ -15,7 +15,8 @@ from rlframe.programs.experiment import Experiment, complete
 from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.run_dir import RunDir
 from tests.agents.token_batches import token_batch
-from tests.policy_server.serving import TINY, params_of, until
+from tests.policy_server.serving import TINY, params_of
+from tests.waiting import wait_until
 
 
 def run_of(path, described):
@@ -47,7 +48,7 @@ def test_a_run_is_served_by_its_newest_checkpoint(tmp_path):
         assert served.learner.get_params(version) == (version, None)
         learner.step(token_batch(TINY.vocab_size, lengths=[9, 4, 6, 7], group=[0, 0, 1, 1]))
         learner.save()
-        until(lambda: served.learner.get_params(version)[0] > version, "the next one is not found")
+        wait_until(lambda: served.learner.get_params(version)[0] > version, "the next one is not found")
         version, newer = served.learner.get_params(-1)
         assert version == learner.params_version and equal(newer, learner.get_params()[1]) and not equal(newer, params)
     finally:

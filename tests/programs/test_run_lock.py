@@ -20,6 +20,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.programs import run_lock
 from rlframe.programs.run_lock import NAME, RunLock
+from tests.waiting import wait_until
 
 HOLD = """
 import multiprocessing, os, pathlib, signal, sys, time
@@ -166,11 +167,7 @@ def test_of_two_that_want_a_lock_at_once_one_gets_it(tmp_path):
         for _ in range(2)
     ]
     try:
-        ended = []
-        deadline = time.monotonic() + 60.0
-        while not ended and time.monotonic() < deadline:
-            ended = [process for process in both if process.poll() is not None]
-            threading.Event().wait(0.02)
+        ended = wait_until(lambda: [process for process in both if process.poll() is not None])
         assert len(ended) == 1
         other = both[1 - both.index(ended[0])]
         assert f"is in use by process {other.pid} on" in ended[0].communicate()[1]

@@ -18,6 +18,7 @@ import pytest
 from rlframe.errors import ProgramError
 from rlframe.programs.launching import supervisor
 from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+from tests.waiting import wait_until
 
 
 def node(name: str, code: str, **options) -> NodeProcess:
@@ -44,13 +45,6 @@ def no_process_is_left():
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     assert_none_left(before)
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "It did not come about."
-        threading.Event().wait(0.01)
 
 
 def test_a_program_is_over_when_all_its_nodes_have_ended_well():
@@ -96,7 +90,7 @@ def test_a_node_that_ignores_sigterm_is_killed_after_the_grace():
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
     output = io.StringIO()
     program = Supervisor([node("deaf", deaf)], output, grace=0.5)
-    threading.Thread(target=lambda: (wait_for(lambda: "up" in output.getvalue()), program.stop())).start()
+    threading.Thread(target=lambda: (wait_until(lambda: "up" in output.getvalue()), program.stop())).start()
     began = time.monotonic()
     assert program.run() is None
     assert time.monotonic() - began < 10.0
@@ -112,10 +106,10 @@ def interrupted(*nodes: NodeProcess, once: str, times: int = 1) -> tuple[int | N
     output = io.StringIO()
 
     def interrupt() -> None:
-        wait_for(lambda: once in output.getvalue())
+        wait_until(lambda: once in output.getvalue())
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
-            wait_for(lambda: "SIGINT: ending" in output.getvalue())  # two at once would be one
+            wait_until(lambda: "SIGINT: ending" in output.getvalue())  # two at once would be one
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -143,10 +137,10 @@ def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_sa
     program = Supervisor([node("learner", SERVES, saves=True), node("actor", DEAF)], output)
 
     def interrupt() -> None:
-        wait_for(lambda: "[learner] up" in output.getvalue() and "[actor] up" in output.getvalue())
+        wait_until(lambda: "[learner] up" in output.getvalue() and "[actor] up" in output.getvalue())
         learner = next(child for child in psutil.Process().children() if "sys.exit(0)" in " ".join(child.cmdline()))
         os.kill(os.getpid(), signal.SIGINT)
-        wait_for(lambda: not learner.is_running())
+        wait_until(lambda: not learner.is_running())
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

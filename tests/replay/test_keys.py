@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from rlframe.replay import block
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids
-from tests.replay.test_shared_memory import Scene, steps_of, wait_until
+from tests.replay.test_shared_memory import Scene, steps_of
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -274,7 +274,5 @@ def test_the_share_of_a_writer_that_waits_for_what_is_unfinished_does_not_lapse(
     header[block.WAITS] = 1  # as if it could not go on before `finish`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.finish(drawn.keys)
-    deadline = time.monotonic() + DEADLINE
-    while (following := buffer.draw(timeout=0.02)) is None:  # now it stands still by itself
-        assert time.monotonic() < deadline
+    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it stands still by itself
     assert following.keys[:, 0].tolist() == [0, 0, 0]

@@ -29,6 +29,7 @@ from tests.fakes import CountingEnv, FixedParams, counting_agent
 from tests.replay.factories import servers
 from tests.replay.serve import Servers
 from tests.replay.streams import STEP_SPEC, Stream, Twin, assert_batch_matches, fake_agent, first_ids
+from tests.waiting import wait_until
 
 Serve = Callable[..., str]
 
@@ -86,13 +87,6 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def is_adding(buffer: ReverbReplayBuffer) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from rlframe.replay.reverb import ReverbReplayBuffer
 from rlframe.types import Transition
 from tests.replay.factories import servers
 from tests.replay.streams import Stream, Twin, assert_batch_matches, fake_agent
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -49,10 +49,7 @@ def test_closing_ends_the_threads_of_samplers_that_wait(stop_servers):
     def threads() -> int:
         return sum(thread.name == "rlframe reverb sampler" for thread in threading.enumerate())
 
-    deadline = time.monotonic() + 30.0
-    while not threads():
-        assert time.monotonic() < deadline, "no sampler was started"
-        time.sleep(0.02)
+    wait_until(threads)
     dataset.close()
     assert not threads(), "threads outlive their dataset"
     buffer.close()

@@ -23,6 +23,7 @@ from rlframe.types import Sequence, Transition, global_env_ids
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids, first_id, make_step
 from tests.replay.streams import fake_agent
+from tests.waiting import wait_until
 
 
 class Scene:
@@ -74,13 +75,6 @@ def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
         if is_done and (batch is None or buffer.spec.kind != "queue"):
             return firsts
         assert time.monotonic() < deadline
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.system

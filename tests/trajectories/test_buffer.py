@@ -17,6 +17,7 @@ from rlframe.replay.base import STATS
 from rlframe.trajectories import Client, Group, TrajectoryBuffer
 from tests.trajectories.bigrams import Bigram, write
 from tests.trajectories.serving import DEADLINE, running_service
+from tests.waiting import wait_until
 
 SETTINGS = {"batch_size": 2, "max_token_len": 16, "num_steps": 100}
 
@@ -60,13 +61,6 @@ def numbered(number: int, **fields) -> Group:
 
 def number_of(batch) -> int:
     return int(batch.data.scores[0])
-
-
-def until(condition) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "It did not become so."
-        time.sleep(0.02)
 
 
 def test_a_batch_says_what_and_whose_it_is(client, make_buffer):
@@ -135,9 +129,9 @@ def test_what_was_not_learned_from_is_given_back(client, make_buffer):
     buffer = make_buffer()
     dataset = buffer.make_dataset(prefetch=2)
     assert [number_of(next(dataset)) for _ in range(2)] == [0, 1]
-    until(lambda: client.status().leased == 3)  # the one that is read, and two ahead
+    wait_until(lambda: client.status().leased == 3)  # the one that is read, and two ahead
     dataset.close()
-    until(lambda: client.status().queue_size == 2)
+    wait_until(lambda: client.status().queue_size == 2)
     other = make_buffer()
     assert [number_of(other.sample()) for _ in range(2)] == [2, 3]
     buffer.close()  # the reader did not say that it has learned from the second one
@@ -204,7 +198,7 @@ def test_a_batch_that_comes_again_is_not_given_twice(client, make_buffer, monkey
         buffer._client, "renew", lambda *told, **how: False
     )  # as if the service could not be reached for a while
     with buffer.make_dataset(prefetch=2) as dataset:
-        until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended while it was waiting to be read
+        wait_until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended while it was waiting to be read
         assert number_of(next(dataset)) == 1
         client.post(numbered(2))
         assert number_of(next(dataset)) == 2

@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.extras import needs
+from tests.waiting import wait_until
 
 needs("trajectories")
 
@@ -48,15 +48,6 @@ SPEC = {"agent": "dqn", "env": "CartPole-v1", "steps": 5000, "max_actors": 4}
 def script_command(job: Job, config: pathlib.Path, resume: bool) -> list[str]:
     """In place of `train_command`."""
     return [sys.executable, str(SCRIPT), job.run_dir, *(["--resume"] if resume else [])]
-
-
-def eventually(condition: Callable[[], Any]) -> Any:
-    """What `condition` gives once it is true."""
-    deadline = time.monotonic() + DEADLINE
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "It did not come about."
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture
@@ -113,20 +104,20 @@ def test_jobs_run_one_after_the_other_and_the_control_is_of_the_one_that_runs(ru
         assert client.post("/pause").status_code == 409
         first, failing, last = submit(client), submit(client), submit(client)
         assert (first, failing, last) == ("job-0001", "job-0002", "job-0003")
-        eventually(lambda: job_state(client) == "RUNNING")
+        wait_until(lambda: job_state(client) == "RUNNING")
         assert [state_of(client, job) for job in (first, failing, last)] == ["running", "queued", "queued"]
         assert client.post("/scale", json={"role": "collector", "n": 4}).status_code == 200
         assert client.get("/status").json()["wanted"]["collector"] == 4
         assert client.post("/scale", json={"role": "collector", "n": 40}).json()["error"]["field"] == "n"
-        events = eventually(lambda: client.get("/events").json()["events"])
+        events = wait_until(lambda: client.get("/events").json()["events"])
         assert events[0]["number"] == 1_000_000_001 and events[0]["job"] == first
         assert client.post("/stop", json={"reason": "enough"}).status_code == 200
-        eventually(lambda: state_of(client, last) == "running")
+        wait_until(lambda: state_of(client, last) == "running")
         assert state_of(client, first) == "cancelled"
         failed = client.get(f"/jobs/{failing}").json()
         assert (failed["state"], failed["reason"]) == ("failed", "The environment raised.")
         assert failed["sessions"] == 1  # its end was its own
-        later = eventually(lambda: client.get("/events", params={"since": events[-1]["number"]}).json()["events"])
+        later = wait_until(lambda: client.get("/events", params={"since": events[-1]["number"]}).json()["events"])
         assert later[0]["number"] == 3_000_000_001  # numbers rise, whichever job they are of
 
 
@@ -137,9 +128,9 @@ def test_a_queued_job_can_be_cancelled_and_one_that_is_over_cannot(runs):
         assert client.post(f"/jobs/{second}/cancel").status_code == 409
         assert client.post("/jobs/job-0009/cancel").status_code == 404
         assert client.get("/jobs/job-0009").json()["error"]["type"] == "not_found"
-        eventually(lambda: job_state(client) == "RUNNING")
+        wait_until(lambda: job_state(client) == "RUNNING")
         assert client.post(f"/jobs/{first}/cancel").status_code == 200
-        eventually(lambda: state_of(client, first) == "cancelled")
+        wait_until(lambda: state_of(client, first) == "cancelled")
         assert queue.running() is None and sessions(runs, second) == []
 
 
@@ -164,10 +155,10 @@ def test_a_run_that_does_not_stop_gets_one_sigterm_as_a_second_would_end_it_unsa
 def test_a_run_that_died_is_started_again_from_its_checkpoint(runs):
     with running(runs) as (queue, client):
         job = submit(client)
-        eventually(lambda: job_state(client) == "RUNNING")
+        wait_until(lambda: job_state(client) == "RUNNING")
         os.killpg(queue.running().pid, signal.SIGKILL)
-        eventually(lambda: sessions(runs, job) == ["", "--resume"])
-        eventually(lambda: job_state(client) == "RUNNING")
+        wait_until(lambda: sessions(runs, job) == ["", "--resume"])
+        wait_until(lambda: job_state(client) == "RUNNING")
         assert client.get(f"/jobs/{job}").json()["sessions"] == 2
 
 
@@ -176,7 +167,7 @@ def test_a_service_that_is_started_again_adopts_the_run_that_goes_on(runs):
     with running(runs) as (queue, client):
         job = submit(client)
         waiting = submit(client)
-        eventually(lambda: job_state(client) == "RUNNING")
+        wait_until(lambda: job_state(client) == "RUNNING")
         pid = queue.running().pid
     assert ProcessId.of(pid).is_alive
     with running(runs) as (queue, client):
@@ -184,20 +175,20 @@ def test_a_service_that_is_started_again_adopts_the_run_that_goes_on(runs):
         assert job_state(client) == "RUNNING"
         assert sessions(runs, job) == [""] and state_of(client, waiting) == "queued"
         os.kill(pid, signal.SIGKILL)  # no child of this queue's
-        eventually(lambda: sessions(runs, job) == ["", "--resume"])
+        wait_until(lambda: sessions(runs, job) == ["", "--resume"])
 
 
 @pytest.mark.system
 def test_a_service_that_is_started_again_resumes_the_run_that_died_meanwhile(runs):
     with running(runs) as (queue, client):
         job = submit(client)
-        eventually(lambda: job_state(client) == "RUNNING")
+        wait_until(lambda: job_state(client) == "RUNNING")
         process = queue.running()
     os.killpg(process.pid, signal.SIGKILL)
-    eventually(lambda: not ProcessId(process.pid, process.started).is_alive)
+    wait_until(lambda: not ProcessId(process.pid, process.started).is_alive)
     with running(runs) as (_, client):
-        eventually(lambda: sessions(runs, job) == ["", "--resume"])
-        eventually(lambda: job_state(client) == "RUNNING")
+        wait_until(lambda: sessions(runs, job) == ["", "--resume"])
+        wait_until(lambda: job_state(client) == "RUNNING")
 
 
 def adopted(runs: pathlib.Path) -> tuple[JobQueue, Job]:
@@ -232,7 +223,7 @@ def test_an_adopted_run_that_has_a_result_is_done_unless_a_signal_ended_it(runs)
         result.write_text('{"env_steps": 50000, "signal": 15}')
         queue._step()
         assert (job.state, job.sessions) == ("running", 2)
-        eventually(lambda: sessions(runs, job.id))
+        wait_until(lambda: sessions(runs, job.id))
         os.killpg(job.pid, signal.SIGKILL)
         assert queue._child is not None
         queue._child.wait(DEADLINE)

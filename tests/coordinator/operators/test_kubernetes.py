@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import threading
-import time
 
 import kubernetes
 import pytest
@@ -17,6 +16,7 @@ from rlframe.coordinator.operators.kubernetes import KubernetesConfig, Kubernete
 from rlframe.coordinator.operators.reconcile import Backoff, End, Seen, Start
 from rlframe.coordinator.workers import process
 from tests.coordinator.operators.cluster import Cluster
+from tests.waiting import wait_until
 
 DEPLOY = pathlib.Path(__file__).parents[3] / "deploy" / "kubernetes"
 DOCUMENTS = [
@@ -44,14 +44,6 @@ def client_of(cluster) -> kubernetes.client.ApiClient:
     configuration = kubernetes.client.Configuration(host=cluster.url)
     configuration.retries = False
     return kubernetes.client.ApiClient(configuration)
-
-
-def wait_for(condition, seconds: float = 20.0):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "It did not come about."
-        threading.Event().wait(0.01)
-    return value
 
 
 @pytest.fixture
@@ -92,16 +84,16 @@ def serving(operator, *keys):
         infos = operator.list()
         return infos if [info.key for info in infos] == list(keys) and all(info.address for info in infos) else []
 
-    return wait_for(are)
+    return wait_until(are)
 
 
 def test_a_worker_is_a_pod_with_an_address_once_it_serves(cluster, operator):
     cluster.runs_pods = False
     operator.request("collector", 1)
-    wait_for(operator.list)
+    wait_until(operator.list)
     assert operator.list()[0].address is None
     cluster.is_unschedulable("train-collector-0-0", "0/3 nodes are available: 3 Insufficient cpu.")
-    problem = wait_for(lambda: operator.problems().get("collector/0"))
+    problem = wait_until(lambda: operator.problems().get("collector/0"))
     assert problem == "collector/0 does not start: Unschedulable: 0/3 nodes are available: 3 Insufficient cpu."
     cluster.run("train-collector-0-0")
     (info,) = serving(operator, ("collector/0", 0))
@@ -139,7 +131,7 @@ def test_one_that_ends_is_cleared_away_and_replaced(cluster, operator, exit_code
     serving(operator, ("collector/0", 0), ("collector/1", 0))
     cluster.finish("train-collector-1-0", exit_code, reason)
     serving(operator, ("collector/0", 0), ("collector/1", 1))
-    wait_for(lambda: "train-collector-1-0" not in cluster.pods)
+    wait_until(lambda: "train-collector-1-0" not in cluster.pods)
     assert f"exit code {exit_code} ({reason})" in operator.problems()["collector/1"]
 
 
@@ -163,7 +155,7 @@ def test_a_report_deletes_without_grace_and_replaces_once_and_a_release_gives_ti
     operator.request("collector", 1)
     operator.release([("collector/1", 0)])
     assert [info.key for info in operator.list()] == [("collector/0", 1)]
-    wait_for(lambda: "deletionTimestamp" in cluster.pods["train-collector-1-0"]["metadata"])
+    wait_until(lambda: "deletionTimestamp" in cluster.pods["train-collector-1-0"]["metadata"])
     cluster.gone("train-collector-1-0")
     assert cluster.deletions == [("train-collector-0-0", 0), ("train-collector-1-0", 10)]
     assert cluster.created == ["train-collector-0-0", "train-collector-1-0", "train-collector-0-1"]
@@ -177,13 +169,13 @@ def test_while_the_api_server_is_down_wishes_are_kept_and_carried_out_when_it_is
     def is_out() -> str:
         return operator.problems().get("", "")
 
-    assert "answered 503" in wait_for(is_out)
+    assert "answered 503" in wait_until(is_out)
     with pytest.raises(OperatorError, match="unable to handle the request"):
         operator.list()
     operator.request("collector", 3)
     operator.report_failed([before[0].key])
     cluster.is_down = False
-    wait_for(lambda: not is_out())
+    wait_until(lambda: not is_out())
     serving(operator, ("collector/0", 1), ("collector/1", 0), ("collector/2", 0))
 
 
@@ -193,7 +185,7 @@ def test_what_was_created_by_a_call_whose_answer_was_lost_is_there_once(cluster,
     serving(operator, ("collector/0", 0), ("collector/1", 0))
     operator.report_failed([("collector/0", 0)])  # a deletion whose answer is lost, and which then is not found
     cluster.loses_answers = False
-    wait_for(lambda: "train-collector-0-1" in cluster.pods)
+    wait_until(lambda: "train-collector-0-1" in cluster.pods)
     serving(operator, ("collector/0", 1), ("collector/1", 0))
     assert len(cluster.created) == len(set(cluster.created)) == 3
 
@@ -238,7 +230,7 @@ def test_a_coordinator_that_is_new_adopts_the_pods_and_goes_on_with_their_incarn
 
 def _end_when_told(cluster, which):
     name = f"train-collector-{which}"
-    wait_for(lambda: "deletionTimestamp" in cluster.pods[name]["metadata"])
+    wait_until(lambda: "deletionTimestamp" in cluster.pods[name]["metadata"])
     cluster.gone(name)
 
 

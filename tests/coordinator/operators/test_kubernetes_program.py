@@ -7,15 +7,13 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.extras import needs
+from tests.waiting import wait_until
 
 needs("launchpad", "reverb", "kubernetes", "trajectories")
 
@@ -69,13 +67,6 @@ class Coordinator:
             return {}
 
 
-def wait_for(condition: Callable[[], Any], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        threading.Event().wait(0.2)
-
-
 def test_a_job_is_learned_by_pods_to_its_end_though_the_coordinators_is_replaced(tmp_path):
     cluster = Cluster()
     cluster.runs_pods = False
@@ -92,21 +83,21 @@ def test_a_job_is_learned_by_pods_to_its_end_though_the_coordinators_is_replaced
     with Kubelet(cluster, tmp_path / "logs") as kubelet:
         coordinator.start()
         try:
-            wait_for(lambda: coordinator.job().get("learner_steps", 0) >= 5, what)
+            wait_until(lambda: coordinator.job().get("learner_steps", 0) >= 5, what, DEADLINE)
             coordinator.process.send_signal(signal.SIGTERM)  # its Pod is to move
             assert coordinator.process.wait(60.0) == 0
             coordinator.start()
-            wait_for(lambda: coordinator.job().get("state") == "CLOSED", what)
+            wait_until(lambda: coordinator.job().get("state") == "CLOSED", what, DEADLINE)
             job = coordinator.job()
             assert job["learner_steps"] >= 60 and job["coordinator_restarts"] == 1 and job["restarts"] == 0, what()
             assert job["eval_return"] >= 8.0
             roles = {"train-learner-0-0", "train-collector-0-0", "train-evaluator-0-0"}
             assert set(cluster.created) == roles == set(kubelet.processes)  # the first of each, to the end
-            wait_for(lambda: set(cluster.pods) == {"rlframe-coordinator-0"}, what)  # deleted, and ended
+            wait_until(lambda: set(cluster.pods) == {"rlframe-coordinator-0"}, what, DEADLINE)  # deleted, and ended
             coordinator.process.send_signal(signal.SIGTERM)
             assert coordinator.process.wait(60.0) == 0
             coordinator.start()  # the Pod of a job that is over says so, and makes no workers
-            wait_for(lambda: coordinator.job().get("state") == "CLOSED", what)
+            wait_until(lambda: coordinator.job().get("state") == "CLOSED", what, DEADLINE)
             coordinator.process.send_signal(signal.SIGTERM)
             assert coordinator.process.wait(60.0) == 0
             assert len(cluster.created) == 3

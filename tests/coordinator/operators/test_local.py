@@ -22,17 +22,10 @@ from rlframe.coordinator.operators.reconcile import Backoff
 from rlframe.coordinator.workers.records import Records, save_workers
 from rlframe.interprocess.processes import ProcessId, this_process
 from tests.coordinator.operators import workers
+from tests.waiting import wait_until
 
 HERE = pathlib.Path(__file__).parent
 AT_ONCE = Backoff(first=0.01)
-
-
-def wait_for(condition, seconds: float = 30.0):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "It did not come about."
-        threading.Event().wait(0.02)
-    return value
 
 
 @pytest.fixture
@@ -60,7 +53,7 @@ class Local:
             return infos if len(infos) == n and all(info.address for info in infos) else []
 
         gone = {info.key for info in but}
-        return wait_for(serving)
+        return wait_until(serving)
 
 
 @pytest.fixture
@@ -147,8 +140,8 @@ def test_released_workers_are_not_replaced_and_a_later_request_goes_on_with_thei
     processes = family(second.pid)
     one.operator.release([second.key])
     assert one.operator.list() == [first]
-    wait_for(lambda: are_gone(processes))
-    wait_for(lambda: "[collector/1] closed" in one.output.getvalue())  # it was given the time to
+    wait_until(lambda: are_gone(processes))
+    wait_until(lambda: "[collector/1] closed" in one.output.getvalue())  # it was given the time to
     one.operator.request("collector", 2)
     assert [info.key for info in one.up("collector", 2)] == [first.key, ("collector/1", 1)]
 
@@ -187,15 +180,15 @@ def test_workers_end_with_their_owner_or_when_nobody_calls(local, state_dir):
     processes = family(ownerless.up("collector", 1)[0].pid) + family(ownerless.up("learner", 1)[0].pid)
     owner.kill()
     owner.wait()
-    wait_for(lambda: are_gone(processes))
-    wait_for(lambda: ownerless.output.getvalue().count(f"ends: its owner, process {owner.pid}, is gone") == 2)
-    wait_for(lambda: "collector/0 ended by itself" in ownerless.operator.problems().get("collector/0", ""))
+    wait_until(lambda: are_gone(processes))
+    wait_until(lambda: ownerless.output.getvalue().count(f"ends: its owner, process {owner.pid}, is gone") == 2)
+    wait_until(lambda: "collector/0 ended by itself" in ownerless.operator.problems().get("collector/0", ""))
     ownerless.operator.disconnect()
 
     lonely = local(silence=0.4, backoff=Backoff(first=600.0, longest=600.0))
     lonely.operator.request("collector", 1)
-    wait_for(lambda: "ends: nobody called for 0.4 s" in lonely.output.getvalue())
-    wait_for(lambda: not Records(state_dir).all())
+    wait_until(lambda: "ends: nobody called for 0.4 s" in lonely.output.getvalue())
+    wait_until(lambda: not Records(state_dir).all())
 
 
 def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_less_often(local, state_dir):
@@ -203,10 +196,10 @@ def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_
     save_workers(state_dir, {"collector": workers.Counts(str(lives))})
     one = local(backoff=Backoff(first=0.1, longest=600.0))
     one.operator.request("collector", 1)
-    wait_for(lambda: lives.exists() and len(lives.read_text().split()) == 3)
-    wait_for(lambda: "3 times in succession" in one.operator.problems().get("collector/0", ""))
+    wait_until(lambda: lives.exists() and len(lives.read_text().split()) == 3)
+    wait_until(lambda: "3 times in succession" in one.operator.problems().get("collector/0", ""))
     assert lives.read_text().split() == ["0", "1", "2"]
-    problem = wait_for(lambda: one.operator.problems()["collector/0"])
+    problem = wait_until(lambda: one.operator.problems()["collector/0"])
     assert "failed with exit code 1" in problem and "RuntimeError: cannot live" in problem
     assert "[collector/0] RuntimeError: cannot live" in one.output.getvalue().splitlines()
     assert "[collector/0] Traceback (most recent call last):" in one.output.getvalue().splitlines()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 
 import pytest
 
 from rlframe.coordinator.messages import Alive
 from rlframe.coordinator.operators.static import StaticOperator
 from rlframe.coordinator.workers.process import Server
+from tests.waiting import wait_until
 
 
 class Answers:
@@ -19,13 +18,6 @@ class Answers:
 
     def ping(self) -> Alive:
         return self._alive
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline, "It did not come about."
-        threading.Event().wait(0.02)
 
 
 def nobody() -> str:
@@ -70,7 +62,7 @@ def test_one_that_was_reported_comes_back_as_its_next_incarnation_only(serve):
     assert operator.list() == []
     first.stop()
     serve("collector/0", 1, port=first.port)
-    wait_for(operator.list)
+    wait_until(operator.list)
     assert [each.key for each in operator.list()] == [("collector/0", 1)]
     operator.release([("collector/0", 1)])
     assert [(each.key, each.stays) for each in operator.list()] == [(("collector/0", 1), True)]

@@ -43,11 +43,3 @@ class Caller:
         while isinstance(reply := getattr(self.worker, call)(header, *args), NotReady):
             assert time.monotonic() < deadline, f"{call} was not done within {PATIENCE:g} s: {reply}"
         return reply
-
-
-def wait_until(condition: Any) -> None:
-    """Returns when `condition()` is true."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.001)

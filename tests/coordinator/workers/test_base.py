@@ -23,7 +23,8 @@ from rlframe.coordinator.messages import (
 )
 from rlframe.coordinator.workers.base import Worker
 from rlframe.errors import EnvError, UsageError
-from tests.coordinator.workers.calling import Caller, wait_until
+from tests.coordinator.workers.calling import Caller
+from tests.waiting import wait_until
 
 COLLECT = StartTask("collect", "policy")
 

@@ -18,8 +18,9 @@ from rlframe.errors import EnvError, StoppedError
 from rlframe.programs.assemble import Evaluations
 from rlframe.programs.experiment import Experiment
 from rlframe.replay import ReplayBuffer
-from tests.coordinator.workers.calling import Caller, wait_until
+from tests.coordinator.workers.calling import Caller
 from tests.fakes import CountingEnv, RecordingBuffer, counting_agent
+from tests.waiting import wait_until
 
 POLICY = "main"
 COLLECT = StartTask("collect", POLICY)

@@ -24,8 +24,9 @@ from rlframe.envs import SyncEnv
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import LearnerConfig
 from rlframe.replay import ReplayBuffer
-from tests.coordinator.workers.calling import PATIENCE, Caller, wait_until
+from tests.coordinator.workers.calling import PATIENCE, Caller
 from tests.fakes import CountingEnv, FixedParams, counting_agent
+from tests.waiting import wait_until
 
 POLICY = "main"
 ROOT = Path(__file__).parents[3]

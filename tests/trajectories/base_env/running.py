@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,15 +120,6 @@ def pull(client: Client) -> list[Group]:
     batch = client.batch(wait=DEADLINE)
     assert batch is not None, "no batch came"
     return batch.groups
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """What the condition says, once that is true."""
-    end = time.monotonic() + DEADLINE
-    while not (found := condition()):
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-    return found
 
 
 def text_of(tokens: Any) -> str:

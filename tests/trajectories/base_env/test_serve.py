@@ -30,9 +30,9 @@ from tests.trajectories.base_env.running import (
     serving_env,
     text_of,
     trainer,
-    until,
 )
 from tests.trajectories.serving import running_service
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -106,16 +106,16 @@ def test_a_pause_keeps_what_is_there(url, model):
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
     make = lambda: made(Turns, model, url=url, max_batches_offpolicy=2)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
-        until(lambda: len(model.requests) == 2, "two groups are collected at once")
+        wait_until(lambda: len(model.requests) == 2, "two groups are collected at once")
         client.post([other, other])
-        until(lambda: running.env.status_dict["queue_size"] == 2, "the environment sees that the queue is full")
+        wait_until(lambda: running.env.status_dict["queue_size"] == 2, "the environment sees that the queue is full")
         gate = next(iter(running.env.workers)).gate
-        until(lambda: gate.closed, "it pauses")
+        wait_until(lambda: gate.closed, "it pauses")
         model.open.set()
-        until(lambda: running.env.first_done == 2, "what was asked is answered")
+        wait_until(lambda: running.env.first_done == 2, "what was asked is answered")
         looks = running.env.statistics.mainloop_timings
         seen = len(looks)
-        until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
         assert len(model.requests) == 2 and client.status().queue_size == 2
         while not gate.closed or client.status().queue_size:
             if gate.closed:
@@ -166,10 +166,10 @@ def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
     model.reply = reply
     make = lambda: made(Letters, model, url=url, max_num_workers=8, max_batches_offpolicy=3)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
-        until(lambda: client.status().queue_size == 3, "the queue fills")
+        wait_until(lambda: client.status().queue_size == 3, "the queue fills")
         looks = running.env.statistics.mainloop_timings
         seen = len(looks)
-        until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
         assert client.status().queue_size == 3 and len(model.requests) == 3
 
 
@@ -196,23 +196,23 @@ def test_an_evaluation_pauses_or_limits_collecting(url, model, handling):
         for _ in range(2):
             pull(client)
         env = running.env
-        until(lambda: env.evaluated, "the evaluation starts")
+        wait_until(lambda: env.evaluated, "the evaluation starts")
         assert env.evaluated == [2]
         model.open.clear()
         if handling is EvalHandlingEnum.STOP_TRAIN:
             model.open.set()
-            until(lambda: not env.workers, "what is asked is answered")
+            wait_until(lambda: not env.workers, "what is asked is answered")
         at_once = {"STOP_TRAIN": 0, "LIMIT_TRAIN": 1, "NONE": 2}[handling.name]
-        until(lambda: len(env.workers) == at_once, "so many go on")
+        wait_until(lambda: len(env.workers) == at_once, "so many go on")
         asked, looks = len(model.requests), env.statistics.mainloop_timings
         seen = len(looks)
-        until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+        wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
         assert len(env.workers) == at_once and len(model.requests) - asked <= at_once
         model.open.set()
         env.go_on.set()
-        until(lambda: len(env.evaluated) == 2, "the evaluation ends")
+        wait_until(lambda: len(env.evaluated) == 2, "the evaluation ends")
         before = env.number
-        until(lambda: env.number > before + 2, "collecting goes on")
+        wait_until(lambda: env.number > before + 2, "collecting goes on")
     assert len(env.evaluated[1]) == 3 and all(env.evaluated[1])
     assert len([request for request in model.requests if request["prompt"] == "exam"]) == 3
 
@@ -250,15 +250,15 @@ def test_checkpoints_are_saved_at_the_interval_and_loaded_by_the_next(url, model
         with serving_env(lambda: made(Counting, model, url=url, **options)) as running:
             for _ in range(3):
                 pull(client)
-            until((folder / "step-2.json").exists, "the checkpoint is written")
-            until(lambda: running.env.curr_step == 3, "it is at step 3")
+            wait_until((folder / "step-2.json").exists, "the checkpoint is written")
+            wait_until(lambda: running.env.curr_step == 3, "it is at step 3")
             running.stop()
         saved = json.loads((folder / "step-2.json").read_text())["number"]
         assert saved >= 2 and [path.name for path in folder.iterdir()] == ["step-2.json"]
         with serving_env(lambda: made(Counting, model, url=url, **options)) as running:
-            until(lambda: len(envs_of(url)) and running.env.wandb_prepend, "it is back")
+            wait_until(lambda: len(envs_of(url)) and running.env.wandb_prepend, "it is back")
             assert running.env.wandb_prepend == "letters_0" and list(envs_of(url)) == ["letters_0"]
-            until(lambda: getattr(running.env, "number", 0) > saved, "it goes on behind the checkpoint")
+            wait_until(lambda: getattr(running.env, "number", 0) > saved, "it goes on behind the checkpoint")
 
 
 def test_a_service_that_is_killed_and_started_again_loses_nothing(tmp_path, model):
@@ -268,7 +268,7 @@ def test_a_service_that_is_killed_and_started_again_loses_nothing(tmp_path, mode
         make = lambda: made(Letters, model, url=service.url, max_batches_offpolicy=8)  # noqa: E731
         running = stack.enter_context(serving_env(make))
         first = [pull(client)[0] for _ in range(2)]
-        until(lambda: client.status().queue_size >= 3, "groups wait")
+        wait_until(lambda: client.status().queue_size >= 3, "groups wait")
         service.restart()
         groups = [*first, *(pull(client)[0] for _ in range(4))]
         running.join()
@@ -283,7 +283,7 @@ def test_a_run_that_starts_afresh_is_joined_again(url, model):
         client.register(batch_size=4, max_token_len=64, num_steps=10)
         client.batch()  # before which nobody can join; groups that were on their way may make one
         assert sum(map(len, pull(client))) == 4
-        until(lambda: running.env.config.batch_size == 4, "it knows the new batch size")
+        wait_until(lambda: running.env.config.batch_size == 4, "it knows the new batch size")
         assert envs_of(url)["letters_0"]["connected"]
 
 
@@ -332,8 +332,8 @@ def test_environments_share_the_model_servers_by_weight_but_for_one_that_takes_a
             )
             for weight in (3.0, 1.0, -1.0)
         )
-        until(lambda: (slots(three), slots(one)) == (384, 128), "they have three and one of four parts")
-        until(lambda: all_.env.status_dict, "the third has looked")
+        wait_until(lambda: (slots(three), slots(one)) == (384, 128), "they have three and one of four parts")
+        wait_until(lambda: all_.env.status_dict, "the third has looked")
         assert slots(all_) == 512
 
 
@@ -462,7 +462,7 @@ def test_trajectories_are_put_together_and_items_may_have_followers(url, model):
     make = lambda: made(Singles, model, url=url, max_num_workers=1, include_messages=True)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
         groups = [pull(client)[0] for _ in range(2)]
-        until(lambda: any(request["prompt"] == "further" for request in model.requests), "the backlog goes first")
+        wait_until(lambda: any(request["prompt"] == "further" for request in model.requests), "the backlog goes first")
         assert isinstance(running.env.backlog, list)
     assert sorted(row.tolist()[1] for row in groups[0].tokens) == [65, 66]
     assert groups[0].advantages is None
@@ -478,7 +478,7 @@ def test_groups_that_the_trainer_has_left_behind_are_collected_anew(url, model):
         client.set_policy_version(1)
         model.open.clear()
         with serving_env(make):
-            until(lambda: model.requests, "a group is under way")
+            wait_until(lambda: model.requests, "a group is under way")
             client.set_policy_version(9)
             answer = model.answer
             model.answer = lambda path, body: (setattr(model, "policy_version", 9), answer(path, body))[1]
@@ -496,10 +496,10 @@ def test_what_the_service_cannot_take_now_waits(url, model):
         client.set_policy_version(1)
         model.open.clear()
         with serving_env(make) as running:
-            until(lambda: model.requests, "a group is under way")
+            wait_until(lambda: model.requests, "a group is under way")
             client.post(other)  # a batch that comes before it: by its turn it would be too old
             model.open.set()
-            until(lambda: report_of(url)["refused"] >= 2, "it is refused again and again")
+            wait_until(lambda: report_of(url)["refused"] >= 2, "it is refused again and again")
             pull(client)
             (group,) = pull(client)
             assert asked(group) == "item 1"
@@ -537,10 +537,12 @@ def test_what_others_sent_does_not_stop_one_with_a_minimum(url, model):
     with trainer(url, batch_size=4) as client:
         client.post([other] * 8)
         with serving_env(make) as running:
-            until(lambda: running.env.status_dict.get("self_queue_size") == 2, "its own part of the batches is filled")
+            wait_until(
+                lambda: running.env.status_dict.get("self_queue_size") == 2, "its own part of the batches is filled"
+            )
             looks = running.env.statistics.mainloop_timings
             seen = len(looks)
-            until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
+            wait_until(lambda: len(looks) >= seen + 3, "it goes on looking at the service")
             assert running.env.status_dict["self_queue_size"] == 2 and len(model.requests) == 2
 
 
@@ -553,7 +555,7 @@ def test_two_environments_share_and_a_minimum_is_kept(url, model):
     second = lambda: made(Others, model, **both)  # noqa: E731
     with trainer(url, batch_size=4) as client, serving_env(first) as one, serving_env(second):
         batches = [pull(client) for _ in range(4)]
-        until(lambda: one.env.status_dict.get("unallocated_fraction") == 0.5, "it knows what is its own")
+        wait_until(lambda: one.env.status_dict.get("unallocated_fraction") == 0.5, "it knows what is its own")
         assert one.env.derived_batch_size == 4
     for groups in batches[2:]:
         assert sum(len(group) for group in groups if group.env_id == one.env.env_id) >= 2

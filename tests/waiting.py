@@ -1,0 +1,28 @@
+"""Waiting for what other threads and processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LIMIT = 120.0  # seconds; only a test that fails waits for so long, however busy the machine is
+
+
+def wait_until(
+    condition: Callable[[], T], what: str | Callable[[], str] = "it did not come about", seconds: float = LIMIT
+) -> T:
+    """Returns what `condition()` gives once that is true.
+
+    Args:
+        condition: called again and again.
+        what: the error says, where that takes longer than `seconds`.
+        seconds: after which it is an error.
+    """
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"Waited {seconds:g} s: {what() if callable(what) else what}"
+        time.sleep(0.01)
+    return found
