@@ -33,7 +33,7 @@ from rlframe.replay.rows import ItemRows
 from rlframe.replay.shares import Shares, WriterState
 from rlframe.types import AgentSpecs, Batch, Step
 
-_DRAW_SECONDS = 2.0  # for what the server said it has; another reader may have been quicker
+_DRAW_SECONDS = 10.0  # for what the server said it has: only another reader that was quicker has it wait
 
 
 class ReverbReplayBuffer(BaseReplayBuffer):

@@ -37,8 +37,9 @@ class Hanging(ScriptedEnv):
 
 
 @pytest.fixture
-def hanging():
+def hanging(monkeypatch):
     """A builder, what is set when its environment hangs, and whether each that was closed is that one."""
+    monkeypatch.setattr("rlframe.envs.thread._CLOSE_TIMEOUT", 100.0)
     hangs, released, closed = threading.Event(), threading.Event(), []
     yield functools.partial(Hanging, hangs, released, closed), hangs, closed
     released.set()
@@ -65,11 +66,11 @@ POOLS = {
 @pytest.mark.parametrize("kind", POOLS)
 def test_an_environment_that_hangs_is_named(kind, hanging):
     builder, _, closed = hanging
-    with POOLS[kind](builder, answer_timeout=0.5) as pool:
-        with pytest.raises(EnvError, match=r"No answer from environment 2 within 0\.5 s: it hangs"):
+    with POOLS[kind](builder, answer_timeout=3.0) as pool:
+        with pytest.raises(EnvError, match="No answer from environment 2 within 3 s: it hangs"):
             step_until_it_hangs(pool)
         started = time.monotonic()
-    assert time.monotonic() - started < 4.0  # closing waited for no thread
+    assert time.monotonic() - started < 60.0  # closing waited for no thread
     assert True not in closed  # nobody took it away from the thread that is in it
 
 
@@ -78,17 +79,17 @@ def test_ctrl_c_ends_a_step_at_once(kind, hanging):
     builder, hangs, closed = hanging
     interrupted = []
 
-    def interrupt():
-        hangs.wait(30.0)
+    def interrupt(pool):
+        wait_until(lambda: hangs.is_set() and pool._pool._is_waiting)  # no more in `send`
         interrupted.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     everybody = {"wait_num": 4} if kind == "async" else {}  # so that it waits for the one that hangs
     with pytest.raises(KeyboardInterrupt), POOLS[kind](builder, **everybody) as pool:
+        thread = threading.Thread(target=interrupt, args=(pool,))
+        thread.start()
         step_until_it_hangs(pool)
-    assert time.monotonic() - interrupted[0] < 4.0
+    assert time.monotonic() - interrupted[0] < 60.0  # closing waited for no thread
     thread.join()
     assert True not in closed
 
@@ -103,7 +104,7 @@ def test_pools_that_are_dropped_end_their_threads_and_close_their_environments(k
         pool.reset() if pool.is_sync else pool.recv()
         del pool
     gc.collect()
-    wait_until(lambda: threading.active_count() == before and len(closed) == 80)
+    wait_until(lambda: threading.active_count() <= before and len(closed) == 80)
 
 
 class Exiting(ScriptedEnv):
