@@ -21,12 +21,6 @@ needs("launchpad")
 CHILD_DEADLINE = 120.0  # seconds for a process to start, on a machine that is busy
 
 
-def free_address() -> str:
-    import portpicker
-
-    return f"localhost:{portpicker.pick_unused_port()}"
-
-
 @contextlib.contextmanager
 def serving(instance: Any, address: str) -> Iterator[None]:
     """Exposes `instance` as a CourierNode does."""

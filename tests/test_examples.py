@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.extras import needs
+from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -93,10 +94,8 @@ def test_a_coordinator_made_by_hand_says_why_its_job_failed(tmp_path: pathlib.Pa
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("launchpad")
 def test_a_language_model_learns_from_services_started_by_hand(tmp_path: pathlib.Path):
-    import portpicker
-
     llm, folder = ROOT / "examples/llm", tmp_path / "by-hand"
-    service, learner, policy = (portpicker.pick_unused_port() for _ in range(3))
+    service, learner, policy = (free_port() for _ in range(3))
     page = (llm / "learner.py").read_text()
     own = {"localhost:8000": f"localhost:{service}", "7000": str(learner), "runs/by-hand": str(folder), "500": "100"}
     for there, here in own.items():  # ports and a folder of this test, and fewer updates

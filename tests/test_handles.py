@@ -12,7 +12,8 @@ import pytest
 from rlframe import handles
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Call, Remote, resolve
-from tests.serving import client, free_address, serving
+from tests.ports import free_address
+from tests.serving import client, serving
 from tests.waiting import wait_until
 
 
@@ -111,7 +112,7 @@ def test_a_peer_that_is_dead_is_an_error_that_names_it_within_the_deadline(async
     began = time.monotonic()
     with pytest.raises(PeerError, match=rf"The inferencer at {address} did not answer name\(\) within 1.5 s"):
         Call(remote, "name", ()).result() if asynchronous else remote.name()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -184,4 +185,4 @@ def test_a_stop_ends_the_waiting():
     began = time.monotonic()
     with pytest.raises(StoppedError, match="Told to stop"):
         remote.name()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0

@@ -122,15 +122,16 @@ class Actor:
         return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": self.logged}
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
-        """Lets `run()` go on until `env_steps` are that many, where this is that incarnation, and returns `stats()`.
+        """Lets `run()` go on until `env_steps` are that many, where this is that incarnation; gives `stats()` of before.
 
         Who has given no such leave for a while (a monitor that died, or hangs) has the Actor wait where the last ends.
         Any thread may call it.
         """
+        stats = self.stats()
         if incarnation == self.incarnation:
             self._limit = env_steps
             self._allowed.set()
-        return self.stats()
+        return stats
 
     def step(self) -> Logs | None:
         """One step of every environment (of those that are ready, if the pool is asynchronous).

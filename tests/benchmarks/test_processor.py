@@ -8,10 +8,10 @@ import time
 
 from benchmarks.processor import Stopwatch, processor_seconds
 
-# Takes 0.2 s of a processor, says so, and waits for its stdin to be closed.
+# Takes 1 s of a processor, its start included, says so, and waits for its stdin to be closed.
 CHILD = """
 import sys, time
-while time.process_time() < 0.2:
+while time.process_time() < 1.0:
     pass
 print(flush=True)
 sys.stdin.read()
@@ -38,14 +38,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def test_processor_time_is_of_children_that_live_and_that_have_ended():
     before = processor_seconds()
     process = start(CHILD)
-    assert processor_seconds() - before >= 0.2
+    assert processor_seconds() - before >= 1.0
     end(process)
-    assert 0.2 <= processor_seconds() - before < 0.4
+    assert 1.0 <= processor_seconds() - before < 1.9  # once, not twice
 
 
 def test_processor_time_is_of_children_of_children():
     process = start(PARENT)
-    assert 0.2 <= processor_seconds(process.pid) < 0.5
+    assert 1.0 <= processor_seconds(process.pid) < 1.9
     end(process)
     assert processor_seconds(process.pid) == 0.0
 
@@ -53,8 +53,7 @@ def test_processor_time_is_of_children_of_children():
 def test_a_stopwatch_divides_both_times_by_the_steps():
     watch = Stopwatch()
     spent = time.process_time()
-    while time.process_time() < spent + 0.05:
+    while time.process_time() < spent + 0.5:
         pass
     rate = watch.rate(10)
-    assert 5_000 <= rate["processor_us"] < 10_000
-    assert rate["steps_per_second"] <= 200.0
+    assert 50_000 <= rate["processor_us"] < 100_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import pytest
 from rlframe.coordinator.links import Links
 from rlframe.coordinator.messages import Alive, Failed, Reply
 from rlframe.coordinator.workers.process import Server
+from tests.ports import free_address
 
 WITHIN = 20.0  # seconds
 
@@ -139,10 +139,8 @@ def test_a_worker_that_hangs_does_not_keep_others_waiting(links: Links, worker: 
 
 
 def test_nobody_at_an_address_is_no_answer(links: Links) -> None:
-    with socket.create_server(("", 0)) as listener:
-        address = f"localhost:{listener.getsockname()[1]}"
     heard = Heard()
-    links.open("collector/0", 2, address)
+    links.open("collector/0", 2, free_address())
     call(links, heard)
     reply, why = heard.next()
     assert reply is None and why

@@ -85,7 +85,7 @@ def test_callers_that_come_together_are_answered_by_one_call_each_with_its_own_r
         calls.append(len(args[1].step_type))
         return echo(*args)
 
-    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE)  # waits until the 32 are there
+    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE)  # until the 32 are there
     results, threads = call_in_threads(batcher, [request(4, first=100.0 * i) for i in range(8)])
     join(threads)
     assert calls == [32]

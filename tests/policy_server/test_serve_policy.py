@@ -23,6 +23,7 @@ from rlframe.lm.tokenizers import ByteTokenizer
 from rlframe.programs import policy
 from tests.extras import needs
 from tests.policy_server.serving import LONG, TINY, params_of
+from tests.ports import free_address
 from tests.trajectories.serving import ROOT
 from tests.waiting import wait_until
 
@@ -118,7 +119,7 @@ def test_a_learner_by_its_address_is_followed(folder):
     from tests import serving
     from tests.policy_server.serving import Learner
 
-    address = serving.free_address()
+    address = free_address()
     with running(folder, "--learner", address) as (_, url), client_of(url) as client:
         options = {"model": "policy", "prompt": "ab", "max_tokens": 8, "temperature": 0}
         assert client.completions.create(**options).policy_version == 0

@@ -28,6 +28,7 @@ from tests.policy_server.serving import (
     params_of,
     serving_policy,
 )
+from tests.ports import free_address
 from tests.waiting import wait_until
 
 LONG_ENGINE = EngineConfig(slots=2, steps=2, max_waiting=2)
@@ -146,7 +147,7 @@ def test_a_dead_learner_stops_no_answers_and_its_next_one_is_followed():
     needs("launchpad")
     from tests import serving
 
-    address = serving.free_address()
+    address = free_address()
     learner = Learner(version=4)
     server_of_learner = contextlib.ExitStack()
     server_of_learner.enter_context(serving.serving(learner, address))
@@ -167,7 +168,7 @@ def test_without_parameters_it_says_so_and_without_a_learner_it_fails():
     needs("launchpad")
     from tests import serving
 
-    address = serving.free_address()
+    address = free_address()
     server = PolicyServer(
         PolicyServerConfig(port=0, learner_deadline=3.0, engine=ENGINE), TINY, "byte", serving.client(address)
     )
@@ -323,7 +324,7 @@ def test_a_learner_that_is_killed_and_resumed_is_followed_through_shared_memory(
     from tests import serving
     from tests.policy_server.learning import BusyLearner
 
-    address = serving.free_address()
+    address = free_address()
     child = serving.Child(address, BusyLearner, str(tmp_path))
     answers, ended = [], threading.Event()
 

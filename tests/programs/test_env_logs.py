@@ -57,16 +57,18 @@ def test_a_run_in_one_process_writes_the_means_of_each_row(tmp_path, more):
 def test_so_does_a_topology_of_several_actors(tmp_path, topology):
     more = ["--topology", topology, "--engine", "threads", "--run-dir", str(tmp_path / "run")]
     assert main(["train", *OPTIONS, *more]) == 0
-    check_rows(tmp_path / "run")
+    # The monitor looks at any time, in the middle of a step too: each of two actors is an episode ahead, or behind.
+    check_rows(tmp_path / "run", within=1.0)
 
 
-def check_rows(path):
+def check_rows(path, within=0.0):
     rows = [row for row in read_jsonl(path / "metrics.jsonl") if "episode_length" in row]
     assert len(rows) >= 1
     for row in rows:
         assert row["env/always"] == 2.5
         # The same episodes, counted by the environment, by Gymnasium's wrapper and by the Actor.
-        assert row["env/length"] == row["env/episode_length"] == row["env/episode_return"]
+        assert row["env/length"] == pytest.approx(row["env/episode_length"], abs=within)
+        assert row["env/length"] == pytest.approx(row["env/episode_return"], abs=within)
         assert 5.0 <= row["env/length"] <= 10.0 and row["env/episode_seconds"] > 0.0
     return rows
 

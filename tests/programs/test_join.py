@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.extras import needs
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 needs("launchpad")
@@ -93,15 +94,7 @@ def xla_cache(tmp_path_factory) -> dict[str, str]:
 
 def free_ports() -> int:
     """The first of as many free ports, one after the other, as a run listens at."""
-    while True:
-        with socket.create_server(("", 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                for i in range(1, len(OPEN_GROUPS)):
-                    socket.create_server(("", port + i)).close()
-                return port
-            except OSError:
-                continue
+    return free_port(len(OPEN_GROUPS))
 
 
 def steps_of(run_dir: pathlib.Path) -> dict[str, int]:

@@ -26,6 +26,7 @@ from rlframe.replay import ReplayClosedError, reverb_connection
 from rlframe.replay.reverb import ReverbReplayBuffer
 from rlframe.types import AgentSpecs, Sequence, Transition
 from tests.fakes import CountingEnv, FixedParams, counting_agent
+from tests.ports import free_port
 from tests.replay.factories import servers
 from tests.replay.serve import Servers
 from tests.replay.streams import STEP_SPEC, Stream, Twin, assert_batch_matches, fake_agent, first_ids
@@ -156,10 +157,11 @@ def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: P
 @pytest.mark.parametrize("silent", ["accepts and says nothing", "nobody listens"])
 def test_a_server_that_never_answers_is_named(silent: str) -> None:
     reverb_connection.load()  # it takes its own time to import TensorFlow
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        if silent == "nobody listens":
-            listener.close()
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+        if silent != "nobody listens":
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
         with buffer_of(fake_agent("uniform", Transition(1), 8, 1000), address, timeout=1.0) as buffer:
             for call in (buffer.claim_rank, buffer.sample, lambda: buffer.size, buffer.make_dataset):
                 began = time.monotonic()

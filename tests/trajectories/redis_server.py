@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ports import free_port
+
 DEADLINE = 60.0  # seconds for the server to start or end, on a machine that is busy
 
 
@@ -38,9 +40,7 @@ class RedisServer:
     def __init__(self, folder: pathlib.Path, **settings: str) -> None:
         self._folder = folder
         self._settings = settings
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 

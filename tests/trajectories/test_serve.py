@@ -13,6 +13,7 @@ import time
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.trajectories.api import Api, group
 from tests.trajectories.redis_server import running_redis
 from tests.trajectories.serving import ROOT, outer_address, running_service
@@ -105,9 +106,7 @@ def test_two_processes_on_one_redis_and_its_loss(tmp_path):
 @contextlib.contextmanager
 def under_uvicorn(folder, *arguments, **settings):
     """(port, what it said on stderr until it ran) of the application as uvicorn serves it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     told = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(
         [sys.executable, "-m", "uvicorn", "rlframe.trajectories.server:app", "--port", str(port), *arguments],

@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from tests.coordinator.operators.cluster import Cluster
+from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[3]
 LABEL = "app.kubernetes.io/managed-by"  # of what is run here
@@ -122,13 +123,6 @@ class _Forward:
                 there.settimeout(None)
                 for ends in ((here, there), (there, here)):
                     threading.Thread(target=_copy, args=ends, daemon=True).start()
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as picked:
-        picked.bind(("127.0.0.1", 0))
-        return picked.getsockname()[1]
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.extras import needs
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 needs("launchpad", "reverb", "kubernetes", "trajectories")
@@ -20,7 +21,7 @@ needs("launchpad", "reverb", "kubernetes", "trajectories")
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.errors import PeerError, UnavailableError
 from tests.coordinator.operators.cluster import Cluster
-from tests.coordinator.operators.kubelet import ROOT, Kubelet, free_port
+from tests.coordinator.operators.kubelet import ROOT, Kubelet
 from tests.coordinator.operators.test_kubernetes import templates, the
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from rlframe.coordinator.messages import Alive
 from rlframe.coordinator.operators.static import StaticOperator
 from rlframe.coordinator.workers.process import Server
+from tests.ports import free_address
 from tests.waiting import wait_until
 
 
@@ -18,11 +17,6 @@ class Answers:
 
     def ping(self) -> Alive:
         return self._alive
-
-
-def nobody() -> str:
-    with socket.create_server(("", 0)) as listener:
-        return f"localhost:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
@@ -41,7 +35,7 @@ def serve():
 def test_it_lists_those_that_answer_and_says_what_is_wrong_with_the_others(serve):
     learner, _ = serve("learner/0", incarnation=3)
     swapped, _ = serve("collector/0")
-    operator = StaticOperator({"learner": [learner], "collector": [nobody(), swapped]})
+    operator = StaticOperator({"learner": [learner], "collector": [free_address(), swapped]})
     (info,) = operator.connect()
     assert (info.key, info.address, info.host, info.pid) == (("learner/0", 3), learner, "localhost", None)
     problems = operator.problems()

@@ -20,6 +20,7 @@ from rlframe.trajectories.base_env.servers.config import servers_of
 from rlframe.trajectories.base_env.servers.slots import Slots
 from rlframe.trajectories.base_env.tokens import tokenize_for_trainer
 from rlframe.trajectories.base_env.work import Gate, Work, current
+from tests.ports import free_port
 from tests.trajectories.base_env.model import Model, serving
 
 DEADLINE = 60
@@ -215,8 +216,7 @@ def test_what_is_refused_is_not_repeated(model):
 
 
 def test_a_server_that_failed_is_avoided(model):
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        dead = f"http://127.0.0.1:{held.getsockname()[1]}/v1"
+    dead = f"http://127.0.0.1:{free_port()}/v1"
 
     async def question(manager):
         manager.servers[0].server_healthy, manager.servers[0]._failed_at = False, time.monotonic()

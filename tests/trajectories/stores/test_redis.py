@@ -16,6 +16,7 @@ import redis
 from rlframe.errors import PeerError, StoreError, UnavailableError
 from rlframe.trajectories.stores import RecordsDroppedError, Stats, open_store
 from rlframe.trajectories.stores.redis import RedisStore
+from tests.ports import free_port
 from tests.trajectories.redis_server import running_redis
 
 DEADLINE = 60.0
@@ -279,9 +280,7 @@ def test_a_commit_that_was_given_up_is_refused_when_it_arrives_late(server, open
 
 
 def test_no_server_is_an_error_that_names_it_without_the_password():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with pytest.raises(PeerError) as raised:
         RedisStore(f"redis://:secret@127.0.0.1:{port}/0", deadline=0.3)
     assert f"Redis at 127.0.0.1:{port} did not answer" in str(raised.value)
