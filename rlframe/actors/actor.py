@@ -122,7 +122,7 @@ class Actor:
         return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": self.logged}
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
-        """Lets `run()` go on until `env_steps` are that many, where this is that incarnation; gives `stats()` of before.
+        """Lets `run()` go on until `env_steps` are that many, if this is that incarnation. Returns `stats()` before.
 
         Who has given no such leave for a while (a monitor that died, or hangs) has the Actor wait where the last ends.
         Any thread may call it.
