@@ -19,12 +19,17 @@ from rlframe.programs.experiment import load_experiment
 from rlframe.programs.language import topology
 from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.language.environment import model_server, next_incarnation
+from rlframe.programs.language.monitor import LanguageMonitor
 from rlframe.programs.language.run import train
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.language.warmup import WarmUp
+from rlframe.programs.run_dir import RunDir
 from rlframe.trajectories.serving import TrajectoryServer
 from rlframe.trajectories.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
+from tests.small_disk import small_disk
+
+__all__ = ["small_disk"]
 
 REVERSE = f"{ROOT / 'examples/llm/reverse.py'}:Reverse"
 MODEL = ModelConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
@@ -203,3 +208,39 @@ def test_a_run_reaches_its_last_step_whichever_services_are_killed(tmp_path):
         service.close()
     assert report["groups_added"] == report["groups_served"] + report["status"]["queue_size"]
     assert report["batches_served"] >= result["learner_steps"]
+
+
+class Services:
+    """Of a run, as its monitor sees them: one more update with each look, and a disk that the first evaluation fills.
+
+    Args:
+        disk: see `small_disk`; it has room again once the learner has finished.
+    """
+
+    def __init__(self, disk) -> None:
+        self.disk, self.steps, self.evaluated, self.finished = disk, 0, 0, False
+
+    def stats(self):
+        self.steps += not self.finished
+        learned = {"learner_steps": self.steps, "params_version": self.steps, "finished": self.finished}
+        return {**learned, "version": self.steps, "rank": 0, "metrics": {}}
+
+    def evaluate(self, number):
+        if self.evaluated == 0:
+            self.disk.fill()
+        self.evaluated += 1
+        return number, {"eval/exact_match": 0.5}
+
+    def finish(self):
+        self.finished = True
+        self.disk.free()
+
+
+def test_a_monitor_outlives_a_full_disk(small_disk, caplog):
+    directory = RunDir(small_disk.path / "run")
+    directory.create()
+    services = Services(small_disk)
+    run = LanguageRun(described(steps=30, eval_every=5), None, directory.path, 30, 0.0, 1, 2)
+    LanguageMonitor(run, services, services, [services]).run()
+    assert services.evaluated > 2 and json.loads(directory.progress.read_text()) == {"evaluated": services.steps}
+    assert f"Cannot write {directory.progress}: No space left on device." in caplog.text

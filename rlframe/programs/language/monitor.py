@@ -158,7 +158,7 @@ class LanguageMonitor:
         first = _first_value(found)
         row = {"return_mean": first, **found, "wall_seconds": time.time() - self._run.began}
         self._logger.write(max(step, self._row_step), row)
-        self._write_evaluated(step)
+        self._try_to_write_evaluated(step)
         return True
 
     def _write_row(self) -> None:
@@ -184,8 +184,12 @@ class LanguageMonitor:
         path = self._directory.progress
         return json.loads(path.read_text())["evaluated"] if path.exists() else None
 
-    def _write_evaluated(self, step: int) -> None:
-        write_atomically(self._directory.progress, json.dumps({"evaluated": step}))
+    def _try_to_write_evaluated(self, step: int) -> None:
+        try:
+            write_atomically(self._directory.progress, json.dumps({"evaluated": step}))
+        except OSError as error:
+            told = "Cannot write %s: %s. Make room: the next evaluation is another try."
+            _log.warning(told, self._directory.progress, error.strerror)
 
     def _result(self, evaluation: dict[str, float] | None) -> Result:
         (began, first), (ended, last) = self._first or self._last, self._last
