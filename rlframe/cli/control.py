@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import os
+import pathlib
+import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
@@ -50,6 +53,10 @@ def connected(options: Any, prog: str) -> ControlClient:
 
     check_named_once(options)
     known = read_control(options.run_dir) if options.run_dir is not None else None
+    if known is not None and _is_elsewhere(options.run_dir, known.url):
+        raise UsageError(
+            f"The control of the run in {options.run_dir} is at {known.url} of another host: use `{prog}` there."
+        )
     known = read_queue(options.runs) if options.runs is not None else known
     if known is not None:
         return ControlClient(known.url, read_token(options.token_file or known.token_file))
@@ -65,11 +72,25 @@ def check_named_once(options: Any) -> None:
 
 def is_steered(run_dir: str) -> bool:
     """Whether the run in a directory has a coordinator whose control can be asked from here."""
-    from rlframe.coordinator.control.address import control_file
+    from rlframe.coordinator.control.address import control_file, read_control
     from rlframe.programs.run_status import topology_of
 
     is_elastic = topology_of(run_dir) in (None, "elastic") and control_file(run_dir).exists()
-    return is_elastic and extras.is_installed("trajectories")
+    return is_elastic and extras.is_installed("trajectories") and not _is_elsewhere(run_dir, read_control(run_dir).url)
+
+
+def _is_elsewhere(run_dir: str, url: str) -> bool:
+    """Whether a URL means a port of another host, at which anybody may listen here: it must not get the run's token."""
+    from rlframe.programs.run_lock import holder_of
+
+    holder, host = holder_of(pathlib.Path(run_dir)), urllib.parse.urlsplit(url).hostname
+    if holder is None or holder.is_of_this_kernel:
+        return False
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:

@@ -67,9 +67,20 @@ def _look_at(options: Options, run_dir: str, opened: contextlib.ExitStack) -> Lo
     """What gives the status of the run in a directory: its coordinator, or the directory's files."""
     from rlframe.programs.run_lock import holder_of
 
-    if holder_of(pathlib.Path(run_dir)) is not None and is_steered(run_dir):
-        return opened.enter_context(connected(options, PROG)).status
-    return status_by_files(run_dir)
+    directory = pathlib.Path(run_dir)
+    if holder_of(directory) is None or not is_steered(run_dir):
+        return status_by_files(run_dir)
+    client = opened.enter_context(connected(options, PROG))
+
+    def look() -> dict[str, Any]:
+        try:
+            return client.status()
+        except (UnavailableError, PeerError):
+            if holder_of(directory) is not None:
+                raise
+            return status_by_files(run_dir)()  # the run has ended
+
+    return look
 
 
 def _watch(look: Look, options: Options) -> None:

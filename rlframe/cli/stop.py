@@ -33,11 +33,16 @@ def run(arguments: list[str]) -> int:
     check_named_once(options)
     if options.run_dir is None:
         _cancel(options)
+        ended = {"status": "ok"}
         told = "It is told to stop; `rlframe status --watch` shows its end."
     else:
-        told = _stop(options, options.run_dir)
-    print(json.dumps({"status": "ok"}) if options.json else told)
-    return 0
+        job, saved = _stop(options, options.run_dir)
+        failed = job["state"] == "FAILED"
+        ended = {"status": "failed" if failed else "ok", "state": job["state"], "reason": job["reason"], "saved": saved}
+        at = f"{job['env_steps']:,} {job.get('unit') or 'env steps'}"
+        told = f"It has ended at {at} ({job['state']}: {job['reason']}). {saved}"
+    print(json.dumps(ended) if options.json else told)
+    return 1 if ended["status"] == "failed" else 0
 
 
 def _cancel(options: Any) -> None:
@@ -45,8 +50,8 @@ def _cancel(options: Any) -> None:
         client.cancel(options.reason)
 
 
-def _stop(options: Options, run_dir: str) -> str:
-    """Ends the run in a directory, and returns what is saved."""
+def _stop(options: Options, run_dir: str) -> tuple[dict[str, Any], str]:
+    """Ends the run in a directory, and returns how it ended and what is saved."""
     from rlframe.programs.run_dir import RunDir
     from rlframe.programs.run_lock import holder_of
 
@@ -68,7 +73,4 @@ def _stop(options: Options, run_dir: str) -> str:
         if time.monotonic() > deadline:
             raise PeerError(f"The run in {run_dir} has not ended within {options.within:g} s; {holder} goes on.")
         time.sleep(_LOOK)
-
-    job = status_by_files(run_dir)()["job"]
-    told = f"It has ended at {job['env_steps']:,} {job.get('unit') or 'env steps'} ({job['state']}: {job['reason']})."
-    return f"{told} {directory.what_is_saved()}"
+    return status_by_files(run_dir)()["job"], directory.what_is_saved()

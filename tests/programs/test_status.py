@@ -85,6 +85,28 @@ def test_a_single_process_has_a_status_while_it_runs_and_after(tmp_path, capsys)
     assert "is over (CLOSED: 300 steps): there is nothing to stop." in capsys.readouterr().err
 
 
+def test_a_stop_of_a_run_that_cannot_save_fails_and_tells_programs_why(directory, capsys):
+    status = StatusFile(directory, DESCRIBED, 1_000)
+
+    def end(number, frame):  # as a run whose disk is full
+        status.write(state="FAILED", reason="Cannot write checkpoints/9: No space left on device.")
+        lock.__exit__(None, None, None)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        for options in ([], ["--json"]):
+            status.write(state="RUNNING", reason="")
+            lock = RunLock(directory.path).__enter__()
+            assert main(["stop", str(directory.path), *options]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told, ended = capsys.readouterr().out.splitlines()
+    reason = "Cannot write checkpoints/9: No space left on device."
+    assert told == f"It has ended at 0 env steps (FAILED: {reason}). Nothing was saved."
+    values = {"status": "failed", "state": "FAILED", "reason": reason, "saved": "Nothing was saved."}
+    assert json.loads(ended) == values
+
+
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_a_directory_without_a_run_is_refused(tmp_path, capsys, command):
     assert main([command, str(tmp_path)]) == 2

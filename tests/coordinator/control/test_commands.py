@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -16,11 +17,16 @@ from tests.extras import needs
 needs("trajectories")
 
 from rlframe.cli import main
+from rlframe.cli.control import is_steered
 from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
 from rlframe.coordinator.control.serving import ControlServer, serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
+from rlframe.programs import make_experiment
 from rlframe.programs.control import Control, serve_control_of
+from rlframe.programs.run_dir import RunDir
+from rlframe.programs.run_lock import NAME, RunLock
+from rlframe.programs.run_status import StatusFile
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 
 
@@ -212,6 +218,62 @@ def test_a_run_whose_control_was_killed_when_it_was_over_has_its_last_status(coo
     assert json.loads(capsys.readouterr().out) == coordinator.status()
     os.utime(status_file(tmp_path), (0, 0))  # of the session before the one that was killed
     assert refused(capsys, "status", str(tmp_path)).startswith("There is no run in")
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDir:
+    """Of an elastic run."""
+    directory, described = RunDir(tmp_path / "run"), make_experiment("dqn", topology="elastic", steps=1_000)
+    directory.create()
+    directory.write_config(described, {})
+    StatusFile(directory, described, 1_000)
+    return directory
+
+
+def test_watch_ends_well_with_a_run_whose_control_ends_before_that_is_seen(coordinator, directory, monkeypatch, capsys):
+    monkeypatch.setattr("rlframe.cli.status._AWAY", 2.0)
+    asked, answer = threading.Event(), coordinator.status
+
+    def status():
+        asked.set()
+        return answer()
+
+    def end() -> None:
+        assert asked.wait(30.0)
+        goes_on.close()
+        coordinator.become(JobState.DRAINING)
+        coordinator.become(JobState.CLOSED, "done")
+        status_file(directory.path).parent.mkdir()
+        status_file(directory.path).write_text(json.dumps(coordinator.status()))
+        lock.__exit__(None, None, None)
+
+    coordinator.status = status
+    with contextlib.ExitStack() as goes_on, RunLock(directory.path) as lock:
+        server = goes_on.enter_context(serve_control(coordinator, port=0))
+        write_control(directory.path, server.url, None)
+        os.utime(control_file(directory.path), (1, 1))
+        thread = threading.Thread(target=end)
+        thread.start()
+        assert main(["status", str(directory.path), "--watch", "--interval", "0.1", "--json"]) == 0
+        thread.join()
+    states = [json.loads(line)["job"]["state"] for line in capsys.readouterr().out.splitlines()]
+    assert states[0] == "RUNNING" and states[-1] == "CLOSED"
+
+
+def test_the_control_of_a_run_on_another_host_is_not_looked_for_here(coordinator, directory, capsys):
+    with RunLock(directory.path):
+        holder = {**json.loads((directory.path / NAME).read_text()), "host": "far", "boot": "another kernel's"}
+    (directory.path / NAME).write_text(json.dumps(holder))
+    with serve_control(coordinator, port=0) as server:
+        write_control(directory.path, server.url, None)
+        assert main(["status", str(directory.path)]) == 0
+        assert "dqn on CartPole-v1   starting" in capsys.readouterr().out
+        assert "on far" in refused(capsys, "stop", str(directory.path))
+        told = refused(capsys, "pause", str(directory.path))
+        assert told.startswith(f"The control of the run in {directory.path} is at {server.url} of another host")
+    assert (coordinator.asked, coordinator.calls) == (0, [])
+    write_control(directory.path, "http://192.0.2.1:8765", None)  # an address that means the same machine anywhere
+    assert is_steered(str(directory.path))
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])
