@@ -20,6 +20,7 @@ MSGPACK = "application/msgpack"
 
 _NOT_NOW = (502, 503, 504)
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before the first repetition and before a late one, doubled in between
+_LEAST = 2.0  # seconds for an attempt, past the deadline where less is left: a busy service takes as long to say no
 _SHOWN = 500  # characters of an answer that nobody expected
 
 T = TypeVar("T")
@@ -74,7 +75,8 @@ def exchange(base: str, request: Request, deadline: float, attempt_timeout: floa
 
     Args:
         base: URL before the request's path; messages name it.
-        deadline: seconds for all attempts and the pauses between them; one attempt is made in any case.
+        deadline: seconds for all attempts and the pauses between them; one attempt is made in any case, and the last
+            one has at least 2 s.
         attempt_timeout: seconds for one attempt, beside the request's patience.
 
     Raises:
@@ -86,7 +88,7 @@ def exchange(base: str, request: Request, deadline: float, attempt_timeout: floa
     while True:
         left = began + deadline - time.monotonic()
         attempts += 1
-        answer = yield Attempt(request, min(max(left, 0.1), attempt_timeout + request.patience))
+        answer = yield Attempt(request, min(max(left, _LEAST), attempt_timeout + request.patience))
         if isinstance(answer, Reply) and answer.status not in _NOT_NOW:
             return answer
         left = began + deadline - time.monotonic()

@@ -10,7 +10,7 @@ import uuid
 import pytest
 
 from rlframe.errors import PeerError, StoppedError, TooOldError, UnavailableError, UsageError
-from rlframe.trajectories import AsyncClient, Client, Group
+from rlframe.trajectories import AsyncClient, Client, Group, exchange
 from tests.trajectories.flaky_proxy import flaky_proxy
 from tests.trajectories.serving import DEADLINE, running_service
 from tests.trajectories.test_groups import FULL, a_group, same
@@ -194,7 +194,8 @@ def test_an_environment_holds_while_too_much_waits(client):
     assert client.wait_until_wanted(env_id, 3).queue_size == 3
 
 
-def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client):
+def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client, monkeypatch):
+    monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
     client.register(**SETTINGS, max_staleness=1)
     client.batch(policy_version=5)
     with pytest.raises(TooOldError, match=r"POST .*/scored_data: .*refused it: .* 2 policy versions old; .*at most 1"):
@@ -292,7 +293,8 @@ def test_closing_ends_what_waits(service, run):
             client.status()
 
 
-def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_is_room(tmp_path):
+def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_is_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
     (tmp_path / "token").write_text("secret\n")
     arguments = ("--token-file", str(tmp_path / "token"), "--max-queue-mb", "1", "--store", "memory")
     with running_service(tmp_path, *arguments) as service:
@@ -352,7 +354,8 @@ def test_an_environment_is_registered_once_whatever_is_lost(service, client, run
     assert client.register_env(**ENV).env_id == 1
 
 
-def test_the_service_says_when_to_come_again(service, run):
+def test_the_service_says_when_to_come_again(service, run, monkeypatch):
+    monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
     with flaky_proxy(service.url, retry_after="0.7") as proxy, Client(proxy.url, run=run, timeout=DEADLINE) as client:
         proxy.faults.extend(["busy"])
         began = time.monotonic()
