@@ -43,7 +43,7 @@ def directory(tmp_path):
 def client(run_dir: pathlib.Path) -> httpx.Client:
     known = read_control(run_dir)
     token = pathlib.Path(known.token_file).read_text().strip()
-    return httpx.Client(base_url=known.url, headers={"Authorization": f"Bearer {token}"})
+    return httpx.Client(base_url=known.url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0)
 
 
 def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypatch):

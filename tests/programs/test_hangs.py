@@ -65,7 +65,7 @@ class Program:
 
     def __exit__(self, *exc: object) -> None:
         self.supervisor.stop()
-        self._thread.join(20.0)
+        self._thread.join(60.0)
         assert not self._thread.is_alive()
         assert not [pid for pid in self.pids() if psutil.pid_exists(pid)]
 
@@ -85,15 +85,16 @@ class Program:
 
 
 def test_a_node_that_is_stopped_is_killed_named_started_again_and_counted():
-    with Program(node("actor/1", SERVES, max_restarts=1), hang_timeout=2.0) as program:
+    with Program(node("actor/1", SERVES, max_restarts=1), hang_timeout=3.0) as program:
         for lives in (1, 2):
             program.wait_for(lambda lives=lives: len(program.pids()) == lives)
             os.kill(program.pids()[-1], signal.SIGSTOP)
         program.wait_for_end()
-        assert re.search(r"\[actor/1\] hung: no heartbeat for \d s, and was killed: restart 1 of 1 in", program.output)
+        assert re.search(r"\[actor/1\] hung: no heartbeat for \d+ s, and was killed: restart 1 of 1 in", program.output)
         assert program.failure is not None
         assert re.match(
-            r"The node actor/1 hung: no heartbeat for \d s, and was killed \(and 1 times before\)", str(program.failure)
+            r"The node actor/1 hung: no heartbeat for \d+ s, and was killed \(and 1 times before\)",
+            str(program.failure),
         )
 
 
@@ -110,7 +111,7 @@ def test_a_node_at_whose_work_nothing_moves_is_killed_with_the_place_where_it_ha
     with Program(node("actor", hangs), hang_timeout=30.0) as program:
         program.wait_for_end()
     message = str(program.failure)
-    assert re.match(r"The node actor hung: in phase stepping for [23] s, allowed 2 s, and was killed\.", message)
+    assert re.match(r"The node actor hung: in phase stepping for \d+ s, allowed 2 s, and was killed\.", message)
     assert "Traceback" in message and "in spin" in message
 
 
@@ -123,16 +124,16 @@ def test_a_node_that_hangs_in_every_life_uses_up_its_restarts_however_late_that_
 
 
 def test_long_work_that_is_declared_outlives_the_heartbeat_s_deadline():
-    slow = BEATS + "for name in ('compiling', 'stepping'):\n  with Phase(name, 60.0): time.sleep(3.0)\nprint('done')"
-    with Program(node("learner", slow), hang_timeout=1.0) as program:
+    slow = BEATS + "for name in ('compiling', 'stepping'):\n  with Phase(name, 60.0): time.sleep(4.0)\nprint('done')"
+    with Program(node("learner", slow), hang_timeout=3.0) as program:
         program.wait_for_end()
     assert program.failure is None and program.output == "[learner] done\n"
 
 
 def test_who_waits_for_another_is_not_blamed():
-    waits = BEATS + "from rlframe.interprocess.progress import waiting_for\nwith Phase('stepping', 0.5):\n"
+    waits = BEATS + "from rlframe.interprocess.progress import waiting_for\nwith Phase('stepping', 2.0):\n"
     waits += "  with waiting_for('the learner'): time.sleep(3.0)\nprint('done')"
-    with Program(node("actor", waits), hang_timeout=1.0) as program:
+    with Program(node("actor", waits), hang_timeout=3.0) as program:
         program.wait_for_end()
     assert program.failure is None
 
@@ -149,14 +150,18 @@ LAUNCHER = """
 import sys
 from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
 nodes = [NodeProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
-print(Supervisor(nodes, hang_timeout=3.0).run())
+print(Supervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """
 
 
-@pytest.mark.parametrize("who", ["all", "launcher"])
-def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str):
+@pytest.mark.parametrize(("who", "hang_timeout"), [("all", 6.0), ("launcher", 3.0)])
+def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str, hang_timeout: float):
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, SERVES], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", LAUNCHER, SERVES, str(hang_timeout)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     pids = [int(process.stderr.readline().split()[-1]) for _ in range(2)]
@@ -166,7 +171,7 @@ def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str):
         os.kill(pid, signal.SIGSTOP)
     time.sleep(0.5)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(6.0)
+    time.sleep(1.5 * hang_timeout)
     process.send_signal(signal.SIGCONT)
     time.sleep(0.5)
     for pid in others:
@@ -174,6 +179,6 @@ def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str):
     time.sleep(3.0)
     assert all(psutil.Process(pid).is_running() for pid in pids)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=20.0)
+    output, errors = process.communicate(timeout=60.0)
     assert (process.returncode, output) == (0, "2\n")
     assert "hung" not in errors

@@ -203,7 +203,7 @@ def test_a_run_reaches_its_last_step_whichever_services_are_killed(tmp_path):
     # Everything that was acknowledged was learned from, or waits still.
     service = TrajectoryServer(Settings(store=f"sqlite:{tmp_path / 'run' / 'trajectories.db'}"), "127.0.0.1", 0)
     try:
-        report = httpx.get(f"{service.url}/report").json()
+        report = httpx.get(f"{service.url}/report", timeout=60.0).json()
     finally:
         service.close()
     assert report["groups_added"] == report["groups_served"] + report["status"]["queue_size"]

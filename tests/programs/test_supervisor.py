@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import psutil
 import pytest
@@ -19,6 +18,8 @@ from rlframe.errors import ProgramError
 from rlframe.programs.launching import supervisor
 from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
 from tests.waiting import wait_until
+
+PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
 
 
 def node(name: str, code: str, **options) -> NodeProcess:
@@ -32,7 +33,7 @@ SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys
 
 def run(*nodes: NodeProcess) -> tuple[int | None, str]:
     output = io.StringIO()
-    return Supervisor(nodes, output).run(), output.getvalue()
+    return Supervisor(nodes, output, grace=PATIENCE).run(), output.getvalue()
 
 
 def assert_none_left(before: set[int]) -> None:
@@ -54,10 +55,9 @@ def test_a_program_is_over_when_all_its_nodes_have_ended_well():
 
 
 def test_the_end_of_the_node_that_decides_ends_the_others():
-    began = time.monotonic()
     result, output = run(node("learner", "print('done')", decides=True), node("actor/0", SERVES), node("b", FOREVER))
     assert result is None and "[learner] done" in output
-    assert time.monotonic() - began < supervisor.GRACE
+    assert "did not end within" not in output
 
 
 def test_a_node_that_fails_is_named_with_its_traceback_and_ends_the_rest():
@@ -91,9 +91,7 @@ def test_a_node_that_ignores_sigterm_is_killed_after_the_grace():
     output = io.StringIO()
     program = Supervisor([node("deaf", deaf)], output, grace=0.5)
     threading.Thread(target=lambda: (wait_until(lambda: "up" in output.getvalue()), program.stop())).start()
-    began = time.monotonic()
     assert program.run() is None
-    assert time.monotonic() - began < 10.0
     assert "[deaf] did not end within 0.5 s: killed" in output.getvalue()
 
 
@@ -101,7 +99,7 @@ FAILS = FOREVER.replace("import time", "import signal, time\nsignal.signal(signa
 DEAF = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)")
 
 
-def interrupted(*nodes: NodeProcess, once: str, times: int = 1) -> tuple[int | None, str]:
+def interrupted(*nodes: NodeProcess, once: str, times: int = 1, grace: float = PATIENCE) -> tuple[int | None, str]:
     """Ctrl-C as soon as `once` is in the output."""
     output = io.StringIO()
 
@@ -114,7 +112,7 @@ def interrupted(*nodes: NodeProcess, once: str, times: int = 1) -> tuple[int | N
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        return Supervisor(nodes, output, grace=0.5).run(), output.getvalue()
+        return Supervisor(nodes, output, grace=grace).run(), output.getvalue()
     finally:
         thread.join()
 
@@ -127,14 +125,14 @@ def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have()
     with pytest.raises(ProgramError, match=rf"^The node learner failed with exit code 1 {lost}Traceback(.|\n)*ZeroDiv"):
         interrupted(node("learner", FAILS, saves=True), once="[learner] up")
     with pytest.raises(ProgramError, match=rf"^The node learner was killed by SIGKILL {lost}up"):
-        interrupted(node("learner", DEAF, saves=True), once="[learner] up")
+        interrupted(node("learner", DEAF, saves=True), once="[learner] up", grace=0.5)
 
 
 def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_saved():
     with pytest.raises(ProgramError, match="^The node learner was killed by SIGKILL while the program ended"):
         interrupted(node("learner", DEAF, saves=True), once="[learner] up", times=2)
     output = io.StringIO()
-    program = Supervisor([node("learner", SERVES, saves=True), node("actor", DEAF)], output)
+    program = Supervisor([node("learner", SERVES, saves=True), node("actor", DEAF)], output, grace=PATIENCE)
 
     def interrupt() -> None:
         wait_until(lambda: "[learner] up" in output.getvalue() and "[actor] up" in output.getvalue())
@@ -150,7 +148,8 @@ def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_sa
 
 
 def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_program_is_stopped(monkeypatch):
-    monkeypatch.setattr(supervisor, "_BACKOFF", 5.0)
+    for name in ("_BACKOFF", "_LONGEST_BACKOFF"):
+        monkeypatch.setattr(supervisor, name, PATIENCE)
     dies = node("learner", "1 / 0", saves=True, max_restarts=1)
     with pytest.raises(ProgramError, match="The node learner had died, and was not back yet when the program was stop"):
         interrupted(dies, node("actor", SERVES), once="restart 1 of 1")
@@ -168,7 +167,7 @@ LAUNCHER = """
 import sys
 from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
 code = sys.argv[1]
-print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]).run())
+print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")], grace=60.0).run())
 """
 
 
@@ -181,7 +180,7 @@ def test_a_signal_to_the_launcher_ends_all_and_is_told(number: signal.Signals):
     for _ in range(2):
         assert process.stderr.readline().endswith("up\n")
     process.send_signal(number)
-    output, _ = process.communicate(timeout=10.0)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert output.strip() == ("None" if number == supervisor.STOP_SIGNAL else str(int(number)))
     assert process.returncode == 0
 
@@ -193,10 +192,9 @@ def test_a_second_ctrl_c_ends_all_at_once():
     for _ in range(2):
         assert process.stderr.readline().endswith(b"up\n")
     nodes = psutil.Process(process.pid).children()
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline() == b"[launcher] SIGINT: ending 2 processes; once more kills them\n"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=supervisor.GRACE - 2.0)
-    assert time.monotonic() - began < supervisor.GRACE - 2.0
+    process.wait(timeout=PATIENCE / 2)
+    assert b"did not end within" not in process.stderr.read()
     assert not any(node.is_running() and node.status() != psutil.STATUS_ZOMBIE for node in nodes)
