@@ -30,7 +30,7 @@ from rlframe.coordinator.messages import (
 )
 from rlframe.coordinator.operators.base import OperatorError, WorkerInfo
 
-WITHIN = 15.0  # seconds that anything may take
+WITHIN = 60.0  # seconds that anything may take
 
 
 class Called(NamedTuple):

@@ -18,7 +18,7 @@ from rlframe.replay import SharedMemReplayBuffer
 from rlframe.types import Sequence, Transition
 from tests.replay.streams import Stream, fake_agent
 
-WITHIN = 20.0  # seconds
+WITHIN = 60.0  # seconds
 ONE = Transition(1)
 
 

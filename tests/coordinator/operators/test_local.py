@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(loca
     processes = family(first.pid) + family(second.pid)
     assert len(processes) == 4
     one.operator.disconnect()
-    assert are_gone(processes)
+    wait_until(lambda: are_gone(processes))
     assert Records(state_dir).all() == []
     lines = one.output.getvalue().splitlines()
     assert "[collector/1] collector/1 is up as incarnation 0" in lines and "[collector/1] closed" in lines
@@ -115,7 +116,7 @@ def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_report
     os.kill(first.pid, signal.SIGKILL)
     replaced, other = one.up("collector", 2, but=(first,))
     assert replaced.key == ("collector/0", 1) and other == second
-    assert are_gone(processes)  # with what it had started
+    wait_until(lambda: are_gone(processes))  # with what it had started
     assert "was killed by SIGKILL" in one.output.getvalue()
 
     processes = family(second.pid)
@@ -127,7 +128,8 @@ def test_one_that_is_killed_is_replaced_and_so_is_one_that_is_stopped_and_report
     assert [info.key for info in both] == [("collector/0", 1), ("collector/1", 1)]
     one.operator.report_failed([second.key])  # late, and of one that has been replaced
     assert [ping(info).incarnation for info in both] == [1, 1]
-    assert one.operator.list() == both and are_gone(processes)
+    assert one.operator.list() == both
+    wait_until(lambda: are_gone(processes))
 
 
 def test_released_workers_are_not_replaced_and_a_later_request_goes_on_with_their_incarnations(local):
@@ -169,7 +171,8 @@ def test_workers_survive_a_coordinator_that_is_killed_and_its_successor_adopts_t
     assert replaced.key == ("collector/0", 1) and other == adopted[1]
     processes = family(other.pid)
     one.operator.disconnect()
-    assert are_gone(processes) and Records(state_dir).all() == []
+    wait_until(lambda: are_gone(processes))
+    assert Records(state_dir).all() == []
 
 
 def test_workers_end_with_their_owner_or_when_nobody_calls(local, state_dir):
@@ -196,10 +199,10 @@ def test_a_worker_that_cannot_be_made_shows_its_traceback_and_is_tried_less_and_
     save_workers(state_dir, {"collector": workers.Counts(str(lives))})
     one = local(backoff=Backoff(first=0.1, longest=600.0))
     one.operator.request("collector", 1)
-    wait_until(lambda: lives.exists() and len(lives.read_text().split()) == 3)
-    wait_until(lambda: "3 times in succession" in one.operator.problems().get("collector/0", ""))
-    assert lives.read_text().split() == ["0", "1", "2"]
-    problem = wait_until(lambda: one.operator.problems()["collector/0"])
+    problem = wait_until(
+        lambda: re.search(r".*[3-9] times in succession", one.operator.problems().get("collector/0", ""))
+    )[0]
+    assert lives.read_text().split()[:3] == ["0", "1", "2"]
     assert "failed with exit code 1" in problem and "RuntimeError: cannot live" in problem
     assert "[collector/0] RuntimeError: cannot live" in one.output.getvalue().splitlines()
     assert "[collector/0] Traceback (most recent call last):" in one.output.getvalue().splitlines()
@@ -214,7 +217,8 @@ def test_one_that_cannot_close_is_ended_all_the_same(local, state_dir):
     processes = family(info.pid)
     began = time.monotonic()
     one.operator.disconnect()
-    assert are_gone(processes) and Records(state_dir).all() == []
+    wait_until(lambda: are_gone(processes))
+    assert Records(state_dir).all() == []
     assert time.monotonic() - began < 10.0
 
 

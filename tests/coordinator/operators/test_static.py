@@ -7,7 +7,7 @@ import pytest
 from rlframe.coordinator.messages import Alive
 from rlframe.coordinator.operators.static import StaticOperator
 from rlframe.coordinator.workers.process import Server
-from tests.ports import free_address
+from tests.ports import free_address, free_port
 from tests.waiting import wait_until
 
 
@@ -36,11 +36,11 @@ def test_it_lists_those_that_answer_and_says_what_is_wrong_with_the_others(serve
     learner, _ = serve("learner/0", incarnation=3)
     swapped, _ = serve("collector/0")
     operator = StaticOperator({"learner": [learner], "collector": [free_address(), swapped]})
-    (info,) = operator.connect()
+    operator.connect()
+    (info,) = wait_until(operator.list)
     assert (info.key, info.address, info.host, info.pid) == (("learner/0", 3), learner, "localhost", None)
-    problems = operator.problems()
-    assert "has not answered yet" in problems["collector/0"]
-    assert problems["collector/1"] == f"At {swapped} is collector/0, not collector/1."
+    assert "has not answered yet" in operator.problems()["collector/0"]
+    wait_until(lambda: operator.problems()["collector/1"] == f"At {swapped} is collector/0, not collector/1.")
     operator.request("collector", 5)  # there are as many as there are
     assert operator.list() == [info]
     operator.disconnect()
@@ -48,9 +48,10 @@ def test_it_lists_those_that_answer_and_says_what_is_wrong_with_the_others(serve
 
 
 def test_one_that_was_reported_comes_back_as_its_next_incarnation_only(serve):
-    address, first = serve("collector/0")
+    address, first = serve("collector/0", port=free_port())
     operator = StaticOperator({"collector": [address]})
-    (info,) = operator.connect()
+    operator.connect()
+    (info,) = wait_until(operator.list)
     operator.report_failed([info.key])
     operator.report_failed([info.key])
     assert operator.list() == []

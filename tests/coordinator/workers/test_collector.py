@@ -119,7 +119,8 @@ def test_a_newer_version_acts_as_soon_as_it_is_there(make, store):
 def test_without_steps_it_collects_until_the_time_is_up(make):
     call = collector(make)
     call.until_done("start_task", COLLECT)
-    assert call.until_done("get_data", GetData(seconds=0.05)).stats["env_steps"] > 0
+    # A busy machine may leave no time for a step.
+    wait_until(lambda: call.until_done("get_data", GetData(seconds=0.05)).stats["env_steps"] > 0)
 
 
 def test_a_start_waits_for_the_first_version_and_compiles(make, tmp_path):
