@@ -45,7 +45,7 @@ def trajectories(host: str = "127.0.0.1", **settings: Any) -> Iterator[Target]:
     server = TrajectoryServer(Settings(store="memory", **settings), host, 0)
     url = f"http://127.0.0.1:{server.url.rpartition(':')[2]}"
     try:
-        with httpx.Client(base_url=url) as client:
+        with httpx.Client(base_url=url, timeout=60.0) as client:
             api = Api(client).started(batch_size=4)
             api.send(1, 2)
 

@@ -109,9 +109,9 @@ def test_images_forms_and_blind_posts_of_another_page_change_nothing(browser, el
             page.evaluate(FIRE, [images, posts])
         assert [target.state() for target in (groups, model, run)] == before
         # The same requests of programs are answered.
-        assert len(httpx.get(groups.url + "/batch").json()["batch"]) == 2
-        assert httpx.get(groups.url + "/reset_data").status_code == 200
-        assert httpx.post(run.url + "/pause").status_code == 200 and run.state() == [("pause",)]
+        assert len(httpx.get(groups.url + "/batch", timeout=60.0).json()["batch"]) == 2
+        assert httpx.get(groups.url + "/reset_data", timeout=60.0).status_code == 200
+        assert httpx.post(run.url + "/pause", timeout=60.0).status_code == 200 and run.state() == [("pause",)]
 
 
 def test_an_address_to_which_browsers_say_nothing_of_the_page_is_guarded_too(browser, elsewhere):

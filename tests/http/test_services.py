@@ -67,19 +67,22 @@ def test_programs_and_its_own_page_are_answered(target):
 def test_a_link_from_elsewhere_leads_to_the_page(open_one, targets):
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     url = targets[open_one.__name__].url
-    page = httpx.get(url, headers={**link, "Accept": "text/html"})
+    page = httpx.get(url, headers={**link, "Accept": "text/html"}, timeout=DEADLINE)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert httpx.get(url + "/status", headers=link).status_code == 403
+    assert httpx.get(url + "/status", headers=link, timeout=DEADLINE).status_code == 403
 
 
 def test_with_a_token_the_name_that_it_is_asked_by_does_not_matter(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     token = {"Authorization": "Bearer secret"}
     with control(token_file=str(tmp_path / "token")) as target:
-        assert httpx.get(target.url + "/status", headers={**token, "Host": "train.example"}).status_code == 200
-        assert httpx.get(target.url + "/status", headers={"Host": "train.example"}).status_code == 401
+        assert (
+            httpx.get(target.url + "/status", headers={**token, "Host": "train.example"}, timeout=DEADLINE).status_code
+            == 200
+        )
+        assert httpx.get(target.url + "/status", headers={"Host": "train.example"}, timeout=DEADLINE).status_code == 401
         for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-            assert httpx.post(target.url + "/pause", headers={**token, **headers}).status_code == 403
+            assert httpx.post(target.url + "/pause", headers={**token, **headers}, timeout=DEADLINE).status_code == 403
         assert target.state() == []
 
 
@@ -88,8 +91,11 @@ def test_other_machines_reach_the_trajectory_service_where_that_was_said():
     with trajectories("0.0.0.0", no_token=True, allowed_hosts=("rollouts.example",)) as target:
         outer = f"http://{address}:{target.port}"
         for host in (f"{address}:{target.port}", f"rollout_server:{target.port}", "rollouts.example"):
-            assert httpx.get(outer + "/status", headers={"Host": host}).json()["queue_size"] == 2
-        assert "--allowed-host" in httpx.get(outer + "/status", headers={"Host": "evil.example"}).json()["detail"]
+            assert httpx.get(outer + "/status", headers={"Host": host}, timeout=DEADLINE).json()["queue_size"] == 2
+        assert (
+            "--allowed-host"
+            in httpx.get(outer + "/status", headers={"Host": "evil.example"}, timeout=DEADLINE).json()["detail"]
+        )
 
 
 def test_other_machines_reach_the_policy_server_where_that_was_said():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import time
 
 import pytest
@@ -10,7 +12,14 @@ import pytest
 from rlframe.interprocess import clock as clocks
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.heartbeat import VARIABLE, Heart, Pulse, interval_of
-from rlframe.interprocess.progress import COMPILING, STARTING, Phase
+from rlframe.interprocess.progress import COMPILING, STARTING, Phase, Progress
+
+
+@pytest.fixture(autouse=True)
+def only_this_thread_is_judged(monkeypatch: pytest.MonkeyPatch):
+    """Others, of earlier tests, may be in phases of their own."""
+    look = functools.partialmethod(Progress.look, ident=threading.get_ident())
+    monkeypatch.setattr(Progress, "look", look)
 
 
 class Watched:

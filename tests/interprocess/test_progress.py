@@ -2,65 +2,71 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from rlframe.interprocess.progress import STARTING, Phase, Progress, advance, waiting_for
+from rlframe.interprocess.progress import STARTING, Phase, Progress, Stay, advance, waiting_for
+
+Look = Callable[[float], "Stay | None"]
 
 STEPPING = Phase("stepping", 600.0)
 
 
 @pytest.fixture
-def progress() -> Progress:
-    found = Progress()
-    assert found.look(0.0) is None
+def look() -> Look:
+    """At this thread: others, of earlier tests, may be in phases of their own."""
+    found = functools.partial(Progress().look, ident=threading.get_ident())
+    assert found(0.0) is None
     return found
 
 
-def test_a_phase_counts_from_when_it_was_entered_until_it_is_left(progress: Progress):
+def test_a_phase_counts_from_when_it_was_entered_until_it_is_left(look: Look):
     with STEPPING:
-        assert progress.look(10.0)[:2] == (STEPPING, 0.0)  # type: ignore[index]
-        assert progress.look(15.0)[:2] == (STEPPING, 5.0)  # type: ignore[index]
-    assert progress.look(16.0) is None
+        assert look(10.0)[:2] == (STEPPING, 0.0)  # type: ignore[index]
+        assert look(15.0)[:2] == (STEPPING, 5.0)  # type: ignore[index]
+    assert look(16.0) is None
     with STEPPING:
-        assert progress.look(17.0)[1] == 0.0  # type: ignore[index]
+        assert look(17.0)[1] == 0.0  # type: ignore[index]
 
 
-def test_a_phase_that_ends_and_begins_anew_between_two_looks_has_made_progress(progress: Progress):
+def test_a_phase_that_ends_and_begins_anew_between_two_looks_has_made_progress(look: Look):
     for now in (10.0, 20.0, 30.0):
         with STEPPING:
-            assert progress.look(now)[1] == 0.0  # type: ignore[index]
+            assert look(now)[1] == 0.0  # type: ignore[index]
 
 
-def test_a_phase_that_advances_counts_from_then(progress: Progress):
+def test_a_phase_that_advances_counts_from_then(look: Look):
     with STEPPING:
-        progress.look(10.0)
+        look(10.0)
         advance()
-        assert progress.look(500.0)[1] == 0.0  # type: ignore[index]
-        assert progress.look(501.0)[1] == 1.0  # type: ignore[index]
+        assert look(500.0)[1] == 0.0  # type: ignore[index]
+        assert look(501.0)[1] == 1.0  # type: ignore[index]
 
 
-def test_a_phase_may_say_itself_how_far_it_is(progress: Progress):
+def test_a_phase_may_say_itself_how_far_it_is(look: Look):
     at = [0]
     with Phase("stepping", 600.0, lambda: at[0]):
-        progress.look(10.0)
-        assert progress.look(500.0)[1] == 490.0  # type: ignore[index]
+        look(10.0)
+        assert look(500.0)[1] == 490.0  # type: ignore[index]
         at[0] = 1
-        assert progress.look(501.0)[1] == 0.0  # type: ignore[index]
+        assert look(501.0)[1] == 0.0  # type: ignore[index]
 
 
-def test_while_a_thread_waits_for_another_process_what_it_waits_within_is_not_counted(progress: Progress):
+def test_while_a_thread_waits_for_another_process_what_it_waits_within_is_not_counted(look: Look):
     with STARTING:
-        progress.look(0.0)
+        look(0.0)
         with waiting_for("the learner"):
             for now in (1.0, 10_000.0):
-                stay = progress.look(now)
+                stay = look(now)
                 assert stay is not None and stay.phase.name == "waiting for the learner" and stay.overdue < 0
-        assert progress.look(10_001.0)[:2] == (STARTING, 0.0)  # type: ignore[index]
+        assert look(10_001.0)[:2] == (STARTING, 0.0)  # type: ignore[index]
 
 
-def test_the_thread_that_is_nearest_to_its_deadline_is_told_and_where_it_is(progress: Progress):
+def test_the_thread_that_is_nearest_to_its_deadline_is_told_and_where_it_is():
+    progress = Progress()
     entered, leave = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -83,7 +89,7 @@ def test_the_thread_that_is_nearest_to_its_deadline_is_told_and_where_it_is(prog
         thread.join()
 
 
-def test_a_phase_that_raises_is_left(progress: Progress):
+def test_a_phase_that_raises_is_left(look: Look):
     with pytest.raises(ValueError), STEPPING:
         raise ValueError
-    assert progress.look(1.0) is None
+    assert look(1.0) is None

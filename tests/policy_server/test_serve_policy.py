@@ -124,7 +124,10 @@ def test_a_learner_by_its_address_is_followed(folder):
         options = {"model": "policy", "prompt": "ab", "max_tokens": 8, "temperature": 0}
         assert client.completions.create(**options).policy_version == 0
         with serving.serving(Learner(version=5), address):
-            wait_until(lambda: httpx.get(f"{url}/policy").json()["version"] == 5, "the learner is not followed")
+            wait_until(
+                lambda: httpx.get(f"{url}/policy", timeout=DEADLINE).json()["version"] == 5,
+                "the learner is not followed",
+            )
         assert client.completions.create(**options).policy_version == 5
 
 

@@ -185,7 +185,7 @@ def test_without_parameters_it_says_so_and_without_a_learner_it_fails():
     with client_of(server) as client, pytest.raises(openai.InternalServerError, match="no parameters yet") as caught:
         ask(client)
     assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "1"
-    assert httpx.get(f"{root_of(server)}/health").status_code == 503
+    assert httpx.get(f"{root_of(server)}/health", timeout=DEADLINE).status_code == 503
     thread.join(DEADLINE)
     assert not thread.is_alive() and f"The learner at {address} did not answer" in str(failed[0])
 
@@ -367,7 +367,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_reason():
             with pytest.raises(openai.InternalServerError, match="out of memory") as caught:
                 ask(client, n=3)
             assert caught.value.status_code == 503
-            assert httpx.get(f"{root_of(server)}/health").status_code == 503
+            assert httpx.get(f"{root_of(server)}/health", timeout=DEADLINE).status_code == 503
             wait_until(server._stop.is_set, "it goes on")
 
     with pytest.raises(UnavailableError, match="The decode engine failed: RuntimeError: out of memory"):

@@ -161,9 +161,9 @@ def test_a_buffer_that_dies_leaves_its_batch_to_the_next(client, make_buffer):
 
 def test_a_batch_is_leased_for_as_long_as_it_is_read(client, make_buffer):
     client.post([numbered(1), numbered(2)])
-    buffer, other = make_buffer(lease=0.6), make_buffer()
+    buffer, other = make_buffer(lease=3.0), make_buffer()
     assert number_of(buffer.sample()) == 1
-    until_later = time.monotonic() + 1.5  # two and a half leases
+    until_later = time.monotonic() + 4.0  # more than a lease
     assert number_of(other.sample()) == 2
     while time.monotonic() < until_later:
         assert other.sample() is None
@@ -242,13 +242,14 @@ def test_closing_does_not_wait_for_a_service_that_is_gone(tmp_path):
     with running_service(tmp_path, "--store", "memory") as service, Client(service.url) as client:
         client.register(**SETTINGS)
         client.post(numbered(1))
+        before = set(threading.enumerate())
         buffer = TrajectoryBuffer(service.url, timeout=10 * DEADLINE)
         dataset = buffer.make_dataset()
         next(dataset)
         service.kill()
         buffer.close()
         assert buffer.closed and list(dataset) == []
-        assert "rlframe replay dataset" not in {thread.name for thread in threading.enumerate()}
+        assert "rlframe replay dataset" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 # The Learner.
@@ -309,7 +310,7 @@ def test_a_learner_runs_on_what_environments_send_meanwhile(service, run, client
     status = client.status()
     assert status.policy_version >= learner.params_version - 2
     # What was asked for when it ended came back; it counts as leased until somebody else takes it.
-    assert httpx.get(f"{service.url}/runs/{run}/report").json()["batches_out"] == 0
+    assert httpx.get(f"{service.url}/runs/{run}/report", timeout=DEADLINE).json()["batches_out"] == 0
     assert status.current_step >= 60
 
 

@@ -42,7 +42,7 @@ class Scraped:
 
 def test_the_queue_of_each_run_is_told(tmp_path: pathlib.Path) -> None:
     arguments = ("--store", "memory", "--max-queue-mb", "64")
-    with running_service(tmp_path, *arguments) as service, httpx.Client(base_url=service.url) as client:
+    with running_service(tmp_path, *arguments) as service, httpx.Client(base_url=service.url, timeout=60.0) as client:
         api = Api(client).started(max_staleness=3)
         env = api.join(group_size=4)["env_id"]
         api.join()
@@ -100,7 +100,10 @@ def test_the_queue_of_each_run_is_told(tmp_path: pathlib.Path) -> None:
 
 
 def test_requests_are_counted_by_endpoint_not_by_what_clients_make_up(tmp_path: pathlib.Path) -> None:
-    with running_service(tmp_path, "--store", "memory") as service, httpx.Client(base_url=service.url) as client:
+    with (
+        running_service(tmp_path, "--store", "memory") as service,
+        httpx.Client(base_url=service.url, timeout=60.0) as client,
+    ):
         for path in ("/status", "/runs/a/status", "/runs/b/status", "/nothing", "/else", "/status-env?env_id=x"):
             client.get(path)
         assert client.post("/status").status_code == 405
@@ -115,7 +118,7 @@ def test_requests_are_counted_by_endpoint_not_by_what_clients_make_up(tmp_path: 
 def test_it_needs_the_token(tmp_path: pathlib.Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     arguments = ("--store", "memory", "--token-file", str(tmp_path / "token"))
-    with running_service(tmp_path, *arguments) as service, httpx.Client(base_url=service.url) as client:
+    with running_service(tmp_path, *arguments) as service, httpx.Client(base_url=service.url, timeout=60.0) as client:
         assert client.get("/metrics").status_code == 401
         scraped = Scraped(client, Authorization="Bearer secret")
     assert scraped.requests("GET", "other", 401) == 1
@@ -123,11 +126,11 @@ def test_it_needs_the_token(tmp_path: pathlib.Path) -> None:
 
 def test_counts_survive_a_restart(tmp_path: pathlib.Path) -> None:
     with running_service(tmp_path) as service:
-        with httpx.Client(base_url=service.url) as client:
+        with httpx.Client(base_url=service.url, timeout=60.0) as client:
             api = Api(client).started()
             api.send(1, 2, 3, sequences=4)
             assert api.marks() == [1]
         service.restart()
-        with httpx.Client(base_url=service.url) as client:
+        with httpx.Client(base_url=service.url, timeout=60.0) as client:
             run = Scraped(client).of_run("default")
     assert (run["groups_received_total"], run["groups_served_total"], run["queue_groups"]) == (3, 1, 2)

@@ -55,7 +55,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, tokenizer: pathlib.Path) -
 
 @pytest.fixture(scope="module")
 def client(service: ServiceProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url) as client:
+    with httpx.Client(base_url=service.url, timeout=60.0) as client:
         yield client
 
 
@@ -220,7 +220,7 @@ def test_polling_stops_while_the_tab_is_hidden(service: ServiceProcess, open_pag
 
 def test_it_says_when_the_service_cannot_be_reached(tmp_path: pathlib.Path, open_page: Open) -> None:
     with running_service(tmp_path) as service:
-        with httpx.Client(base_url=service.url) as client:
+        with httpx.Client(base_url=service.url, timeout=60.0) as client:
             Api(client).started().join(desired_name="maths")
         page = open_page(service.url)
         expect(page.locator("#envs th")).to_have_text("maths_0")
@@ -237,7 +237,7 @@ def test_it_asks_for_the_token(tmp_path: pathlib.Path, open_page: Open) -> None:
     (tmp_path / "token").write_text("secret\n")
     with running_service(tmp_path, "--store", "memory", "--token-file", str(tmp_path / "token")) as service:
         for path in ("report", "previews", "metrics"):
-            assert httpx.get(f"{service.url}/{path}").status_code == 401
+            assert httpx.get(f"{service.url}/{path}", timeout=60.0).status_code == 401
         page = open_page(service.url)
         for token, told in (("wrong", "did not accept this token"), ("secret", None)):
             page.get_by_label("Token").fill(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,6 @@ import time
 import httpx
 import pytest
 
-from tests.ports import free_port
 from tests.trajectories.api import Api, group
 from tests.trajectories.redis_server import running_redis
 from tests.trajectories.serving import ROOT, outer_address, running_service
@@ -46,12 +46,13 @@ def test_it_says_where_it_listens_and_drains_when_told_to_end(tmp_path, number):
             with socket.create_connection(("127.0.0.1", client.base_url.port), DEADLINE) as waiting:
                 waiting.sendall(b"GET /batch?wait=50 HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 api.send(1)
-                httpx.get(f"{service.url}/status")  # a later connection, so the earlier one has been read
+                # A later connection, so the earlier one has been read.
+                httpx.get(f"{service.url}/status", timeout=DEADLINE)
                 assert service.stop(number) == 0
                 assert b'{"batch":null}' in waiting.recv(4096)
         assert service.log.read_text() == ""
         service.start()
-        assert httpx.get(f"{service.url}/status").json()["queue_size"] == 1
+        assert httpx.get(f"{service.url}/status", timeout=DEADLINE).json()["queue_size"] == 1
 
 
 def test_what_was_acknowledged_survives_kill_9(tmp_path):
@@ -106,22 +107,22 @@ def test_two_processes_on_one_redis_and_its_loss(tmp_path):
 @contextlib.contextmanager
 def under_uvicorn(folder, *arguments, **settings):
     """(port, what it said on stderr until it ran) of the application as uvicorn serves it."""
-    port = free_port()
     told = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "uvicorn", "rlframe.trajectories.server:app", "--port", str(port), *arguments],
+        [sys.executable, "-m", "uvicorn", "rlframe.trajectories.server:app", "--port", "0", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **told},
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        said = ""
-        for line in process.stderr:
+        said, found = "", None
+        while found is None:
+            line = process.stderr.readline()
             said += line
-            if "running on" in line:
-                break
-        yield port, said
+            assert line, said
+            found = re.search(r"running on http://[\d.]+:(\d+)", line)
+        yield int(found[1]), said
     finally:
         process.terminate()
         process.communicate(timeout=DEADLINE)
@@ -129,18 +130,18 @@ def under_uvicorn(folder, *arguments, **settings):
 
 def test_under_uvicorn_settings_come_from_the_environment(tmp_path):
     with under_uvicorn(tmp_path, store=f"sqlite:{tmp_path}/mine.db") as (port, _):
-        answer = httpx.post(f"http://127.0.0.1:{port}/scored_data", json=group())
+        answer = httpx.post(f"http://127.0.0.1:{port}/scored_data", json=group(), timeout=DEADLINE)
         assert answer.json() == {"status": "received"}
         assert (tmp_path / "mine.db").exists()
 
 
 def test_under_uvicorn_on_all_interfaces_only_this_machine_needs_no_token(tmp_path):
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", store="memory") as (port, _):
-        assert httpx.get(f"http://127.0.0.1:{port}/status").status_code == 200
-        refused = httpx.get(f"http://{outer_address()}:{port}/reset_data")
+        assert httpx.get(f"http://127.0.0.1:{port}/status", timeout=DEADLINE).status_code == 200
+        refused = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=DEADLINE)
         assert refused.status_code == 403 and "_TOKEN_FILE" in refused.json()["detail"]
         marked = {"Sec-Fetch-Site": "cross-site"}
-        assert httpx.get(f"http://127.0.0.1:{port}/reset_data", headers=marked).status_code == 403
+        assert httpx.get(f"http://127.0.0.1:{port}/reset_data", headers=marked, timeout=DEADLINE).status_code == 403
 
 
 def test_under_uvicorn_other_machines_are_answered_where_that_was_said(tmp_path):
@@ -149,7 +150,7 @@ def test_under_uvicorn_other_machines_are_answered_where_that_was_said(tmp_path)
         assert "whoever reaches this service, from whichever machine, can read, send and erase experience" in said
         url = f"http://{outer_address()}:{port}/status"
         for host, status in (("rollout-server", 200), ("rollouts.example", 200), ("evil.example", 403)):
-            assert httpx.get(url, headers={"Host": host}).status_code == status
+            assert httpx.get(url, headers={"Host": host}, timeout=DEADLINE).status_code == status
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path):
@@ -183,7 +184,7 @@ def test_beyond_loopback_it_wants_a_token_or_to_be_told_that_it_needs_none(tmp_p
     )
     with running_service(tmp_path, *arguments) as service:
         for host, status in (("a.b", 200), ("c.d:80", 200), ("e.f", 403)):
-            assert httpx.get(f"{service.url}/status", headers={"Host": host}).status_code == status
+            assert httpx.get(f"{service.url}/status", headers={"Host": host}, timeout=DEADLINE).status_code == status
         assert service.stop() == 0
         said = service.log.read_text()
         assert "--no-token: whoever reaches this service" in said and said.count("\n") == 1

@@ -421,7 +421,7 @@ def test_an_item_that_takes_too_long_is_given_up(url, model):
                 await asyncio.sleep(DEADLINE)
             return await super().collect_trajectories(item)
 
-    make = lambda: made(Slow, model, url=url, max_num_workers=1, worker_timeout=0.2)  # noqa: E731
+    make = lambda: made(Slow, model, url=url, max_num_workers=1, worker_timeout=3.0)  # noqa: E731
     with trainer(url) as client, serving_env(make):
         (group,) = pull(client)
     assert asked(group) != "item 1"
@@ -491,7 +491,7 @@ def test_what_the_service_cannot_take_now_waits(url, model):
     """However long: it is there once the trainer takes what is before it."""
     model.policy_version = 1
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
-    make = lambda: made(Letters, model, url=url, max_num_workers=1, service_timeout=0.5)  # noqa: E731
+    make = lambda: made(Letters, model, url=url, max_num_workers=1, service_timeout=3.0)  # noqa: E731
     with trainer(url, max_staleness=0, num_steps=2) as client:
         client.set_policy_version(1)
         model.open.clear()
@@ -499,7 +499,7 @@ def test_what_the_service_cannot_take_now_waits(url, model):
             wait_until(lambda: model.requests, "a group is under way")
             client.post(other)  # a batch that comes before it: by its turn it would be too old
             model.open.set()
-            wait_until(lambda: report_of(url)["refused"] >= 2, "it is refused again and again")
+            wait_until(lambda: report_of(url)["refused"] >= 4, "it is refused again and again, beyond service_timeout")
             pull(client)
             (group,) = pull(client)
             assert asked(group) == "item 1"

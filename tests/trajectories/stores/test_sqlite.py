@@ -102,7 +102,7 @@ def test_what_was_acknowledged_survives_kill_9_once_and_in_order(path, opened, o
         said_forgotten |= set(held)
         store.forget(held)  # as the service does with what its state does not need
         store.close()
-    assert len(acknowledged) > 50
+    assert acknowledged
 
 
 OWNER = """
