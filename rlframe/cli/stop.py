@@ -67,7 +67,8 @@ def _stop(options: Options, run_dir: str) -> tuple[dict[str, Any], str]:
         else:
             holder.terminate()
     except (PeerError, UnavailableError):  # nobody is there to take it in its own way
-        holder.terminate()
+        if holder_of(directory.path) == holder:
+            holder.terminate()
     deadline = time.monotonic() + options.within
     while holder_of(directory.path) == holder:
         if time.monotonic() > deadline:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pathlib
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ NAME = "run.lock"
 
 _BEAT = 5.0  # seconds between two beats of a holder
 _STILL = 30.0  # seconds without a beat after which a holder on another host is taken for dead
+_SILENT = 120.0  # the same where the beat's time is all that is known, by the clock of that host
 _LOOK = 0.05  # seconds between two looks at a lock that is waited for
 _SETTLES = 1.0  # seconds in which who has just got the lock writes itself down, and `holder_of` lets go of it
 _KILLED = 10.0  # seconds that a holder has to end after SIGKILL
@@ -66,12 +68,16 @@ class Holder:
         return self.boot == _boot_id()
 
     def terminate(self) -> None:
-        """Sends SIGTERM, where it is the process that it says."""
+        """Sends SIGTERM. Raises `UsageError` where that cannot be done from here."""
         if not self.is_of_this_kernel:
             raise UsageError(f"The run is that of {self}: stop it on that host.")
-        if ProcessId(self.pid, self.started).is_alive:
+        if not ProcessId(self.pid, self.started).is_alive:
+            raise UsageError(f"The run is that of {self}, in another container it seems: stop it in there.")
+        try:
             os.kill(self.pid, signal.SIGTERM)
             os.kill(self.pid, signal.SIGCONT)  # one that was stopped would not hear of it
+        except PermissionError as error:
+            raise UsageError(f"The run is that of {self}, which is another user's: it is not ours to stop.") from error
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -134,7 +140,8 @@ class RunLock:
             if elsewhere:
                 if not self._take_over and self._beats(holder):
                     raise self._refused(holder)
-                self._replace()
+                if self._is_ours() is not None:  # else its holder has ended, and took it away
+                    self._replace()
             elif not granted and granted is not None:
                 if not self._take_over:
                     raise self._refused(holder)
@@ -155,7 +162,10 @@ class RunLock:
         _log.warning("%s may be in use by %s: watching for up to %g s.", self, holder, _STILL)
         deadline = time.monotonic() + _STILL
         while time.monotonic() < deadline:
-            if _text(self._path) != before:
+            now = _text(self._path)
+            if self._is_ours() is None:
+                return False
+            if now != before:
                 return True
             time.sleep(_LOOK)
         return False
@@ -187,7 +197,7 @@ class RunLock:
     def _replace(self) -> None:
         """Puts a new file in the place of the old one, whose holder sees that it is shut out."""
         self._close()
-        temporary = self._path.with_name(f"{NAME}.{os.getpid()}")
+        temporary = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}")  # pids of containers may be the same
         self._descriptor = _open(temporary)
         _flock(self._descriptor)
         self._write(0)
@@ -236,17 +246,19 @@ class RunLock:
 
 
 def holder_of(directory: pathlib.Path) -> Holder | None:
-    """Who writes to a run directory now; None where nobody does. One on another host is believed."""
-    holder = _read(directory / NAME)
-    if holder is None or not holder.is_of_this_kernel:
+    """Who writes to a run directory now; None where nobody does. One on another host is believed while it beats."""
+    path = directory / NAME
+    holder = _read(path)
+    if holder is None or _is_alive(holder):
         return holder
-    if _is_alive(holder):
-        return holder
-    with contextlib.suppress(OSError), (directory / NAME).open() as file:
-        try:  # it may be alive in another container
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return holder
+    with contextlib.suppress(OSError):
+        if not holder.is_of_this_kernel:  # this one, before it was started anew, or another host's
+            return holder if time.time() - path.stat().st_mtime < _SILENT else None
+        with path.open() as file:
+            try:  # it may be alive in another container
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return holder
     return None
 
 

@@ -109,9 +109,10 @@ class StatusReader:
 
     def __call__(self) -> dict[str, Any]:
         """The status now."""
+        holder = run_lock.holder_of(self._directory.path)  # before what it writes at its end
         written, last = self._written(), self._rows.read()
         returns, evaluations = self._rows.returns, self._rows.evaluations
-        state, reason = self._state(written, bool(last))
+        state, reason = self._state(written, holder, bool(last))
         goes_on = state not in OVER
         return {
             "job": {
@@ -150,11 +151,11 @@ class StatusReader:
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(f"{path} is not what a run writes there: {error}.") from error
 
-    def _state(self, written: dict[str, Any], has_rows: bool) -> tuple[str, str]:
-        state, holder = written["state"], run_lock.holder_of(self._directory.path)
+    def _state(self, written: dict[str, Any], holder: run_lock.Holder | None, has_rows: bool) -> tuple[str, str]:
+        state = written["state"]
         if state in OVER:
             return state, written["reason"]
-        if holder is None:
+        if holder is None and run_lock.holder_of(self._directory.path) is None:  # nor has it begun meanwhile
             return JobState.FAILED.value, f"its process {written['pid']} on {written['host']} was killed"
         if state == JobState.RUNNING.value and not has_rows:
             return JobState.INIT.value, ""

@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import signal
+import sys
 import threading
 
 import pytest
@@ -16,7 +17,7 @@ import httpx
 from rlframe.cli import main
 from rlframe.coordinator.control.address import read_control
 from rlframe.programs import make_experiment, train
-from rlframe.programs.control import Control, serve_control_of
+from rlframe.programs.control import Control, RunTarget, serve_control_of
 from rlframe.programs.node_status import node_status
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.run_lock import RunLock
@@ -77,6 +78,23 @@ def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):
     with serve_control_of(directory.path, Control()), client(directory.path) as http:
         answer = http.get("/status")
         assert answer.status_code == 503 and "The run begins" in answer.json()["error"]["message"]
+
+
+def test_those_who_ask_at_the_same_time_see_each_row_once(directory):
+    rows = [{"step": step, "episode_return": 1.0} for step in range(400)]
+    directory.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    target = RunTarget(directory.path)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=target.status) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert [step for step, _ in target.status()["returns"]] == list(range(400))
 
 
 def test_a_single_process_serves_while_it_trains(tmp_path):

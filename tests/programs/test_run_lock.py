@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -21,7 +22,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.programs import run_lock
-from rlframe.programs.run_lock import NAME, RunLock
+from rlframe.programs.run_lock import NAME, RunLock, holder_of
 from tests.waiting import wait_until
 
 HOLD = """
@@ -233,6 +234,49 @@ def test_a_holder_on_another_host_whose_beat_stands_still_is_taken_for_dead(tmp_
         began = time.monotonic()
         with RunLock(tmp_path):
             assert time.monotonic() - began > 0.5
+
+
+def test_a_holder_on_another_host_that_ends_while_it_is_watched_leaves_the_lock_free(tmp_path, caplog):
+    def end() -> None:
+        while "watching" not in caplog.text:
+            time.sleep(0.01)
+        (tmp_path / NAME).unlink()
+
+    with Abroad(tmp_path, beats=False):
+        thread = threading.Thread(target=end)
+        thread.start()
+        with RunLock(tmp_path):
+            assert f"process {os.getpid()} on" in refused(tmp_path)
+        thread.join()
+
+
+def test_who_takes_over_at_the_same_time_in_another_container_may_have_our_pid(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_BEAT", 0.1)
+    (tmp_path / f"{NAME}.{os.getpid()}").write_text("the other's")
+    with Abroad(tmp_path, beats=False), RunLock(tmp_path, take_over=True):
+        assert (tmp_path / f"{NAME}.{os.getpid()}").read_text() == "the other's"
+
+
+def test_a_holder_of_another_kernel_that_has_not_beaten_for_long_is_none(tmp_path):
+    with Abroad(tmp_path, beats=False):
+        found = holder_of(tmp_path)
+        assert found is not None and found.host == "far"
+        os.utime(tmp_path / NAME, (0, time.time() - 200.0))
+        assert holder_of(tmp_path) is None
+
+
+def test_a_holder_that_is_not_ours_to_end_is_said_to_be(tmp_path, monkeypatch):
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with RunLock(tmp_path):
+        found = holder_of(tmp_path)
+    assert found is not None
+    with pytest.raises(UsageError, match="in another container it seems: stop it in there"):
+        dataclasses.replace(found, started=found.started - 1).terminate()
+    monkeypatch.setattr(os, "kill", kill)
+    with pytest.raises(UsageError, match="another user's: it is not ours to stop"):
+        found.terminate()
 
 
 SHUT_OUT = "from rlframe.programs import run_lock\nrun_lock._BEAT = 0.1\nrun_lock._boot_id = lambda: 'another'\n"

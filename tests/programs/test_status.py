@@ -9,7 +9,7 @@ import pytest
 
 from rlframe.cli import main
 from rlframe.errors import ProgramError
-from rlframe.programs import make_experiment, train
+from rlframe.programs import make_experiment, run_lock, train
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.programs.run_lock import RunLock
 from rlframe.programs.run_status import StatusFile, StatusReader
@@ -69,6 +69,32 @@ def test_a_status_tells_how_a_run_ended(directory):
     with pytest.raises(ProgramError), status.until_the_end():
         raise ProgramError("The node actor/0 failed.\nIts last lines")
     assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "The node actor/0 failed.")
+
+
+@pytest.mark.parametrize("what", ["begins", "ends"])
+def test_a_run_that_begins_or_ends_while_it_is_looked_at_was_not_killed(directory, monkeypatch, what):
+    lock, holder_of, asked = RunLock(directory.path), run_lock.holder_of, []
+    if what == "ends":
+        lock.__enter__()
+        status = StatusFile(directory, DESCRIBED, 1_000)
+    else:
+        StatusFile(directory, DESCRIBED, 1_000).write(state="CLOSED")
+
+    def change(path):
+        asked.append(path)
+        if what == "ends" and len(asked) == 1:
+            status.write(state="CLOSED", reason="1,000 steps")
+            lock.__exit__(None, None, None)
+        found = holder_of(path)
+        if what == "begins" and len(asked) == 1:
+            lock.__enter__()
+            StatusFile(directory, DESCRIBED, 1_000)
+        return found
+
+    monkeypatch.setattr(run_lock, "holder_of", change)
+    assert job(directory)["state"] == ("INIT" if what == "begins" else "CLOSED")
+    if what == "begins":
+        lock.__exit__(None, None, None)
 
 
 def test_a_single_process_has_a_status_while_it_runs_and_after(tmp_path, capsys):
