@@ -31,8 +31,9 @@ class Staff:
         self._before: dict[str, int] = {}  # worker_id -> incarnation, of the coordinator before this one
 
     def to_json(self) -> dict[str, int]:
-        """The incarnations of those that are here to stay."""
-        return {worker.worker_id: worker.incarnation for worker in self._machine.roster if worker.is_here}
+        """The incarnations of those that are here to stay, or were when the coordinator was away."""
+        here = {worker.worker_id: worker.incarnation for worker in self._machine.roster if worker.is_here}
+        return {**self._before, **here}
 
     def restore(self, saved: dict[str, int]) -> None:
         """Takes what `to_json` gave: of these, some may have ended meanwhile."""

@@ -211,6 +211,21 @@ def test_workers_that_end_while_the_coordinator_is_away_are_counted_as_restarts(
     assert world.m.accounts.restarts == 2  # each once
 
 
+def test_workers_that_ended_are_counted_by_a_coordinator_whose_predecessor_had_not_heard_of_the_operator() -> None:
+    world = running(2)
+    world.kill_coordinator()
+    world.kill(world.live("collector")[0])
+    world.operator.is_out = True
+    world.start_coordinator()
+    world.run(1.0)
+    assert world.m.accounts.restarts == 0
+    world.kill_coordinator()
+    world.operator.is_out = False
+    world.start_coordinator()
+    assert world.run(60.0, lambda: at_work(world) == 2)
+    assert world.m.accounts.restarts == 1
+
+
 def test_a_restart_in_the_ending_still_takes_the_closing_results() -> None:
     world = running(2)
     world.deliver(ev.Cancelled("enough"))
