@@ -252,7 +252,7 @@ def test_close_is_bounded_and_idempotent_and_leaves_no_thread(stage: Stage, is_o
     began = time.monotonic()
     coordinator.close()
     coordinator.close()
-    assert time.monotonic() - began < 25.0
+    assert time.monotonic() - began < 60.0
     stage.scene.trace.clear()
     for worker in stage.scene.operator.workers.values():
         worker.goes_on.set()

@@ -136,7 +136,7 @@ def test_an_inferencer_that_has_not_run_pickles_with_its_handle(make):
 def test_a_dead_learner_leaves_the_service_its_parameters_and_a_new_one_brings_newer(caplog):
     address = free_address()
     learner = FixedParams({"w": np.float32(0.5)})
-    service = Inferencer(InferencerConfig(learner_deadline=1.0), counting_agent(), client(address))
+    service = Inferencer(InferencerConfig(learner_deadline=3.0), counting_agent(), client(address))
     server = contextlib.ExitStack()
     server.enter_context(serving(learner, address))
     with server, running(service):

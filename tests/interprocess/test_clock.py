@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 
-from rlframe.coordinator import coordinator
+from rlframe.interprocess import clock as clock_module
 from rlframe.interprocess.clock import Clock
 
 
 def test_a_coordinator_that_was_stopped_holds_its_workers_to_nothing_meanwhile(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(coordinator.time, "monotonic", lambda: now)
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     clock = Clock()
     began = clock()
     for _ in range(10):

@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,8 @@ class Watched:
         self.now = 0.0
         self.pulse = Pulse(timeout, self.now)
         self.heart = Heart(self.pulse.descriptor, 1.0)
+        look = self.heart._progress.look  # not at threads that other tests left behind
+        self.heart._progress.look = lambda now: look(now, threading.get_ident())  # type: ignore[method-assign]
 
     def pass_by(self, seconds: float, *, beats: bool) -> str:
         """Passes time until there is a problem, which it returns."""
@@ -83,7 +86,7 @@ def test_an_environment_s_step_of_five_minutes_is_well_and_one_beyond_its_answer
 
 def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
-    monkeypatch.setattr(clocks.time, "monotonic", lambda: now)
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     watchers, workers = Clock(2.0), Clock(2.0)
     pulse = Pulse(30.0, watchers())
     heart = Heart(pulse.descriptor, 1.0)

@@ -158,10 +158,16 @@ def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
     at.wait_for_guests(60.0)
     at.attend("a", make_run().session, [4], [])
     at.end()
-    left = threading.Timer(0.2, lambda: at.attend("a", make_run().session, [4], []) is None and at.leave("a"))
-    left.start()
+    leaving = threading.Event()
+
+    def leave() -> None:
+        assert at.attend("a", make_run().session, [4], []) is None
+        leaving.set()
+        at.leave("a")
+
+    threading.Timer(0.2, leave).start()
     at.wait_for_guests(60.0)
-    assert left.finished.is_set()
+    assert leaving.is_set()
     with pytest.raises(UsageError, match="The run is over"):
         ranks(at, "b", 1)
 

@@ -99,7 +99,7 @@ def test_a_holder_that_has_not_written_itself_down_yet_is_waited_for(tmp_path, m
         once_read(monkeypatch, lambda: print(file=process.stdin, flush=True))
         if take_over:
             with RunLock(tmp_path, take_over=True):
-                assert process.wait(timeout=10.0) == 0  # it was told to end, and could save
+                assert process.wait(timeout=60.0) == 0  # it was told to end, and could save
         else:
             assert f"is in use by process {process.pid} on" in refused(tmp_path)
 

@@ -20,6 +20,7 @@ import zstandard
 
 from tests.trajectories.queues import SETTINGS
 from tests.trajectories.serving import ServiceProcess, running_service
+from tests.waiting import wait_until
 
 DEADLINE = 60.0  # seconds for any answer, on a machine that is busy
 MAX_ANSWER = 10_000  # bytes: nothing that was sent comes back at length
@@ -405,10 +406,7 @@ def crowd(service: ServiceProcess, count: int) -> None:
     with opened(service, count, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n") as connections:
         answers = [status_line(connection) for connection in connections]
     assert set(answers) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
-    end = time.monotonic() + DEADLINE
-    while send(service, "GET", "/status")[0] != 200:  # until it has seen that they left
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: send(service, "GET", "/status")[0] == 200)  # until it has seen that they left
     assert resident(service) - before < 200 << 20
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from tests.trajectories.api import Api, group
 from tests.trajectories.redis_server import running_redis
 from tests.trajectories.serving import ROOT, outer_address, running_service
+from tests.waiting import wait_until
 
 DEADLINE = 60.0
 
@@ -88,8 +88,7 @@ def test_two_processes_on_one_redis_and_its_loss(tmp_path):
         httpx.Client(base_url=other.url, timeout=DEADLINE) as to_other,
     ):
         Api(to_one).started()
-        while Api(to_other).get("/info").json()["batch_size"] != 4:
-            time.sleep(0.01)
+        wait_until(lambda: Api(to_other).get("/info").json()["batch_size"] == 4)
         Api(to_one).send(1)
         Api(to_other).send(2)
         assert Api(to_other).marks(wait=50) == [1, 2]

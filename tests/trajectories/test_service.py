@@ -240,7 +240,7 @@ def test_what_comes_just_after_the_answer_that_there_is_nothing_is_not_waited_fo
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 polled = client.get("/runs/run/batch", params={"wait": 60})
-                answer = await asyncio.wait_for(polled, 10.0)
+                answer = await asyncio.wait_for(polled, 40.0)
             assert len(answer.json()["batch"]) == 2
 
     run(test())
@@ -436,7 +436,7 @@ def test_a_store_that_falls_silent_is_an_error(monkeypatch):
         monkeypatch.setattr("rlframe.trajectories.service._ANSWER", 0.05)
         async with serving(SilentStore()) as service:
             with pytest.raises(PeerError, match="may still take effect"):
-                await asyncio.wait_for(begin(service), 5.0)
+                await asyncio.wait_for(begin(service), DEADLINE)
 
     run(test())
 
