@@ -113,7 +113,7 @@ def read_queue(runs: str | os.PathLike) -> ControlAddress:
     return _read(
         path,
         f"There is no {path}: no `rlframe serve coordinator --runs {os.fspath(runs)}` runs. (One run's directory is "
-        "named by --run-dir.)",
+        "named without --runs, as RUN_DIR.)",
     )
 
 

@@ -141,7 +141,7 @@ class ControlClient:
     def _away(self, error: httpx.HTTPError) -> PeerError:
         if isinstance(error, httpx.ConnectError):
             return PeerError(
-                f"Nobody listens at {self.url}: has the run ended, or is its control elsewhere? (--url, --run-dir)"
+                f"Nobody listens at {self.url}: has the run ended, or is its control elsewhere? (RUN_DIR, --url)"
             )
         if isinstance(error, httpx.TimeoutException):
             return PeerError(f"{self.url} did not answer within {self._timeout:g} s. Ask again.")
@@ -163,7 +163,7 @@ class ControlClient:
         if response.status_code == 401:
             raise UsageError(
                 f"{self.url} wants a token, and this is not it: name its file by --token-file, "
-                "or the directory that knows it by --run-dir or --runs."
+                "or the directory that knows it, by RUN_DIR or --runs."
             )
         if response.status_code == 422:
             raise FieldError(refused.get("field"), message)
