@@ -215,7 +215,7 @@ def check_is_of_launchpad(described: Any) -> None:
             )
 
 
-def patience(described: Any) -> float:
+def peer_deadline(described: Any) -> float:
     """Seconds for which a node of the experiment's program waits for another: for ever where none may hang for ever."""
     watched = described.engine == "launchpad" and described.hang_timeout > 0
     return math.inf if watched else handles.DEADLINE

@@ -15,7 +15,7 @@ from rlframe.metrics.sums import env_means
 from rlframe.programs.assemble import Evaluations
 from rlframe.programs.census import Census
 from rlframe.programs.door import Door
-from rlframe.programs.experiment import patience
+from rlframe.programs.experiment import peer_deadline
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.types import Logs
 
@@ -45,7 +45,7 @@ class Monitor:
     def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
         self._until, self._described, self._directory = run.until, run.described, RunDir(run.path)
         self._stop = threading.Event()
-        self._learner = handles.resolve(learner, "learner", deadline=patience(self._described), stop=self._stop)
+        self._learner = handles.resolve(learner, "learner", deadline=peer_deadline(self._described), stop=self._stop)
         self._ask_learner = handles.Poll(self._learner, "stats")
         self._tell_learner = handles.Poll(self._learner, "finish")
         self._actors = [_Led(actor) for actor in actors]

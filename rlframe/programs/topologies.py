@@ -19,7 +19,7 @@ from rlframe.agents import Agent
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.programs.assemble import CHECKPOINTS_KEPT, make_pool, replay_capacity
-from rlframe.programs.experiment import Experiment, patience, total_learner_steps
+from rlframe.programs.experiment import Experiment, peer_deadline, total_learner_steps
 from rlframe.programs.monitor import Monitor
 from rlframe.programs.run_dir import RunDir
 from rlframe.replay import SharedMemReplayBuffer
@@ -82,8 +82,8 @@ def heavy_env(engine: Engine, run: Run) -> None:
     described, agent = run.described, run.agent
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), agent, replay_buffer)
-    cfg = InferencerConfig(seed=described.seed, learner_deadline=patience(described))
-    options = {"seed": run.actor_seed, "deadline": patience(described), "budget": run.budget}
+    cfg = InferencerConfig(seed=described.seed, learner_deadline=peer_deadline(described))
+    options = {"seed": run.actor_seed, "deadline": peer_deadline(described), "budget": run.budget}
     actors = []
     for rank in range(described.num_actors):
         inferencer = Inferencer(cfg, agent, learner)
@@ -97,10 +97,10 @@ def light_env(engine: Engine, run: Run) -> None:
     described, agent = run.described, run.agent
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), agent, replay_buffer)
-    cfg = InferencerConfig(seed=described.seed, learner_deadline=patience(described))
+    cfg = InferencerConfig(seed=described.seed, learner_deadline=peer_deadline(described))
     options = {
         "seed": run.actor_seed,
-        "deadline": patience(described),
+        "deadline": peer_deadline(described),
         "budget": run.budget,
         "num_pools": described.num_pools,
     }
@@ -132,7 +132,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
             num_writers=described.num_actors,
             seed=described.seed,
             max_envs=described.envs_per_actor,
-            timeout=max(600.0, patience(described)),
+            timeout=max(600.0, peer_deadline(described)),
             in_threads=described.engine == "threads",
             capacity=capacity,
         )

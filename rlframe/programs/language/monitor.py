@@ -12,7 +12,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
-from rlframe.programs.experiment import patience
+from rlframe.programs.experiment import peer_deadline
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.monitor import finish
 from rlframe.programs.run_dir import Result, RunDir
@@ -39,7 +39,7 @@ class LanguageMonitor:
     def __init__(self, run: LanguageRun, learner: Any, policy: Any, environments: list[Any]) -> None:
         self._run, self._described, self._directory = run, run.described, RunDir(run.path)
         self._stop = threading.Event()
-        found = functools.partial(handles.resolve, deadline=patience(self._described), stop=self._stop)
+        found = functools.partial(handles.resolve, deadline=peer_deadline(self._described), stop=self._stop)
         self._learner = found(learner, "learner")
         self._ask_learner = handles.Poll(self._learner, "stats")
         self._policy = found(policy, "policy server")

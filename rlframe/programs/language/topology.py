@@ -11,7 +11,7 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.lm import EngineConfig
 from rlframe.policy_server import PolicyServer, PolicyServerConfig
 from rlframe.programs.assemble import CHECKPOINTS_KEPT
-from rlframe.programs.experiment import patience
+from rlframe.programs.experiment import peer_deadline
 from rlframe.programs.language.environment import FOR_EVER, MODEL, Environment
 from rlframe.programs.language.monitor import LanguageMonitor
 from rlframe.programs.language.session import HOST, LanguageRun
@@ -37,7 +37,7 @@ def light_env(engine: Engine, run: LanguageRun) -> None:
         model_name=MODEL,
         engine=decoding,
         seed=described.seed,
-        learner_deadline=patience(described),
+        learner_deadline=peer_deadline(described),
     )
     model_config = run.agent.model_config  # type: ignore[attr-defined]
     policy = engine.add("policy", PolicyServer, policy_config, model_config, described.tokenizer_name, learner)
