@@ -39,9 +39,10 @@ def settle(checkpoints: pathlib.Path, replays: Iterable[pathlib.Path], aside: pa
         raise UsageError(f"{error} {_newest_good(checkpointer, chosen)}") from error
     finally:
         checkpointer.close()
-    newer = [checkpoints / str(one) for one in steps if one > chosen]
+    newer = [checkpoints / str(one) for one in reversed(steps) if one > chosen]
     if newer:
         saved = (extras["extras"] or {}).get("replay") or 0
+        # Checkpoints first, the newest before the others: whatever is cut off, what is left has its replay.
         newer += [
             path for replay in replays for path in replay.glob("*") if path.name.isdigit() and int(path.name) > saved
         ]
@@ -60,8 +61,7 @@ def _newest_good(checkpointer: Checkpointer, damaged: int) -> str:
 
 
 def _set_aside(paths: list[pathlib.Path], of: pathlib.Path, aside: pathlib.Path) -> None:
-    # The newest first: whatever is cut off, the newest that is left is whole, with all before it.
-    for path in sorted(paths, key=lambda path: int(path.name), reverse=True):
+    for path in paths:
         target = aside / path.relative_to(of)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.programs import make_experiment, train
+from rlframe.programs.resume_point import settle
 from rlframe.programs.run_dir import RunDir
 from tests.programs.test_single_process import assert_same_arrays, dqn
 
@@ -41,6 +42,30 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_gone_on_from_by_name(t
     assert [path.name for path in (aside / "replay").iterdir()] == [str(first.env_steps)]
     train(described, run_dir=tmp_path / "other")
     assert_same_arrays(run_dir, tmp_path / "other")
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_checkpoint_that_is_left_has_its_replay_wherever_the_move_of_newer_ones_is_cut_off(
+    tmp_path, monkeypatch, moves
+):
+    directory = RunDir(tmp_path / "run")
+    checkpointer = Checkpointer(directory.checkpoints)
+    for step in (1, 2, 3):  # of the learner; the replays are numbered by steps of the environments
+        checkpointer.save(step, {"w": step}, {"counters": {}, "extras": {"replay": 100 * step}})
+        (directory.path / "replay" / str(100 * step)).mkdir(parents=True)
+    checkpointer.close()
+    rename, moved = pathlib.Path.rename, []
+
+    def cut_off(path, target):
+        if len(moved) == moves:
+            raise KeyboardInterrupt
+        moved.append(rename(path, target))
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pathlib.Path, "rename", cut_off)
+        settle(directory.checkpoints, [directory.path / "replay"], tmp_path / "run/aside", 1)
+    newest = Checkpointer(directory.checkpoints).steps()[-1]
+    assert newest == max(1, 3 - moves) and (directory.path / "replay" / str(100 * newest)).exists()
 
 
 def test_the_processes_of_a_program_are_not_started_on_a_damaged_checkpoint(tmp_path):
