@@ -18,7 +18,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 NEEDS_CHROMIUM = pytest.mark.skipif(
     CHROMIUM is None, reason="The page's tests need Chromium: apt-get install chromium, or make chromium"
 )
-DEADLINE = 20_000  # ms
+DEADLINE = 60_000  # ms
 expect.set_options(timeout=DEADLINE)
 
 
@@ -27,7 +27,7 @@ def running_browser() -> Iterator[Browser]:
     """A browser for the tests of a module."""
     with sync_playwright() as driver:
         arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # it may be root, in a container
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=2 * DEADLINE)
         yield browser
         browser.close()
 

@@ -436,7 +436,8 @@ def test_slow_senders_are_in_nobodys_way(service):
         for _ in range(3):
             assert_well(service)
             for connection in connections:
-                connection.sendall(b" ")
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was too slow, here
+                    connection.sendall(b" ")
     assert_well(service)
 
 

@@ -113,7 +113,7 @@ def test_environments_and_numbers_appear(service: ServiceProcess, client: httpx.
     assert shown == ["live", "100 %", "0.2", "0 groups", "\N{EN DASH}"]
     code_row = row_of(page, "code_0")
     assert (code_row["Weight"], code_row["Queue"], code_row["Served"]) == ("0.6", "2 groups", "0 %")
-    assert re.fullmatch(r"\d+ s", code_row["Oldest"])
+    assert re.fullmatch(r"\d+ (s|min)", code_row["Oldest"])
     assert row_of(page, "gone_0")["State"] == "left"
     waiting = page.locator("#waiting li").all_text_contents()
     assert any(one.startswith("lonely_0: 2 sequences in groups of odd sizes wait for others") for one in waiting)

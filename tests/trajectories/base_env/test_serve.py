@@ -553,9 +553,10 @@ def test_two_environments_share_and_a_minimum_is_kept(url, model):
     both = {"max_batches_offpolicy": 2, "url": url}
     first = lambda: made(Letters, model, min_batch_allocation=0.5, **both)  # noqa: E731
     second = lambda: made(Others, model, **both)  # noqa: E731
-    with trainer(url, batch_size=4) as client, serving_env(first) as one, serving_env(second):
-        batches = [pull(client) for _ in range(4)]
+    with trainer(url, batch_size=4) as client, serving_env(first) as one:
         wait_until(lambda: one.env.status_dict.get("unallocated_fraction") == 0.5, "it knows what is its own")
+        with serving_env(second):
+            batches = [pull(client) for _ in range(4)]
         assert one.env.derived_batch_size == 4
     for groups in batches[2:]:
         assert sum(len(group) for group in groups if group.env_id == one.env.env_id) >= 2

@@ -8,7 +8,7 @@ from rlframe.errors import StoreError, UnavailableError
 from rlframe.trajectories.stores import group_commit
 from rlframe.trajectories.stores.group_commit import GroupCommit
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 class Disk:

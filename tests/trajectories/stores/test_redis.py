@@ -254,7 +254,7 @@ def test_an_append_whose_answer_was_lost_is_there_once(server):
 
 
 def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(server, opened):
-    store = opened(server.url, deadline=1.0)
+    store = opened(server.url, deadline=3.0)
     append(store, b"first")
     os.kill(server.process.pid, 19)  # SIGSTOP: connections are taken, and nothing is answered
     try:

@@ -54,16 +54,17 @@ class Said:
         self.snapshot = max((int(line[1]) for line in words if line[0] == "snapshot"), default=0)
 
 
-def write_and_kill(url, round_, delay):
+def write_and_kill(url, round_, delay, once_it_appends):
     process = start("-m", "tests.trajectories.stores.killed_writer", url, str(round_))
     watchdog = threading.Timer(DEADLINE, process.kill)
     watchdog.start()
     try:
         with process.stdout as output:
             assert output.readline() == b"opened\n"
+            first = output.readline() if once_it_appends else b""
             killer = threading.Timer(delay, process.kill)
             killer.start()
-            lines = output.read().decode().splitlines()
+            lines = (first + output.read()).decode().splitlines()
             killer.join()
     finally:
         process.kill()
@@ -76,7 +77,8 @@ def write_and_kill(url, round_, delay):
 def test_what_was_acknowledged_survives_kill_9_once_and_in_order(path, opened, option):
     acknowledged, said_forgotten, before = {}, set(), 0
     for round_ in range(5):
-        said = write_and_kill(f"sqlite:{path}{option}", round_, random.uniform(0.02, 0.6))
+        delay = random.uniform(0.02, 0.6)
+        said = write_and_kill(f"sqlite:{path}{option}", round_, delay, once_it_appends=round_ == 4)
         acknowledged.update(said.appended)
         said_forgotten |= said.forgets
         store = opened(option)
