@@ -51,7 +51,7 @@ class ElasticProgram(RunningProgram):
 
     def ask(self, what: Callable[[ControlClient], Any]) -> Any:
         """Has the coordinator do something, once it answers."""
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 120.0
         while True:
             try:
                 with ControlClient.of_run(self.run_dir) as client:

@@ -114,7 +114,7 @@ class RunningProgram:
 
     def check_nothing_is_left(self) -> None:
         """No process, no block of shared memory; with the processes go their ports."""
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         while alive := [child.pid for child in self._seen.values() if _runs(child)]:
             assert time.monotonic() < deadline, f"processes {alive} are left"
             time.sleep(0.05)

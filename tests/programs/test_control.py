@@ -103,7 +103,7 @@ def test_a_single_process_serves_while_it_trains(tmp_path):
     def look(*_):
         thread = threading.Thread(target=lambda: seen.append(ask()))
         thread.start()
-        thread.join(30.0)
+        thread.join(60.0)
 
     def ask():
         with client(tmp_path / "run") as http:

@@ -26,6 +26,7 @@ from rlframe.programs.launching.ports import check_free
 from rlframe.programs.run import train
 from rlframe.programs.topologies import Run
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
+from tests.ports import free_port
 
 DESCRIBED = make_experiment("impala", topology="distributed", num_envs=24, num_actors=3)
 STATS = {"rank": 3, "incarnation": 0, "env_steps": 10, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
@@ -207,7 +208,7 @@ def test_a_users_own_environment_crosses_without_its_file(tmp_path):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_in_use_is_named_with_its_option(host):
     try:
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server((host, free_port()), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError:
         pytest.skip(f"This machine has no {host}.")
     with listener:

@@ -40,7 +40,7 @@ import time
 import gymnasium
 
 def make_env(gate=None):
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 240.0
     if gate is not None:
         pathlib.Path(gate).with_name("reached").touch()
     while gate is not None and not pathlib.Path(gate).exists():
@@ -82,7 +82,7 @@ class Node:
         for node in (self.actor, self.learner):
             node.stop()
         for thread in self._threads:
-            thread.join(30.0)
+            thread.join(120.0)
             assert not thread.is_alive()
         self.actor.close()
         self.learner.close()
@@ -117,7 +117,7 @@ def running(monitor: Monitor) -> Iterator[threading.Thread]:
         yield thread
     finally:
         monitor.stop()
-        thread.join(30.0)
+        thread.join(120.0)
         assert not thread.is_alive()
 
 
@@ -142,7 +142,7 @@ def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(t
             address.learner = again.learner
         wait_until(lambda: again.learner.stats()["finished"])
         (tmp_path / "gate").touch()
-        monitor.join(60.0)
+        monitor.join(120.0)
         result, steps = Result.read(RunDir(run.path).result), again.learner.learner_steps
     assert result.learner_steps == steps == Checkpointer(RunDir(run.path).checkpoints).steps()[-1]
     assert (steps > at) == learns_on
