@@ -1,0 +1,279 @@
+"""All that a user finds: commands and flags, endpoints, names, and the files of a run, as `inventory.txt` lists them.
+
+A diff of that file shows what a change takes away and adds. Write it anew: `python -m tests.test_inventory`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import io
+import json
+import logging
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from unittest import mock
+
+from rlframe import errors
+from rlframe.cli import main
+from tests.extras import needs
+
+Inventory = dict[str, list[str]]  # section -> its lines
+
+WRITTEN = pathlib.Path(__file__).with_name("inventory.txt")
+PACKAGE = pathlib.Path(__file__).parent.parent / "rlframe"
+
+COMMANDS = (
+    "join",
+    "evaluate",
+    "plot",
+    "envs",
+    "agents",
+    "serve trajectories",
+    "serve policy",
+    "serve coordinator",
+    "status",
+    "scale",
+    "pause",
+    "resume",
+    "stop",
+    "bench",
+)
+# Modules that users import from; every other one is free to move.
+MODULES = (
+    "rlframe",
+    "rlframe.actors",
+    "rlframe.agents",
+    "rlframe.coordinator",
+    "rlframe.envs",
+    "rlframe.inferencers",
+    "rlframe.learners",
+    "rlframe.lm",
+    "rlframe.metrics",
+    "rlframe.policy_server",
+    "rlframe.programs",
+    "rlframe.programs.presets",
+    "rlframe.replay",
+    "rlframe.trajectories",
+    "rlframe.trajectories.base_env",
+    "rlframe.trajectories.base_env.servers",
+    "rlframe.types",
+)
+TINY = "--env-type loop --num-envs 2 --steps 64 --unroll-length 16 --num-epochs 1 --eval-episodes 1 --log-every 64"
+TINY += " --network mlp --network.hidden 8 --seed 5 --quiet --json"
+
+
+# --- what there is
+
+
+def commands() -> Inventory:
+    """The commands, and the flags of each; where a flag names what may be chosen, that as well."""
+    scripts = metadata.entry_points(group="console_scripts")
+    found = {
+        "programs": [each.name for each in scripts if each.value.startswith("rlframe.")],
+        "commands": re.findall(r"^  rlframe (\w+)", shown("--help"), re.MULTILINE),
+        "services": re.findall(r"^  (\w+)", shown("serve", "--help"), re.MULTILINE),
+    }
+    by_flag: dict[str, list[str]] = collections.defaultdict(list)
+    for agent in agents():
+        for flag in flags(shown("train", "--agent", agent, "--help")):
+            if not flag.startswith("--network."):  # of the network of its preset
+                by_flag[flag].append(agent)
+    for flag, of in by_flag.items():
+        found.setdefault(f"rlframe train --agent {'|'.join(of)}", []).append(flag)
+    for network in ("mlp", "nature_cnn"):
+        of_network = flags(shown("train", "--network", network, "--help"))
+        found[f"rlframe train --network {network}"] = [each for each in of_network if each.startswith("--network.")]
+    for command in COMMANDS:
+        text = shown(*command.split(), "--help")
+        arguments = re.findall(r"positional arguments.*\n(?: -+ *\n)?  (\S.*?)(?:  |$)", text, re.MULTILINE)
+        found[" ".join(["rlframe", command, *arguments])] = flags(text)
+    return {name: sorted(lines) for name, lines in found.items()} | {"my_env.py": of_environments()}
+
+
+def of_environments() -> list[str]:
+    """The command line of a language model's environment."""
+    from rlframe.trajectories import BaseEnv
+
+    with mock.patch.object(sys, "argv", ["my_env.py", "--help"]), printed() as said, contextlib.suppress(SystemExit):
+        BaseEnv.cli()
+    return sorted([*re.findall(r"^  (\w+)", said.getvalue(), re.MULTILINE), *flags(said.getvalue())])
+
+
+def endpoints() -> Inventory:
+    """Of every HTTP service, what it answers, as its own OpenAPI document has it."""
+    from rlframe.coordinator.control.app import RUN, make_app
+    from rlframe.coordinator.control.jobs import JobQueue
+    from rlframe.coordinator.control.jobs_endpoints import jobs_router
+    from rlframe.lm import ModelConfig
+    from rlframe.policy_server import PolicyServer, PolicyServerConfig
+    from rlframe.policy_server.app import make_app as make_policy_app
+    from rlframe.trajectories.app import make_app as make_trajectories_app
+    from rlframe.trajectories.settings import Settings
+
+    with tempfile.TemporaryDirectory() as runs, contextlib.closing(JobQueue(runs)) as queue:
+        apps = {
+            "trajectories": make_trajectories_app(Settings(store="memory")),
+            "policy server": make_policy_app(PolicyServer(PolicyServerConfig(), ModelConfig(), "byte", params={})),
+            "control of a run": make_app(object(), kind=RUN),
+            "control of a coordinator": make_app(object()),
+            "queue of jobs": make_app(object(), routers=[jobs_router(queue)]),
+        }
+        return {name: sorted(paths(app.openapi())) for name, app in apps.items()}
+
+
+def names() -> Inventory:
+    """What can be named or imported."""
+    from rlframe.programs.presets import PRESETS
+
+    found = {module: sorted(importlib.import_module(module).__all__) for module in MODULES}
+    found["rlframe.errors"] = sorted(name for name in vars(errors) if name.endswith("Error"))
+    found["agents"] = agents()
+    found["networks"] = re.findall(r"\w+", refused("train", "--network", "x").split("there are")[1].split(", or")[0])
+    found["presets"] = sorted(f"{preset.name}: {', '.join(preset.envs)}" for preset in PRESETS)
+    found["stores of trajectories"] = re.findall(
+        r"sqlite|memory|redis", refused("serve", "trajectories", "--store", "x:y").split("Stores are")[1]
+    )
+    found["operators"] = operators()
+    found["extras"] = sorted(metadata.metadata("rlframe").get_all("Provides-Extra"))
+    return found
+
+
+def run_directory(path: pathlib.Path) -> Inventory:
+    """The files of a run, in one process and in several, and what stands in them."""
+    one, several = path / "one", path / "several"
+    result = json.loads(shown("train", *TINY.split(), "--run-dir", str(one)).splitlines()[-1])
+    shown("train", *TINY.split(), "--run-dir", str(several), "--topology", "heavy_env", "--engine", "threads")
+    rows = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "files of single_process": files(one),
+        "files of a topology of several processes": files(several),
+        "the object of --json": sorted(result),
+        "rows of metrics.jsonl": sorted({key for row in rows for key in row}),
+    }
+
+
+# --- how it is read
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[io.StringIO]:
+    """What is printed meanwhile, on lines that are long enough."""
+    with mock.patch.dict("os.environ", COLUMNS="400"), contextlib.redirect_stdout(io.StringIO()) as text:
+        yield text
+
+
+def shown(*arguments: str) -> str:
+    """What a command prints."""
+    with printed() as text:
+        assert main(list(arguments)) == 0
+    return text.getvalue()
+
+
+def refused(*arguments: str) -> str:
+    """What it says when it refuses."""
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        assert main(list(arguments)) == 2
+    return text.getvalue()
+
+
+def flags(text: str) -> list[str]:
+    """The flags of a help, with what may be chosen where that is a list of words."""
+    found = []
+    for options in re.findall(r"^  (--\w.*?)(?:  |$)", text, re.MULTILINE):
+        chosen = re.search(r"\{(.*?)\}", options)
+        words = [word for word in chosen[1].split(",") if word != "None"] if chosen else []
+        found.append(", ".join(re.findall(r"--[\w.-]+", options)) + (f" {{{','.join(words)}}}" if words else ""))
+    return found
+
+
+def agents() -> list[str]:
+    return sorted(json.loads(shown("agents", "--json")))
+
+
+def paths(openapi: dict) -> Iterable[str]:
+    for path, methods in openapi["paths"].items():
+        yield from (f"{method.upper()} {path}" for method in methods)
+
+
+def operators() -> list[str]:
+    """The classes that no other derives from, by their text: to import them all takes seconds, and extras."""
+    texts = [path.read_text() for path in PACKAGE.glob("**/*.py")]
+    bases = dict(
+        pair for text in texts for pair in re.findall(r"^class (\w+Operator)\((\w*Operator)\)", text, re.MULTILINE)
+    )
+    return sorted(bases.keys() - bases.values())
+
+
+def files(directory: pathlib.Path) -> list[str]:
+    """Its entries, and theirs; steps and times as N."""
+    found = set()
+    for path in [*directory.glob("*"), *directory.glob("*/*")]:
+        name = re.sub(r"(events.out.tfevents).*", r"\1", str(path.relative_to(directory)))
+        found.add(re.sub(r"\b\d+\b", "N", name) + "/" * path.is_dir())
+    return sorted(found)
+
+
+# --- what was written down
+
+
+def written(group: str) -> Inventory:
+    """The sections of a group in `inventory.txt`."""
+    sections: Inventory = {}
+    lines: list[str] = []
+    for line in WRITTEN.read_text().splitlines():
+        if line.startswith("  "):
+            lines.append(line.strip())
+        elif line:
+            of, _, name = line.partition(": ")
+            lines = []
+            if of == group:
+                sections[name] = lines
+    return sections
+
+
+def to_text(group: str, found: Inventory) -> str:
+    sections = ("\n".join([f"{group}: {name}", *(f"  {line}" for line in lines)]) for name, lines in found.items())
+    return "\n\n".join(sections) + "\n"
+
+
+def check(group: str, found: Inventory) -> None:
+    """Fails with each line that is gone, and each that is new."""
+    before, now = (
+        {f"{name}: {line}" for name, lines in inventory.items() for line in lines}
+        for inventory in (written(group), found)
+    )
+    differences = [*(f"- {line}" for line in sorted(before - now)), *(f"+ {line}" for line in sorted(now - before))]
+    assert not differences, "\n".join([f"{WRITTEN.name} has another {group}:", *differences])
+
+
+def test_commands_and_flags():
+    needs("trajectories", "envs")
+    check("command", commands())
+
+
+def test_endpoints():
+    needs("trajectories")
+    check("endpoint", endpoints())
+
+
+def test_names():
+    needs("trajectories")
+    check("name", names())
+
+
+def test_run_directory(tmp_path):
+    check("run", run_directory(tmp_path))
+
+
+if __name__ == "__main__":
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryDirectory() as made:
+        run = run_directory(pathlib.Path(made))
+    groups = {"command": commands(), "endpoint": endpoints(), "name": names(), "run": run}
+    WRITTEN.write_text("\n".join(to_text(*each) for each in groups.items()))
