@@ -62,6 +62,10 @@ class RemoteError(RlframeError):
     """A call raised in the process that it was sent to. Names both, and has the traceback."""
 
 
+class NoMethodError(RemoteError):
+    """What was called has no method of that name."""
+
+
 class UnavailableError(RlframeError):
     """A service cannot answer just now, or no longer. The same call may be repeated, there or elsewhere."""
 

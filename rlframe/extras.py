@@ -11,6 +11,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rlframe.errors import UsageError
 
@@ -51,6 +52,15 @@ def has(module: str) -> bool:
 def is_installed(extra: str) -> bool:
     """Whether all packages of an extra are installed here, be they broken."""
     return all(map(has, MODULES[extra]))
+
+
+def is_instance(target: Any, module: str, name: str) -> bool:
+    """Whether `target` is an instance of the class of that name; imports nothing.
+
+    Nothing is an instance of a class whose module nobody has imported.
+    """
+    imported = sys.modules.get(module)
+    return imported is not None and isinstance(target, getattr(imported, name))
 
 
 def require(by: str, *extras: str, otherwise: str = "") -> None:

@@ -1,31 +1,28 @@
 """Handles: an argument may be an object, or stand for one that lives in another process.
 
-`resolve` is the one place that asks which it is. A Launchpad handle or a Courier client becomes a `Remote`, whose
-every call has a deadline; anything else is handed back as it is, and costs nothing.
+`resolve` is the one place that asks which it is. A handle becomes a `Remote`, whose every call has a deadline and is
+repeated, by whatever transport it goes; anything else is handed back as it is, and costs nothing.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import itertools
 import logging
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rlframe import errors, extras
-from rlframe.errors import PeerError, RemoteError, RlframeError, StoppedError, UnavailableError, UsageError
+from rlframe import extras
+from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.interprocess.progress import waiting_for
 from rlframe.program_end import program_stop as program_stop
 from rlframe.program_end import stop_program as stop_program
 from rlframe.program_end import stopped_by_program as stopped_by_program
+from rlframe.transport import DEFAULT, Client, Future, Transport, locate
 
-CALL_TIMEOUT = 5.0  # seconds for one attempt; a stop waits for no longer than this
 DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
 
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two rounds of attempts, doubled from round to round
@@ -33,22 +30,10 @@ _WARN_AFTER = 1.0  # seconds without an answer, of a peer that has answered befo
 _STARTS_WITHIN = 60.0  # the same, of one that may still import and compile: no reason to warn of it
 _SHORT = 5.0  # seconds: of calls with no more than that the error tells in time, so nothing warns of it before
 _RETURN_AFTER = 30.0  # seconds after which the first of several peers is tried again
-NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+
+Wrap = Callable[[Client], Client]
 
 _log = logging.getLogger(__name__)
-
-
-def connect(address: str) -> Any:
-    """A Courier client for the node at "host:port": its methods and, in `futures`, the same ones that do not wait."""
-    with extras.needed("A call to another process", "launchpad"):
-        import courier
-
-    return courier.Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False)
-
-
-def lacks_method(error: Exception) -> bool:
-    """Whether a Courier client raised this because the node has no such method."""
-    return getattr(getattr(error, "code", None), "name", None) == "NOT_FOUND"
 
 
 def resolve(
@@ -58,49 +43,54 @@ def resolve(
     deadline: float = DEADLINE,
     stop: threading.Event | None = None,
     first: int = 0,
-    connect: Callable[[str], Any] = connect,
+    wrap: Wrap | None = None,
 ) -> Any:
     """Something to call, for an argument that may be an object or a handle to one.
 
     Args:
-        target: an object, which is returned as it is; a Launchpad handle or a Courier client; or a list of those, any
-            of which can answer (of objects in this process, one is taken).
+        target: an object, which is returned as it is; a handle: a `Remote`, or what a launched program has for one (a
+            Launchpad handle, a Courier client); or a list of those, any of which can answer (of objects in this
+            process, one is taken).
         name: what messages call it.
         deadline: seconds after which a call that nobody answers is an error.
         stop: an event that ends the waiting as well.
         first: which of several to call as long as it answers (modulo how many there are).
-        connect: as the function `connect`: knows a better way than Courier for some methods of this kind of node.
+        wrap: makes of a client one that knows a better way for some methods of this kind of node.
 
     Returns:
         The object, or a `Remote`. Whatever else a Launchpad handle leads to (a `reverb.Client`) is returned as it is.
 
     Raises:
-        UsageError: a list is empty, or holds something that is not in another process.
+        UsageError: a list is empty, or holds something that is not in another process, or handles of two transports.
     """
-    several = type(target) in (list, tuple)
-    targets = [_dereference(one) for one in (target if several else [target])]
-    if targets and not any(_is_client(one) for one in targets):
+    targets = [_dereference(one) for one in (target if type(target) in (list, tuple) else [target])]
+    located = [found for one in targets if (found := _locate(one)) is not None]
+    if targets and not located:
         return targets[first % len(targets)]
-    if not targets or not all(_is_client(one) for one in targets):
+    if len(located) < len(targets) or len({transport for transport, _ in located}) != 1:
         kinds = ", ".join(type(one).__name__ for one in targets) or "nothing"
-        raise UsageError(f"A list given as the {name} must hold handles to nodes, or objects, not both: {kinds}.")
-    addresses = [address for one in targets for address in _addresses(one)]
+        raise UsageError(
+            f"A list given as the {name} must hold handles to nodes of one program, or objects, not both: {kinds}."
+        )
+    addresses = [address for _, several in located for address in several]
     first %= len(addresses)
-    return Remote(addresses[first:] + addresses[:first], name, deadline, stop, connect)
+    return Remote(addresses[first:] + addresses[:first], name, deadline, stop, located[0][0], wrap)
 
 
 class Remote:
-    """An object in another process: its methods are called with deadlines, by way of Courier.
+    """An object in another process: its methods are called with deadlines.
 
     A call that is not answered is sent again (remote calls are idempotent), with pauses that grow, to each of the
-    addresses in turn; the first one is gone back to when it has had time to recover. Pickles as its addresses.
+    addresses in turn; the first one is gone back to when it has had time to recover. Pickles as its addresses and
+    transport.
 
     Args:
-        addresses: "host:port" of nodes any of which can answer, the preferred one first.
+        addresses: of nodes any of which can answer, the preferred one first.
         name: what messages call it.
         deadline: seconds for one call, repetitions included.
         stop: an event that ends the waiting as well.
-        connect: gives what calls the methods at an address.
+        transport: by which the calls go.
+        wrap: as for `resolve`.
 
     Raises (every method):
         PeerError: nobody answered within the deadline.
@@ -114,11 +104,13 @@ class Remote:
         name: str,
         deadline: float = DEADLINE,
         stop: threading.Event | None = None,
-        connect: Callable[[str], Any] = connect,
+        transport: Transport = DEFAULT,
+        wrap: Wrap | None = None,
     ) -> None:
-        self._addresses, self._name, self._deadline, self._connect = list(addresses), name, deadline, connect
+        self._addresses, self._name, self._deadline = list(addresses), name, deadline
+        self._transport, self._wrap = transport, wrap
         self._stops = [event for event in (stop, program_stop()) if event is not None]
-        self._clients: dict[str, Any] = {}
+        self._clients: dict[str, Client] = {}
         self._current = 0
         self._left_at = 0.0
         self._answered: set[str] = set()  # methods
@@ -129,14 +121,13 @@ class Remote:
         return functools.partial(self._call, method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Remote, (self._addresses, self._name, self._deadline, None, self._connect)
+        return Remote, (self._addresses, self._name, self._deadline, None, self._transport, self._wrap)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        # Not by way of a future, which costs four times as much for a small call.
         began = time.monotonic()
         address, client = self._peer()
         try:
-            answer = getattr(client, method)(*args, **kwargs)
+            answer = client.call(method, *args, **kwargs)
         except Exception as error:
             reason = self._why_again(address, method, error)
         else:
@@ -167,13 +158,11 @@ class Remote:
                 pause = min(2 * pause, _LONGEST_PAUSE)
             self._leave(address)
             address, client = self._peer()
-            # gRPC waits longer and longer (up to two minutes) before it connects again, each time that it found nobody.
-            # So it is asked only where somebody listens.
-            if not _listens(address):
+            if not self._transport.is_reachable(address):
                 reason = f"nothing listens at {address}"
                 continue
             try:
-                answer = getattr(client, method)(*args, **kwargs)
+                answer = client.call(method, *args, **kwargs)
             except Exception as error:
                 reason = self._why_again(address, method, error)
             else:
@@ -191,15 +180,16 @@ class Remote:
                 return
             time.sleep(min(left, 0.1))
 
-    def _peer(self) -> tuple[str, Any]:
+    def _peer(self) -> tuple[str, Client]:
         """(address, client) of the peer to call."""
         if self._current and time.monotonic() > self._left_at + _RETURN_AFTER:
             self._left_at = time.monotonic()
-            if _listens(self._addresses[0]):
+            if self._transport.is_reachable(self._addresses[0]):
                 self._current = 0
         address = self._addresses[self._current]
         if address not in self._clients:
-            self._clients[address] = self._connect(address)
+            client = self._transport.connect(address)
+            self._clients[address] = client if self._wrap is None else self._wrap(client)
         return address, self._clients[address]
 
     def _leave(self, address: str) -> None:
@@ -212,22 +202,14 @@ class Remote:
 
     def _why_again(self, address: str, method: str, error: Exception) -> str:
         """Why a call is worth repeating; raises what it came to where it is not."""
-        if isinstance(error, concurrent.futures.TimeoutError):
-            return f"no answer within {CALL_TIMEOUT:g} s"
-        if isinstance(error, UnavailableError):  # which the peer answered, as in `InferencerClient`
+        if isinstance(error, UnavailableError):
             return str(error)
-        code = getattr(getattr(error, "code", None), "name", None)  # of a StatusNotOk
-        if code is None:
-            raise error
-        if code in NOT_ANSWERED:
-            return str(error)
-        remote = RemoteError(f"{self._who(address)} raised in {method}(): {error}")
-        raised = _raised(str(error))
-        if raised is None:
-            raise remote from None
-        if isinstance(raised, UnavailableError):
-            return str(raised)
-        raise raised from remote
+        raised = f"{self._who(address)} raised in {method}(): "
+        if isinstance(error, RemoteError):
+            raise RemoteError(f"{raised}{error}") from None
+        if isinstance(error.__cause__, RemoteError):
+            raise error from RemoteError(f"{raised}{error.__cause__}")
+        raise error
 
     def _who(self, address: str) -> str:
         return f"The {self._name} at {address}"
@@ -240,7 +222,7 @@ class Call:
         self._remote, self._method, self._args = remote, method, args
         self._began = time.monotonic()
         self._address, client = remote._peer()
-        self._future = getattr(client.futures, method)(*args)
+        self._future = client.submit(method, *args)
 
     def done(self) -> bool:
         """Whether `result` would not wait (but where the call must be sent again)."""
@@ -249,8 +231,7 @@ class Call:
     def result(self) -> Any:
         """What the method returned; raises as `Remote` does."""
         try:
-            # Courier ends the call at its timeout. (Cancelling the future would let a late answer fail in C++.)
-            answer = self._future.result(timeout=CALL_TIMEOUT + 1.0)
+            answer = self._future.result()
         except Exception as error:
             reason = self._remote._why_again(self._address, self._method, error)
         else:
@@ -269,7 +250,7 @@ class Poll:
 
     def __init__(self, peer: Any, method: str) -> None:
         self._peer, self._method = peer, method
-        self._future: Any = None
+        self._future: Future | None = None
 
     def __call__(self, *args: Any) -> Any:
         """The answer to the call that was sent before, where it has come, and None where not; sends the next one."""
@@ -283,44 +264,19 @@ class Poll:
                 answer = self._future.result()
             self._future = None
         address, client = self._peer._peer()
-        if answer is not None or _listens(address):  # as in `Remote._repeat`
-            self._future = getattr(client.futures, self._method)(*args)
+        if answer is not None or self._peer._transport.is_reachable(address):
+            self._future = client.submit(self._method, *args)
         return answer
 
 
 def _dereference(target: Any) -> Any:
-    return target.dereference() if _is_instance(target, "launchpad.nodes.dereference", "Dereferenceable") else target
+    is_handle = extras.is_instance(target, "launchpad.nodes.dereference", "Dereferenceable")
+    return target.dereference() if is_handle else target
 
 
-def _is_client(target: Any) -> bool:
-    return isinstance(target, Remote) or _is_instance(target, "courier.python.client", "Client")
-
-
-def _is_instance(target: Any, module_name: str, class_name: str) -> bool:
-    # By type: a Courier client has every attribute that it is asked for. Nothing is an instance of a class whose
-    # module nobody has imported, so neither does this file.
-    module = sys.modules.get(module_name)
-    return module is not None and isinstance(target, getattr(module, class_name))
-
-
-def _addresses(client: Any) -> list[str]:
-    return client._addresses if isinstance(client, Remote) else [client.address]
-
-
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _raised(text: str) -> RlframeError | None:
-    """The error of this package that a remote traceback ends with."""
-    _, _, last = text.rstrip().rpartition("\nrlframe.errors.")
-    name, _, message = last.partition(": ")
-    error = getattr(errors, name, None)
-    if "\nTraceback (most recent call last)" in message or not isinstance(error, type):
-        return None
-    return error(message)
+def _locate(target: Any) -> tuple[Transport, list[str]] | None:
+    """What a handle is called by, and where; None: it is an object."""
+    if isinstance(target, Remote):
+        return target._transport, target._addresses
+    found = locate(target)
+    return None if found is None else (found[0], [found[1]])

@@ -1,20 +1,27 @@
-"""Handles: who is called, how long for, and what is said where nobody answers."""
+"""Handles: who is called, how long for, and what is said where nobody answers; the same by every transport."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pickle
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlframe import handles
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
-from rlframe.handles import Call, Remote, resolve
-from tests.ports import free_address
-from tests.serving import client, serving
+from rlframe.handles import Call, Poll, Remote, resolve
+from rlframe.transport import DEFAULT
+from tests.extras import needs
+from tests.in_process import InProcess
 from tests.waiting import wait_until
+
+NUMBERS = itertools.count()  # of addresses
 
 
 class Node:
@@ -42,6 +49,56 @@ class Node:
         raise KeyError("missing")
 
 
+class ByCourier:
+    """Nodes as Launchpad has them."""
+
+    transport = DEFAULT
+
+    def address(self) -> str:
+        from tests.ports import free_address
+
+        return free_address()
+
+    def serving(self, instance: Any, address: str) -> Any:
+        from tests.serving import serving
+
+        return serving(instance, address)
+
+    def client(self, address: str) -> Any:
+        from tests.serving import client
+
+        return client(address)
+
+
+class ByQueues:
+    """The same by the shortest transport."""
+
+    transport = InProcess()
+
+    def address(self) -> str:
+        return f"peer-{next(NUMBERS)}"
+
+    @contextlib.contextmanager
+    def serving(self, instance: Any, address: str) -> Iterator[None]:
+        methods = {name: getattr(instance, name) for name in dir(instance) if not name.startswith("_")}
+        node = self.transport.serve(methods, address)
+        try:
+            yield
+        finally:
+            node.stop()
+
+    def client(self, address: str) -> Remote:
+        return Remote([address], "client", transport=self.transport)
+
+
+@pytest.fixture(params=[ByCourier, ByQueues])
+def by(request) -> Any:
+    """What carries the calls."""
+    if request.param is ByCourier:
+        needs("launchpad")
+    return request.param()
+
+
 class HasEverything:
     """Answers hasattr for every name, as a Courier client does."""
 
@@ -54,10 +111,10 @@ def test_an_object_is_returned_as_it_is(target):
     assert resolve(target, "learner") is target
 
 
-def test_a_client_is_called_and_arrays_come_back():
-    address = free_address()
-    with serving(Node(), address):
-        remote = resolve(client(address), "learner")
+def test_a_client_is_called_and_arrays_come_back(by):
+    address = by.address()
+    with by.serving(Node(), address):
+        remote = resolve(by.client(address), "learner")
         assert isinstance(remote, Remote)
         np.testing.assert_array_equal(remote.double(np.arange(3.0)), [0.0, 2.0, 4.0])
         call = Call(remote, "double", (np.ones(2),))
@@ -66,49 +123,51 @@ def test_a_client_is_called_and_arrays_come_back():
 
 
 def test_a_launchpad_handle_that_was_not_dereferenced_is_resolved_by_its_type():
+    needs("launchpad")
     import launchpad as lp
     from launchpad.launch.test_multi_threading import address_builder
 
     node = lp.CourierNode(Node)
     handle = node.create_handle()
     address_builder.bind_addresses([node])
-    with serving(Node(), handle._address.resolve()):
+    with ByCourier().serving(Node(), handle._address.resolve()):
         assert resolve(handle, "learner").name() == "node"
 
 
-def test_a_remote_pickles_as_its_addresses():
-    address = free_address()
-    with serving(Node(), address):
-        remote = pickle.loads(pickle.dumps(resolve(client(address), "learner", deadline=3.0)))
+def test_a_remote_pickles_as_its_addresses(by):
+    address = by.address()
+    with by.serving(Node(), address):
+        remote = pickle.loads(pickle.dumps(resolve(by.client(address), "learner", deadline=3.0)))
         assert remote.name() == "node"
     with pytest.raises(PeerError, match="within 3 s"):
         remote.name()
 
 
-def test_a_remote_error_of_ours_keeps_its_type_and_any_other_its_traceback():
-    address = free_address()
-    with serving(Node(), address):
-        remote = resolve(client(address), "learner")
-        with pytest.raises(UsageError, match=r"^observation should be \[B, 2\]$"):
+def test_a_remote_error_of_ours_keeps_its_type_and_any_other_its_traceback(by):
+    address = by.address()
+    with by.serving(Node(), address):
+        remote = resolve(by.client(address), "learner")
+        with pytest.raises(UsageError, match=r"^observation should be \[B, 2\]$") as raised:
             remote.misuse()
+        assert f"The learner at {address} raised in misuse()" in str(raised.value.__cause__)
         with pytest.raises(RemoteError, match=rf"learner at {address} raised in fail\(\)(.|\n)*KeyError: 'missing'"):
             remote.fail()
-        with pytest.raises(RemoteError, match="nosuch"):
+        with pytest.raises(RemoteError, match=rf"learner at {address} raised in nosuch\(\)(.|\n)*nosuch"):
             remote.nosuch()
 
 
-def test_a_refusal_that_may_pass_is_called_again():
-    address = free_address()
-    with serving(Node(refuses=2), address):
-        remote = resolve(client(address), "inferencer")
+def test_a_refusal_that_may_pass_is_called_again(by):
+    address = by.address()
+    with by.serving(Node(refuses=2), address):
+        remote = resolve(by.client(address), "inferencer")
         assert remote.double(4) == 8
         assert remote.calls() == 3
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_peer_that_is_dead_is_an_error_that_names_it_within_the_deadline(asynchronous):
-    address = free_address()
-    remote = resolve(client(address), "inferencer", deadline=1.5)
+def test_a_peer_that_is_dead_is_an_error_that_names_it_within_the_deadline(by, asynchronous):
+    address = by.address()
+    remote = resolve(by.client(address), "inferencer", deadline=1.5)
     began = time.monotonic()
     with pytest.raises(PeerError, match=rf"The inferencer at {address} did not answer name\(\) within 1.5 s"):
         Call(remote, "name", ()).result() if asynchronous else remote.name()
@@ -116,16 +175,16 @@ def test_a_peer_that_is_dead_is_an_error_that_names_it_within_the_deadline(async
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_peer_that_comes_back_at_its_address_is_found_again(asynchronous):
-    address = free_address()
-    remote = resolve(client(address), "learner")
-    with serving(Node("first"), address):
+def test_a_peer_that_comes_back_at_its_address_is_found_again(by, asynchronous):
+    address = by.address()
+    remote = resolve(by.client(address), "learner")
+    with by.serving(Node("first"), address):
         assert remote.name() == "first"
     done = threading.Event()
 
     def come_back() -> None:
         done.wait(2.0)  # it is down for as long as this
-        with serving(Node("second"), address):
+        with by.serving(Node("second"), address):
             done.wait(60.0)
 
     thread = threading.Thread(target=come_back)
@@ -138,24 +197,24 @@ def test_a_peer_that_comes_back_at_its_address_is_found_again(asynchronous):
 
 
 def test_a_peer_that_has_not_answered_yet_may_take_its_time_to_start_and_only_a_silent_one_is_warned_of(
-    monkeypatch, caplog
+    by, monkeypatch, caplog
 ):
     monkeypatch.setattr(handles, "_WARN_AFTER", 0.0)
-    looks, listens, address = [], handles._listens, free_address()
+    looks, is_reachable, address = [], by.transport.is_reachable, by.address()
 
-    def look(where):
+    def look(transport, where):
         looks.append(where)
-        return listens(where)
+        return is_reachable(where)
 
-    monkeypatch.setattr(handles, "_listens", look)
-    remote = resolve(client(address), "learner")
+    monkeypatch.setattr(type(by.transport), "is_reachable", look)
+    remote = resolve(by.client(address), "learner")
 
     def call_before_it_serves(condition):
         answers = []
         thread = threading.Thread(target=lambda: answers.append(remote.name()))
         thread.start()
         wait_until(condition)
-        with serving(Node("here"), address):
+        with by.serving(Node("here"), address):
             thread.join(60.0)
         assert answers == ["here"]
 
@@ -165,22 +224,39 @@ def test_a_peer_that_has_not_answered_yet_may_take_its_time_to_start_and_only_a_
     assert f"The learner at {address} does not answer name()" in caplog.text
 
 
-def test_of_several_the_preferred_one_is_called_and_the_others_while_it_is_dead():
-    addresses = [free_address() for _ in range(3)]
-    clients = [client(address) for address in addresses]
-    with serving(Node("0"), addresses[0]):
+def test_of_several_the_preferred_one_is_called_and_the_others_while_it_is_dead(by):
+    addresses = [by.address() for _ in range(3)]
+    clients = [by.client(address) for address in addresses]
+    with by.serving(Node("0"), addresses[0]):
         remote = resolve(clients, "inferencer", first=5)  # 5 % 3: the last
-        with serving(Node("2"), addresses[2]):
+        with by.serving(Node("2"), addresses[2]):
             assert remote.name() == "2"
         assert remote.name() == "0"
         assert remote.name() == "0"
-    with pytest.raises(UsageError, match="not both: Client, int"):
+    with pytest.raises(UsageError, match=r"not both: \w+, int"):
         resolve([clients[0], 3], "inferencer")
 
 
-def test_a_stop_ends_the_waiting():
+def test_handles_of_two_transports_are_no_list_of_peers():
+    peers = [Remote(["a:1"], "client"), Remote(["a:1"], "client", transport=InProcess())]
+    with pytest.raises(UsageError, match="nodes of one program, or objects, not both: Remote, Remote"):
+        resolve(peers, "inferencer")
+
+
+def test_a_poll_waits_for_nobody_and_has_each_answer_once(by):
+    address = by.address()
+    poll = Poll(resolve(by.client(address), "learner"), "name")
+    assert poll() is None  # nobody is there
+    with by.serving(Node("here"), address):
+        deadline = time.monotonic() + 60.0
+        while (answer := poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert answer == "here"
+
+
+def test_a_stop_ends_the_waiting(by):
     stop = threading.Event()
-    remote = resolve(client(free_address()), "learner", stop=stop)
+    remote = resolve(by.client(by.address()), "learner", stop=stop)
     threading.Timer(0.3, stop.set).start()
     began = time.monotonic()
     with pytest.raises(StoppedError, match="Told to stop"):

@@ -123,6 +123,8 @@ class Workers:
 class Operator:
     """Has all workers from the start."""
 
+    transport = None  # they are called by `Workers`
+
     def __init__(self, workers: int) -> None:
         ids = ["learner/0", *(f"collector/{index}" for index in range(workers - 1))]
         self._infos = [

@@ -36,7 +36,7 @@ def _measure(way: str, reads: int) -> dict[str, float]:
     import courier
     import portpicker
 
-    from rlframe.handles import connect, resolve
+    from rlframe.handles import resolve
     from rlframe.learners.shared_params import LearnerClient
 
     port = portpicker.pick_unused_port()
@@ -44,7 +44,7 @@ def _measure(way: str, reads: int) -> dict[str, float]:
     process = multiprocessing.get_context("spawn").Process(target=_learn, args=(port, there), daemon=True)
     process.start()
     client = courier.Client(f"localhost:{port}")
-    learner = resolve(client, "learner", connect=LearnerClient if way == "shared" else connect)
+    learner = resolve(client, "learner", wrap=LearnerClient if way == "shared" else None)
     if not here.poll(120.0):
         raise TimeoutError("The learner did not start within 120 s.")
     here.recv()

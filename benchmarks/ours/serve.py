@@ -152,12 +152,12 @@ def _clients(addresses: dict[str, str], workload: str, answered: Any, ready: Any
     """So many clients as threads, each with one call under way."""
     import courier
 
-    from rlframe.handles import connect, resolve
+    from rlframe.handles import resolve
     from rlframe.inferencers.shared_calls import InferencerClient
 
     def work() -> None:
         remotes = [
-            resolve(courier.Client(address), "inferencer", connect=InferencerClient if way == "shared" else connect)
+            resolve(courier.Client(address), "inferencer", wrap=InferencerClient if way == "shared" else None)
             for way, address in addresses.items()
         ]
         arguments = request(workload, ROWS)

@@ -71,7 +71,7 @@ class Actor:
         self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
         # It is not called before the first step, but for specs: a node's constructor does not wait for another node's.
         self._inferencer = handles.resolve(
-            inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, connect=InferencerClient
+            inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, wrap=InferencerClient
         )
         # Environment steps that it may take in all; and that it has taken at most, which is cheaper than `env_steps`.
         self._limit = budget if self.incarnation == 0 or budget == math.inf else 0

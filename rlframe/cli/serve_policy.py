@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 from typing import Annotated, Union
 
 import tyro
 
-from rlframe import extras
+from rlframe import extras, transport
 from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError
 
@@ -18,7 +17,7 @@ DESCRIPTION = (
     "Serve a language model behind the OpenAI API (/v1/completions, /v1/chat/completions), with the newest weights of "
     "whoever learns it. The model is a folder in the published format (config.json, model.safetensors, "
     "tokenizer.json), or that of a run (--run-dir), whose newest checkpoint answers. With --learner its newer weights "
-    "come from a learner that runs, by Courier. The endpoints are described at /docs."
+    "come from a learner that runs. The endpoints are described at /docs."
 )
 
 
@@ -59,10 +58,9 @@ def run(arguments: list[str]) -> int:
         raise UsageError("Name the folder of a model, or a run by --run-dir: one of the two.")
     if options.run_dir is not None and options.dtype is not None:
         raise UsageError("--dtype is for a MODEL_FOLDER: a run's checkpoints have their own.")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before it is imported, by Courier
     extras.require(PROG, "trajectories", *(["lm"] if options.model is not None else []))
     if options.learner is not None:
-        extras.require("--learner", "launchpad")
+        transport.DEFAULT.check("--learner")
     from rlframe.lm import EngineConfig
     from rlframe.policy_server import PolicyServer, PolicyServerConfig
     from rlframe.programs import policy

@@ -98,7 +98,7 @@ class Coordinator:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, ev.Send]] = []
         self._order = itertools.count()
-        self._links = Links()
+        self._links = Links(operator.transport)
         self._operator = OperatorThread(operator, self._events.put)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)

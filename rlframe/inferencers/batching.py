@@ -17,7 +17,7 @@ import numpy as np
 
 from rlframe.agents.base import check_tree, zero_timestep
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.handles import CALL_TIMEOUT
+from rlframe.transport import CALL_TIMEOUT
 from rlframe.types import AgentOutput, AgentState, TimeStep, specs
 
 Answer = tuple[AgentOutput, AgentState]

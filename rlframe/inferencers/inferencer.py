@@ -155,7 +155,7 @@ class Inferencer:
     def answer_inference(
         self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState] | str:
-        """As `inference`, for another process: it gets the reason of an UnavailableError, which Courier would print."""
+        """As `inference`, for another process: it gets the reason of an UnavailableError, which a server may print."""
         try:
             return self.inference(env_ids, timestep, state)
         except UnavailableError as error:

@@ -20,7 +20,7 @@ _POLL = 0.2  # seconds for which the learner keeps the question for newer parame
 
 
 class Refresher:
-    """Asks a learner for parameters: by shared memory where they lie there, else by Courier, or directly.
+    """Asks a learner for parameters: by shared memory where they lie there, else by calls.
 
     Args:
         learner: anything with `get_params(known_version) -> (version, tree or None)` and, for who waits for them,
@@ -53,7 +53,7 @@ class Refresher:
     @functools.cached_property
     def _learner(self) -> Any:
         return handles.resolve(
-            self._learner_or_handle, "learner", deadline=self._deadline, stop=self._stop, connect=LearnerClient
+            self._learner_or_handle, "learner", deadline=self._deadline, stop=self._stop, wrap=LearnerClient
         )
 
     def refresh(self) -> None:

@@ -1,7 +1,7 @@
 """Calls in shared memory: what a service on the same machine is asked, and what it answers, need not travel.
 
 A client has memory of its own, with a slot for each call under way: the rows to act on, and room for the answer. The
-call itself still goes by Courier, with its deadlines and repetitions, but says only which slot is meant.
+call itself still goes by the transport, with its deadlines and repetitions, but says only which slot is meant.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlframe import handles
-from rlframe.errors import UnavailableError
+from rlframe.errors import NoMethodError, UnavailableError
 from rlframe.interprocess import memory
+from rlframe.transport import Client, Derived, Future
 from rlframe.types import AgentOutput, AgentState, Tree
 
 Answer = tuple[AgentOutput, AgentState]
@@ -29,51 +30,55 @@ _SLOTS = 64  # calls under way; one that finds no slot sends its arrays. A slot 
 
 
 class InferencerClient:
-    """A connection to an inferencer, for `handles.resolve`: Courier, with the arrays in shared memory where it can.
+    """A client of an inferencer, whose arrays lie in shared memory where they can. It wraps one.
 
-    Before the first call it waits for the inferencer to have parameters. That call goes by Courier and shows what
-    answers look like. Whether the inferencer finds this process's memory
-    is asked at the second; and anew, for other memory, after a call that failed: its answer may yet come.
+    Before the first call it waits for the inferencer to have parameters. That call travels whole and shows what answers
+    look like. Whether the inferencer finds this process's memory is asked at the second; and anew, for other memory,
+    after a call that failed: its answer may yet come.
     """
 
-    def __init__(self, address: str) -> None:
-        self._client = handles.connect(address)
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._can_share = memory.SUPPORTED
         self._method = ""  # that answers; unknown before the first call
         self._answer: Tree = None  # of no rows
         self._memory: CallMemory | None = None
 
-    def __getattr__(self, method: str) -> Any:
-        return getattr(self._client, method)
-
-    @property
-    def futures(self) -> _Futures:
-        """The methods that do not wait."""
-        return _Futures(self)
-
-    def inference(self, *request: Any) -> Answer:
-        """As `Inferencer.inference`."""
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """See `rlframe.transport.Client`; `inference` as that of `Inferencer`."""
+        if method != "inference":
+            return self._client.call(method, *args, **kwargs)
         self._wait_for_params()
-        slot = self._write(request)
+        slot = self._write(args)
         if slot is None:
-            return self._note(getattr(self._client, self._method)(*request))
+            return self._note(self._client.call(self._method, *args))
+        return self._read(slot, lambda: self._client.call("shared_inference", *slot.name))
+
+    def submit(self, method: str, /, *args: Any) -> Future:
+        """See `rlframe.transport.Client`."""
+        if method != "inference":
+            return self._client.submit(method, *args)
         try:
-            return slot.read(_given(self._client.shared_inference(*slot.name)))
-        except Exception:
-            self._forget(slot)
-            raise
+            self._wait_for_params()
+            slot = self._write(args)
+        except Exception as error:  # nobody answers: who waits for it hears that
+            failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
+            failed.set_exception(error)
+            return failed
+        if slot is None:
+            return Derived(self._client.submit(self._method, *args), lambda future: self._note(future.result()))
+        shared = self._client.submit("shared_inference", *slot.name)
+        return Derived(shared, lambda future: self._read(slot, future.result))
 
     def _wait_for_params(self) -> None:
         """Raises UnavailableError where there are none within a second."""
         if self._method:
             return
         try:
-            if not self._client.is_ready(1.0):
+            if not self._client.call("is_ready", 1.0):
                 raise UnavailableError("The inference service has no parameters yet: its learner has not answered.")
             self._method = "answer_inference"
-        except Exception as error:
-            if not handles.lacks_method(error):
-                raise
+        except NoMethodError:
             self._method = "inference"  # not an Inferencer, but something that has `inference` too
 
     def _write(self, request: Any) -> _Slot | None:
@@ -96,7 +101,7 @@ class InferencerClient:
     def _show(self, here: CallMemory) -> bool:
         if self._method == "inference":
             return False
-        return self._client.share_calls(here.name, here.capacity, here.request, here.answer)
+        return self._client.call("share_calls", here.name, here.capacity, here.request, here.answer)
 
     def _note(self, given: Answer | str) -> Answer:
         answer: Answer = _given(given)
@@ -105,50 +110,16 @@ class InferencerClient:
             self._answer = jax.tree.map(lambda leaf: leaf[:0], (output._replace(params_version=None), state))
         return answer
 
+    def _read(self, slot: _Slot, version: Callable[[], Any]) -> Answer:
+        try:
+            return slot.read(_given(version()))
+        except Exception:
+            self._forget(slot)
+            raise
+
     def _forget(self, slot: _Slot) -> None:
         if self._memory is slot.memory:
             self._memory = None
-
-
-class _Futures:
-    """What `futures` of a Courier client is."""
-
-    def __init__(self, client: InferencerClient) -> None:
-        self._client, self._courier = client, client._client.futures
-
-    def __getattr__(self, method: str) -> Any:
-        return getattr(self._courier, method)
-
-    def inference(self, *request: Any) -> _Future:
-        try:
-            self._client._wait_for_params()
-            slot = self._client._write(request)
-        except Exception as error:  # nobody answers: who waits for it hears that
-            failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            failed.set_exception(error)
-            return _Future(self._client, failed, None)
-        if slot is None:
-            return _Future(self._client, getattr(self._courier, self._client._method)(*request), None)
-        return _Future(self._client, self._courier.shared_inference(*slot.name), slot)
-
-
-class _Future:
-    """The answer of an inferencer, once it is there."""
-
-    def __init__(self, client: InferencerClient, future: Any, slot: _Slot | None) -> None:
-        self._client, self._future, self._slot = client, future, slot
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def result(self, timeout: float) -> Answer:
-        if self._slot is None:
-            return self._client._note(self._future.result(timeout))
-        try:
-            return self._slot.read(_given(self._future.result(timeout)))
-        except Exception:
-            self._client._forget(self._slot)
-            raise
 
 
 def _given(answer: Any) -> Any:

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from rlframe import handles
+from rlframe.errors import NoMethodError
 from rlframe.interprocess import memory
 from rlframe.interprocess.futex import Futex, fence
 from rlframe.packing import Packing
+from rlframe.transport import Client, Future
 from rlframe.types import Tree
 
 # Words of the first page, each an int64, on lines of the cache by who writes to them. Futexes use the lower half.
@@ -31,7 +32,7 @@ WANTED_FUTEX = 16  # wakes the thread that writes; by readers
 _WORDS = 24
 
 _LABEL = "rlframe-params"
-_PATIENCE = 1.0  # seconds to wait for a learner that does not write; then Courier finds out what is the matter
+_PATIENCE = 1.0  # seconds to wait for a learner that does not write; then a call finds out what is the matter
 _AGAIN = 0.02  # seconds after which it is woken again: two readers that do so at once may undo each other's
 _LOOK = 0.1  # seconds between two looks whether the learner is alive
 
@@ -63,7 +64,7 @@ class ParamsPublisher:
             self._words[NEWEST] = self._newest()[0]
 
     def close(self) -> None:
-        """Ends the thread, and sends readers to Courier. May be called again."""
+        """Ends the thread; readers call the learner from then on. May be called again."""
         if self.name is not None:
             name, self.name = self.name, None
             memory.destroy(name)
@@ -85,40 +86,44 @@ class ParamsPublisher:
 
 
 class LearnerClient:
-    """A connection to a learner, for `handles.resolve`: Courier, but for parameters that lie in shared memory.
+    """A client of a learner, whose parameters are read from shared memory where they lie there. It wraps one.
 
     Whether they do is asked at the first call, and again when a learner that shared them has gone.
     """
 
-    def __init__(self, address: str) -> None:
-        self._client = handles.connect(address)
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._asks = True
         self._shared: _SharedParams | None = None
 
-    def __getattr__(self, method: str) -> Any:
-        return getattr(self._client, method)
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """See `rlframe.transport.Client`; `get_params` as that of `Learner`."""
+        if method == "get_params":
+            return self._get_params(*args, **kwargs)
+        return self._client.call(method, *args, **kwargs)
 
-    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """As `Learner.get_params`."""
+    def submit(self, method: str, /, *args: Any) -> Future:
+        """See `rlframe.transport.Client`; parameters that are asked for in this way travel."""
+        return self._client.submit(method, *args)
+
+    def _get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
         if self._shared is not None:
             answer = self._shared.get_params(known_version)
             if answer is not None:
                 return answer
             self._shared, self._asks = None, True
         if not self._asks:
-            return self._client.get_params(known_version)
-        version, params = self._client.get_params(-1)
+            return self._client.call("get_params", known_version)
+        version, params = self._client.call("get_params", -1)
         self._shared = self._find(params)
         self._asks = False
         return version, None if version == known_version else params
 
     def _find(self, params: Tree) -> _SharedParams | None:
         try:
-            name = self._client.shared_params()
-        except Exception as error:
-            if handles.lacks_method(error):
-                return None  # not a Learner, but something that has `get_params` too
-            raise
+            name = self._client.call("shared_params")
+        except NoMethodError:
+            return None  # not a Learner, but something that has `get_params` too
         try:
             return _SharedParams(Packing(params), name) if name is not None else None
         except OSError:  # on another machine, or of another user

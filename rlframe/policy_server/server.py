@@ -124,7 +124,7 @@ class PolicyServer:
 
     def live_engine(self) -> Engine:
         """What decodes. Raises `UnavailableError` where there are no parameters yet, or it failed."""
-        # No property: Courier would read it before there are.
+        # No property: a server would read it before there are.
         if self._engine is None:
             raise UnavailableError("The policy server has no parameters yet: its learner has not answered.")
         if self._engine.closed:

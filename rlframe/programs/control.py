@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rlframe import extras, handles
+from rlframe import extras
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.programs.run_status import OVER, StatusReader
 
@@ -62,13 +62,13 @@ class RunTarget:
 
 
 @contextlib.contextmanager
-def serve_control_of(run_dir: pathlib.Path, control: Control | None, coordinator: str | None = None) -> Iterator[None]:
+def serve_control_of(run_dir: pathlib.Path, control: Control | None, coordinator: Any = None) -> Iterator[None]:
     """Serves the control of a run in this process, and says in its directory where; not at all for None.
 
     Args:
         run_dir: of the run.
         control: where.
-        coordinator: the "host:port" of its coordinator; None: it has none.
+        coordinator: its coordinator, or a handle to it; None: it has none.
 
     Raises:
         UsageError: it cannot be served there, or a package is missing.
@@ -86,7 +86,7 @@ def serve_control_of(run_dir: pathlib.Path, control: Control | None, coordinator
     target: Any
     target, kind = RunTarget(run_dir), RUN
     if coordinator is not None:
-        target, kind = handles.Remote([coordinator], "coordinator"), COORDINATOR
+        target, kind = coordinator, COORDINATOR
     with serve_control(target, control.host, control.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
         # What is not a terminal may be a log that others read.

@@ -71,7 +71,7 @@ def train(
             engine = make_engine(described, directory, listen)
             topology_of(described)(engine, run)
             directory.write_config(described, notes or {})
-            coordinator = engine.address_of("coordinator") if described.topology == "elastic" else None
+            coordinator = engine.handle_of("coordinator") if described.topology == "elastic" else None
             served.enter_context(serve_control_of(directory.path, control, coordinator))
             more = list(open_loggers(directory.path)) if open_loggers is not None else []
             undo.pop_all()

@@ -29,6 +29,9 @@ from rlframe.coordinator.messages import (
     Update,
 )
 from rlframe.coordinator.operators.base import OperatorError, WorkerInfo
+from rlframe.coordinator.workers.process import Server
+from rlframe.errors import UnavailableError
+from tests.in_process import InProcess
 
 WITHIN = 60.0  # seconds that anything may take
 
@@ -119,6 +122,7 @@ class FakeWorker:
         self._runs = False
         self.start: StartTask | None = None
         self.env_steps = 0
+        self.server = Server(self, InProcess())
 
     def ping(self) -> Alive:
         self._live()
@@ -149,7 +153,7 @@ class FakeWorker:
         if not self.goes_on.is_set():
             self.goes_on.wait(WITHIN)
         if self.is_dead:
-            raise ConnectionError(f"{self.worker_id} is dead")
+            raise UnavailableError(f"{self.worker_id} is dead")
 
     def _call(self, method: str, header: Header, *args: Any) -> Reply:
         self._live()
@@ -215,6 +219,8 @@ class FakeWorker:
 class FakeOperator:
     """Has workers in this process: replaces the dead, and starts as many as are wanted."""
 
+    transport = InProcess()
+
     def __init__(self, scene: Scene) -> None:
         self._scene, self._lock = scene, threading.Lock()
         self.is_out, self.held = False, set[str]()  # held: roles that come later
@@ -242,7 +248,7 @@ class FakeOperator:
                         made = [key[1] for key in self.made if key[0] == f"{role}/{index}"]
                         self._make(role, index, max(made, default=-1) + 1)
             return [
-                WorkerInfo(w.worker_id, w.role, w.index, w.incarnation, w, "here", None)  # type: ignore[arg-type]
+                WorkerInfo(w.worker_id, w.role, w.index, w.incarnation, w.server.address, "here", None)
                 for w in self.workers.values()
             ]
 

@@ -1,11 +1,9 @@
-"""Calls of workers: in this process, and by real Courier."""
+"""Calls of workers: by threads of this process, and by real Courier."""
 
 from __future__ import annotations
 
-import pathlib
+import contextlib
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +13,10 @@ import pytest
 from rlframe.coordinator.links import Links
 from rlframe.coordinator.messages import Alive, Failed, Reply
 from rlframe.coordinator.workers.process import Server
-from tests.ports import free_address
+from rlframe.errors import UnavailableError
+from rlframe.transport import DEFAULT, Transport
+from tests.extras import needs
+from tests.in_process import InProcess
 
 WITHIN = 60.0  # seconds
 
@@ -47,25 +48,39 @@ class Heard:
         return self._answers.get(timeout=WITHIN)
 
 
+@pytest.fixture(params=[InProcess(), DEFAULT], ids=["threads", "courier"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    if request.param == DEFAULT:
+        needs("launchpad")
+    return request.param
+
+
 @pytest.fixture
-def links() -> Iterator[Links]:
-    links = Links()
+def links(transport: Transport) -> Iterator[Links]:
+    links = Links(transport)
     yield links
     links.close()
 
 
-@pytest.fixture(params=["here", "courier"])
-def worker(request: pytest.FixtureRequest, links: Links) -> Iterator[Answering]:
+@pytest.fixture
+def serve(transport: Transport) -> Iterator[Callable[[Answering], str]]:
+    """Has a worker served, and gives its address."""
+    with contextlib.ExitStack() as servers:
+
+        def start(worker: Answering) -> str:
+            server = Server(worker, transport)
+            servers.callback(server.stop)
+            return server.address
+
+        yield start
+
+
+@pytest.fixture
+def worker(links: Links, serve: Callable[[Answering], str]) -> Answering:
     """Called as ("collector/0", 2)."""
     worker = Answering()
-    if request.param == "here":
-        links.open("collector/0", 2, worker)
-        yield worker
-        return
-    server = Server(worker)
-    links.open("collector/0", 2, f"localhost:{server.port}")
-    yield worker
-    server.stop()
+    links.open("collector/0", 2, serve(worker))
+    return worker
 
 
 def call(links: Links, heard: Heard, incarnation: int = 2) -> None:
@@ -98,7 +113,9 @@ def test_what_is_no_reply_is_an_error_of_the_workers(links: Links, worker: Answe
     assert heard.next() == (Failed("TypeError", "ping must give a Reply, it gave int"), "")
 
 
-def test_the_late_answer_of_a_link_that_was_shut_is_nobodys(links: Links, worker: Answering) -> None:
+def test_the_late_answer_of_a_link_that_was_shut_is_nobodys(
+    links: Links, worker: Answering, serve: Callable[[Answering], str]
+) -> None:
     goes_on, late, heard = threading.Event(), Heard(), Heard()
     ended = threading.Event()
 
@@ -113,7 +130,7 @@ def test_the_late_answer_of_a_link_that_was_shut_is_nobodys(links: Links, worker
     links.shut("collector/0", 2)
     call(links, heard)
     assert heard.next() == (None, "there is no connection")
-    links.open("collector/0", 3, worker)  # another incarnation
+    links.open("collector/0", 3, serve(worker))  # another incarnation
     goes_on.set()
     assert ended.wait(WITHIN)
     call(links, heard, 3)
@@ -127,52 +144,33 @@ def test_another_incarnation_is_another_worker(links: Links, worker: Answering) 
     assert heard.next() == (None, "there is no connection") and not worker.called.is_set()
 
 
-def test_a_worker_that_hangs_does_not_keep_others_waiting(links: Links, worker: Answering) -> None:
+def test_a_worker_that_hangs_does_not_keep_others_waiting(
+    links: Links, worker: Answering, serve: Callable[[Answering], str]
+) -> None:
     goes_on, late, heard, other = threading.Event(), Heard(), Heard(), Answering()
     worker.does = [lambda: goes_on.wait(WITHIN) and Alive("collector/0", 2, "running")]
     call(links, late)
-    links.open("collector/1", 0, other)
+    links.open("collector/1", 0, serve(other))
     links.call("collector/1", 0, "ping", (), heard)
     assert heard.next()[0] == Alive("collector/0", 2, "idle") and late.count == 0
     goes_on.set()
     assert late.next()[0] == Alive("collector/0", 2, "running")
 
 
-def test_nobody_at_an_address_is_no_answer(links: Links) -> None:
+def test_nobody_at_an_address_is_no_answer(links: Links, transport: Transport) -> None:
+    server = Server(Answering(), transport)
+    server.stop()
     heard = Heard()
-    links.open("collector/0", 2, free_address())
+    links.open("collector/0", 2, server.address)
     call(links, heard)
     reply, why = heard.next()
     assert reply is None and why
 
 
-def test_a_connection_that_broke_in_a_call_is_no_answer(links: Links) -> None:
-    def broke() -> None:
-        raise ConnectionResetError("gone")
+def test_a_worker_that_says_it_cannot_just_now_is_no_answer(links: Links, worker: Answering) -> None:
+    def refuse() -> None:
+        raise UnavailableError("not yet")
 
-    worker, heard = Answering(), Heard()
-    worker.does = [broke]
-    links.open("collector/0", 2, worker)
+    worker.does, heard = [refuse], Heard()
     call(links, heard)
-    assert heard.next() == (None, "gone")
-
-
-def test_a_worker_here_that_never_answers_does_not_keep_the_program_from_ending(tmp_path: pathlib.Path) -> None:
-    program = """
-import threading
-from rlframe.coordinator.links import Links
-
-class Hangs:
-    def ping(self):
-        asked.set()
-        threading.Event().wait()
-
-asked, links = threading.Event(), Links()
-links.open("collector/0", 0, Hangs())
-links.call("collector/0", 0, "ping", (), print)
-assert asked.wait(60.0)
-links.close()
-print("closed", flush=True)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120.0)
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+    assert heard.next() == (None, "not yet")

@@ -26,7 +26,7 @@ DEADLINE = 60.0
 
 
 def connect(*addresses, deadline=CHILD_DEADLINE):
-    return resolve([client(one) for one in addresses], "inferencer", deadline=deadline, connect=InferencerClient)
+    return resolve([client(one) for one in addresses], "inferencer", deadline=deadline, wrap=InferencerClient)
 
 
 def request(rows, seed=0, state=None):

@@ -58,7 +58,7 @@ class ElsewhereLearner(CountedLearner):
 
 
 def connect(address, deadline=CHILD_DEADLINE):
-    return resolve(client(address), "learner", deadline=deadline, connect=LearnerClient)
+    return resolve(client(address), "learner", deadline=deadline, wrap=LearnerClient)
 
 
 @contextlib.contextmanager

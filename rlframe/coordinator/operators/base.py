@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from rlframe.errors import RlframeError
+from rlframe.transport import DEFAULT, Transport
 
 WorkerKey = tuple[str, int]  # (worker_id, incarnation): exactly one life of one worker
 
@@ -23,7 +24,7 @@ class WorkerInfo:
     role: str
     index: int
     incarnation: int  # of that index, from 0; never goes back
-    address: str | None  # "host:port" of its Courier server; None until it serves
+    address: str | None  # where the operator's transport calls it; None until it serves
     host: str
     pid: int | None  # on that host; None where it is not known
     stays: bool = False  # `release` does not end it: it is listed on, and may be wanted again
@@ -39,7 +40,12 @@ class Operator(abc.ABC):
 
     What is asked for is a state, not a step: a call may be repeated, and changes nothing then. Only `connect` and
     `list` raise `OperatorError`; whatever else was asked for while nobody could be reached is done as soon as it can.
+
+    Attributes:
+        transport: by which its workers are called.
     """
+
+    transport: Transport = DEFAULT
 
     @abc.abstractmethod
     def connect(self) -> list[WorkerInfo]:

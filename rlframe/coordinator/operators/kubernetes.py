@@ -137,7 +137,7 @@ def manifest(config: KubernetesConfig, start: Start, owner: Mapping[str, Any] | 
     container = spec["containers"][0]
     container["command"] = ["python", "-m", "rlframe.coordinator.workers.process"]
     worker = [config.state_dir, start.role, str(start.index), str(start.incarnation)]
-    options = ["--port", str(PORT), "--host", "$(POD_IP)", "--silence", f"{config.silence:g}"]
+    options = ["--address", f"$(POD_IP):{PORT}", "--silence", f"{config.silence:g}"]
     container["args"] = [*worker, *options]
     container["env"] = [
         *(container.get("env") or []),

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-from rlframe import extras
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.operators.base import OperatorError, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.logs import LogTail
@@ -62,7 +61,7 @@ class LocalOperator(ReconcilingOperator):
         output: TextIO | None = None,
         logs: pathlib.Path | None = None,
     ) -> None:
-        extras.require("LocalOperator", "launchpad")  # by whose Courier the workers serve
+        self.transport.check("LocalOperator")
         directory, life, env = pathlib.Path(state_dir), Life(owner, silence), {**ENV, **(env or {})}
         super().__init__(
             lambda: _Processes(

@@ -1,7 +1,7 @@
 """Workers as actors of a Ray cluster: one named, detached actor for each incarnation.
 
-Ray places and starts it; its calls are served by Courier all the same, so that the coordinator calls every worker in
-one way, and a worker that is busy cannot keep a ping waiting in an actor's queue.
+Ray places and starts it; its calls go by the operator's transport, so that the coordinator calls every worker in one
+way, and a worker that is busy cannot keep a ping waiting in an actor's queue.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class _WorkerActor:
     def __init__(self, make_worker: bytes, worker_id: str, index: int, incarnation: int, silence: float) -> None:
         self._worker = cloudpickle.loads(make_worker)(worker_id, index, incarnation)
         self._end = Ending(Life(silence=silence))
-        self._end.server = self._server = Server(self._worker)
+        self._host = ray.util.get_node_ip_address()
+        self._end.server = self._server = Server(self._worker, RayOperator.transport, f"{self._host}:0")
         threading.Thread(target=self._live, name="rlframe worker", daemon=True).start()
 
     def where(self) -> tuple[str, str, int]:
         """(address, host, pid) of the worker, which serves."""
-        host = ray.util.get_node_ip_address()
-        return f"{host}:{self._server.port}", host, os.getpid()
+        return self._server.address, self._host, os.getpid()
 
     def end(self) -> None:
         """Has the worker close, and this process end."""

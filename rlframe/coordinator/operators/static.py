@@ -10,6 +10,7 @@ from rlframe.coordinator.messages import Alive
 from rlframe.coordinator.operators.base import Operator, WorkerInfo, WorkerKey, worker_id_of
 from rlframe.errors import UsageError
 from rlframe.handles import Poll, Remote
+from rlframe.transport import Transport
 
 _EVERY = 0.5  # seconds between two pings of a worker
 _FORGOTTEN = 5.0  # seconds without an answer after which a worker is not listed
@@ -23,12 +24,12 @@ class StaticOperator(Operator):
     was reported is listed no more; its next incarnation is. One that was released is: it may be wanted again.
 
     Args:
-        addresses: by role, "host:port" of each worker; the first is to be that role's index 0, and so on.
+        addresses: by role, where each worker is called; the first is to be that role's index 0, and so on.
     """
 
     def __init__(self, addresses: Mapping[str, Sequence[str]]) -> None:
         self._workers = {
-            worker_id_of(role, index): _Worker(role, index, address)
+            worker_id_of(role, index): _Worker(role, index, address, self.transport)
             for role, of_role in addresses.items()
             for index, address in enumerate(of_role)
         }
@@ -93,13 +94,13 @@ class StaticOperator(Operator):
 class _Worker:
     """A worker at an address, and when it last said that it is alive."""
 
-    def __init__(self, role: str, index: int, address: str) -> None:
+    def __init__(self, role: str, index: int, address: str, transport: Transport) -> None:
         self.role, self.index, self.address = role, index, address
         self.worker_id = worker_id_of(role, index)
         self.answered_at = 0.0
         self.problem = f"{self.worker_id} at {address} has not answered yet."
         self._incarnation = 0
-        self._poll = Poll(Remote([address], self.worker_id), "ping")
+        self._poll = Poll(Remote([address], self.worker_id, transport=transport), "ping")
 
     def ask(self) -> None:
         """Takes the answer to the ping before, if it has come, and pings again."""

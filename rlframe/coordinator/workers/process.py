@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -22,12 +21,12 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from rlframe import extras
 from rlframe.coordinator.workers.records import Record, Records, load_maker, this_host
 from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.programs import logs
 from rlframe.programs.launching.supervisor import FOR_GOOD
+from rlframe.transport import DEFAULT, Transport
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served
 CLOSING = 5.0  # seconds that a worker may take to close
@@ -45,27 +44,23 @@ class Life:
 
 
 class Server:
-    """A worker's calls, by Courier.
+    """Serves a worker's calls.
 
     Args:
         worker: has those of `CALLS` that its role needs.
-        port: at which to listen, on all interfaces; 0: one is picked.
-        while_picking: held while one is, until it is listened at.
+        transport: by which.
+        address: at which; None: the transport picks one.
+
+    Attributes:
+        address: at which it is called.
     """
 
-    def __init__(self, worker: Any, port: int = 0, while_picking: Any = None) -> None:
-        with extras.needed("A worker's server", "launchpad"):
-            import courier
-
+    def __init__(self, worker: Any, transport: Transport = DEFAULT, address: str | None = None) -> None:
         self._in_flight, self._last_call = 0, time.monotonic()
         self._lock = threading.Lock()
-        with while_picking or contextlib.nullcontext():  # gRPC would not notice that another has the same port
-            self._server = courier.Server(port=port or None)
-            for name in CALLS:
-                if hasattr(worker, name):
-                    self._server.Bind(name, self._noticed(getattr(worker, name)))
-            self._server.Start()
-        self.port: int = self._server.port
+        methods = {name: self._noticed(getattr(worker, name)) for name in CALLS if hasattr(worker, name)}
+        self._server = transport.serve(methods, address)
+        self.address = self._server.address
 
     def silent_for(self) -> float:
         """Seconds since somebody called, or began to be served."""
@@ -74,7 +69,7 @@ class Server:
 
     def stop(self) -> None:
         """Serves no more."""
-        self._server.Stop()
+        self._server.stop()
 
     def _noticed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -136,15 +131,14 @@ class Ending:
         os._exit(1)
 
 
-def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, port: int, host: str) -> None:
+def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, address: str | None) -> None:
     """Makes the worker, serves it, and returns when it has ended well.
 
     Args:
         state_dir: holds `workers.pkl`, and the workers' records.
         role, index, incarnation: which worker.
         life: what ends it.
-        port: at which to listen; 0: one is picked.
-        host: by which others reach this one.
+        address: at which; None: one is picked.
     """
     end = Ending(life)
     end.on_sigterm()
@@ -157,10 +151,8 @@ def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, por
         worker = load_maker(state_dir, role)(record.worker_id, index, incarnation)
         try:
             if not end.has_come():
-                # The lock keeps workers that start together from picking the same port.
-                server = Server(worker, port, None if port else records.locked())
-                end.server = server
-                if records.write(dataclasses.replace(record, address=f"{host}:{server.port}")):
+                end.server = server = Server(worker, address=address)
+                if records.write(dataclasses.replace(record, address=server.address)):
                     end.has_come(None)
                 else:
                     end.come("a newer incarnation has taken its place")
@@ -196,14 +188,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     life = Life(owner, options.silence)
     code = 0
     try:
-        run(options.state_dir, options.role, options.index, options.incarnation, life, options.port, options.host)
+        run(options.state_dir, options.role, options.index, options.incarnation, life, options.address)
     except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
         traceback.print_exc()
         code = FOR_GOOD
     except Exception:
         traceback.print_exc()
         code = 1
-    # As in launching/node_main.py: threads of Courier and JAX do not survive the end of the interpreter.
+    # As in launching/node_main.py: threads of the server and JAX do not survive the end of the interpreter.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -230,8 +222,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("role")
     parser.add_argument("index", type=int)
     parser.add_argument("incarnation", type=int)
-    parser.add_argument("--port", type=int, default=0, help="to listen at; 0 picks one")
-    parser.add_argument("--host", default="localhost", help="by which the coordinator reaches this machine")
+    parser.add_argument("--address", help="at which the coordinator calls it; HOST:0 picks a port of this host")
     parser.add_argument("--owner", default="", help="PID:STARTED of the process without which the worker ends")
     parser.add_argument("--silence", type=float, default=SILENCE, help="seconds without a call after which it ends")
     return parser.parse_args(arguments)

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from rlframe import extras
+from rlframe import extras, handles
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.interprocess.progress import STARTING
 from rlframe.programs.door import OPEN_GROUPS
@@ -74,6 +74,10 @@ class LaunchpadEngine:
         """The "host:port" at which the one node of a group will be called, for who is no node of this program."""
         port = self._ports.setdefault(group, pick_free())
         return f"localhost:{port}"
+
+    def handle_of(self, group: str) -> handles.Remote:
+        """A handle to the one node of a group, for who is no node of this program."""
+        return handles.Remote([self.address_of(group)], group)
 
     def reverb_at(self, address: str) -> Any:
         """What stands for the Reverb server at "host:port", which is no node of this program."""

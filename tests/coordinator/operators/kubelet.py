@@ -22,8 +22,8 @@ LABEL = "app.kubernetes.io/managed-by"  # of what is run here
 class Kubelet:
     """Runs the first container's command and environment; tells how that goes in the Pod's status. A context manager.
 
-    Every Pod has an address of 127.0.0.0/8. A container's ports would be the same in all of them, so `--port N` is
-    another one in the process, and the Pod's address and N lead there.
+    Every Pod has an address of 127.0.0.0/8. A container's ports would be the same in all of them, so `--address
+    HOST:PORT` has another port in the process, and the Pod's address and PORT lead there.
 
     Args:
         cluster: whose Pods are run; it must not run them itself.
@@ -79,9 +79,10 @@ class Kubelet:
     def _start(self, name: str, container: dict[str, Any]) -> None:
         ip, port = f"127.0.0.{next(self._numbers)}", free_port()
         command = [*container["command"], *container["args"]]
-        at = command.index("--port") + 1
-        self._ends[name] = _Forward(ip, int(command[at]), port)
-        command[at] = str(port)
+        at = command.index("--address") + 1
+        host, _, listened = command[at].rpartition(":")
+        self._ends[name] = _Forward(ip, int(listened), port)
+        command[at] = f"{host}:{port}"
         env = {one["name"]: one.get("value", ip) for one in container["env"]}  # the one without a value is the Pod's IP
         for variable, value in env.items():
             command = [part.replace(f"$({variable})", value) for part in command]

@@ -117,7 +117,7 @@ def test_what_a_pod_runs_is_the_worker_that_it_is_called():
         0,
         3,
     )
-    assert (options.port, options.owner) == (operators.PORT, "")
+    assert (options.address, options.owner) == (f"$(POD_IP):{operators.PORT}", "")
     assert options.silence == 600.0  # a Pod of the coordinator may take minutes to move
     patient = dataclasses.replace(CONFIG, silence=1800.5)
     container = operators.manifest(patient, Start("learner/0", "learner", 0, 3), None)["spec"]["containers"][0]

@@ -23,9 +23,9 @@ class Answers:
 def serve():
     servers = []
 
-    def start(worker_id: str, incarnation: int = 0, port: int = 0) -> tuple[str, Server]:
-        servers.append(Server(Answers(worker_id, incarnation), port))
-        return f"localhost:{servers[-1].port}", servers[-1]
+    def start(worker_id: str, incarnation: int = 0, address: str | None = None) -> tuple[str, Server]:
+        servers.append(Server(Answers(worker_id, incarnation), address=address))
+        return servers[-1].address, servers[-1]
 
     yield start
     for server in servers:
@@ -56,7 +56,7 @@ def test_one_that_was_reported_comes_back_as_its_next_incarnation_only(serve):
     operator.report_failed([info.key])
     assert operator.list() == []
     first.stop()
-    serve("collector/0", 1, port=first.port)
+    serve("collector/0", 1, address)
     wait_until(operator.list)
     assert [each.key for each in operator.list()] == [("collector/0", 1)]
     operator.release([("collector/0", 1)])

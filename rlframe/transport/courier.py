@@ -1,0 +1,167 @@
+"""Courier, by which the nodes of a Launchpad program are called. Addresses are "host:port".
+
+Its servers listen on all interfaces and ask nobody who is calling; what they receive is unpickled.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from rlframe import errors, extras
+from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
+from rlframe.transport.base import CALL_TIMEOUT, Derived
+
+_NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # codes of Courier's StatusNotOk
+
+_Raw = concurrent.futures.Future[Any]
+
+# Courier's clients that were dropped with calls under way, and these calls. Where the last to hold such a client is its
+# own thread, which brings the answers, that ends the process: so each is held here until they have come.
+_dropped: dict[int, tuple[Any, set[_Raw]]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class CourierTransport:
+    """See `Transport`."""
+
+    def connect(self, address: str) -> CourierClient:
+        """See `Transport`."""
+        return CourierClient(_courier().Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False))
+
+    def is_reachable(self, address: str) -> bool:
+        """Whether its port is open: gRPC, which has found nobody, waits longer and longer before it looks again."""
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> CourierServer:
+        """See `Transport`; the port 0 stands for one that is free."""
+        return CourierServer(methods, address or "localhost:0")
+
+    def check(self, by: str) -> None:
+        """See `Transport`."""
+        extras.require(by, "launchpad")
+
+
+class CourierClient:
+    """See `rlframe.transport.Client`.
+
+    Args:
+        client: a `courier.Client`, with a timeout.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._under_way: set[_Raw] = set()
+        _let_go()
+
+    def __del__(self) -> None:
+        if self._under_way:
+            _dropped[id(self._under_way)] = self._client, self._under_way
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """See `Client`. Not by way of a future, which costs four times as much for a small call."""
+        try:
+            return getattr(self._client, method)(*args, **kwargs)
+        except Exception as error:
+            _raise(error)
+
+    def submit(self, method: str, /, *args: Any) -> Derived[_Raw]:
+        """See `Client`."""
+        future: _Raw = getattr(self._client.futures, method)(*args)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return Derived(future, _result)
+
+
+class CourierServer:
+    """See `rlframe.transport.Server`."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., Any]], address: str) -> None:
+        courier, (host, _, port) = _courier(), address.rpartition(":")
+        with _free_port() if port == "0" else contextlib.nullcontext(int(port)) as number:
+            self._server = courier.Server(port=number)
+            for name, method in methods.items():
+                self._server.Bind(name, method)
+            self._server.Start()
+        self.address = f"{host}:{number}"
+
+    def stop(self) -> None:
+        """See `Server`."""
+        self._server.Stop()
+
+
+def address_of(target: Any) -> str | None:
+    """The address of a `courier.Client`, which is what a Launchpad handle becomes in a node; None: it is none."""
+    # By type: it has every attribute that it is asked for.
+    return target.address if extras.is_instance(target, "courier.python.client", "Client") else None
+
+
+def _courier() -> Any:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow's libraries are loaded with it
+    with extras.needed("A call to another process", "launchpad"):
+        import courier
+    return courier
+
+
+def _let_go() -> None:
+    for key, (_, under_way) in list(_dropped.items()):
+        if not under_way:
+            _dropped.pop(key, None)
+
+
+@contextlib.contextmanager
+def _free_port() -> Iterator[int]:
+    """A port that nobody has, and nobody else is given before the context ends: a server is to take it meanwhile."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's own: it may bind the same one
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
+def _result(future: _Raw) -> Any:
+    try:
+        # Courier ends the call at its timeout. (To cancel the future would have a late answer fail in C++.)
+        return future.result(timeout=CALL_TIMEOUT + 1.0)
+    except Exception as error:
+        _raise(error)
+
+
+def _raise(error: Exception) -> NoReturn:
+    """Raises what `Client` does for an error of Courier's; one of this side (what cannot be sent) as it is."""
+    if isinstance(error, concurrent.futures.TimeoutError):
+        raise UnavailableError(f"no answer within {CALL_TIMEOUT:g} s") from None
+    code = getattr(getattr(error, "code", None), "name", None)
+    if code is None:
+        raise error
+    text = str(error)
+    if code in _NOT_ANSWERED:
+        raise UnavailableError(text) from None
+    if code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text:  # a KeyError has this code too
+        raise NoMethodError(text) from None
+    raised = _raised(text)
+    if raised is None:
+        raise RemoteError(text) from None
+    raise raised from RemoteError(text)
+
+
+def _raised(text: str) -> RlframeError | None:
+    """The error of this package that a remote traceback ends with."""
+    _, _, last = text.rstrip().rpartition("\nrlframe.errors.")
+    name, _, message = last.partition(": ")
+    error = getattr(errors, name, None)
+    if "\nTraceback (most recent call last)" in message or not isinstance(error, type):
+        return None
+    return error(message)

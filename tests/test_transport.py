@@ -1,0 +1,102 @@
+"""Transports: what their servers and clients promise beyond what handles and links ask of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+
+import pytest
+
+from rlframe.errors import NoMethodError, RemoteError, UnavailableError, UsageError
+from rlframe.transport import DEFAULT, Transport
+from tests.extras import needs
+from tests.in_process import InProcess
+
+
+@pytest.fixture(params=[InProcess(), DEFAULT], ids=["threads", "courier"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    if request.param == DEFAULT:
+        needs("launchpad")
+    return request.param
+
+
+def misuse() -> None:
+    raise UsageError("observation should be [B, 2]")
+
+
+def refuse() -> None:
+    raise UnavailableError("not yet")
+
+
+def fail() -> None:
+    raise KeyError("missing")
+
+
+def add(left: int, right: int = 1) -> int:
+    return left + right
+
+
+METHODS = {each.__name__: each for each in (add, misuse, refuse, fail)}
+
+
+def test_errors_of_ours_keep_their_type_and_what_is_wrong_otherwise_has_its_traceback(transport):
+    server = transport.serve(METHODS)
+    client = transport.connect(server.address)
+    assert client.call("add", 1, right=3) == 4
+    assert client.submit("add", 1).result() == 2
+    for method, kind, said in (
+        ("misuse", UsageError, r"^observation should be \[B, 2\]$"),
+        ("refuse", UnavailableError, "not yet"),
+        ("fail", RemoteError, r"(.|\n)*KeyError: 'missing'"),
+        ("nosuch", NoMethodError, "nosuch"),
+    ):
+        for result in (lambda method=method: client.call(method), client.submit(method).result):
+            with pytest.raises(kind, match=said) as raised:
+                result()
+            assert type(raised.value) is kind
+    server.stop()
+
+
+def test_nobody_is_reached_before_a_node_serves_nor_after(transport):
+    server = transport.serve(METHODS)
+    address, client = server.address, transport.connect(server.address)
+    assert transport.is_reachable(address) and client.call("add", 1) == 2
+    server.stop()
+    assert not transport.is_reachable(address)
+    with pytest.raises(UnavailableError):
+        client.call("add", 1)
+    with pytest.raises(UnavailableError):
+        client.submit("add", 1).result()
+    again = transport.serve(METHODS, address)
+    assert again.address == address and transport.is_reachable(address)
+    again.stop()
+
+
+def test_servers_that_start_at_once_have_addresses_of_their_own(transport):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        servers = list(pool.map(lambda number: transport.serve({"number": lambda: number}), range(24)))
+    assert [transport.connect(server.address).call("number") for server in servers] == list(range(24))
+    for server in servers:
+        server.stop()
+
+
+def test_a_client_may_be_dropped_while_its_call_is_under_way(transport):
+    called, goes_on, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> int:
+        called.set()
+        goes_on.wait(20.0)
+        return 7
+
+    server = transport.serve({"wait": wait})
+    found = []
+
+    def done(future) -> None:
+        found.append(future.result())
+        answered.set()
+
+    transport.connect(server.address).submit("wait").add_done_callback(done)
+    assert called.wait(20.0)
+    goes_on.set()
+    assert answered.wait(20.0) and found == [7]
+    server.stop()
