@@ -48,7 +48,7 @@ def test_it_lists_those_that_answer_and_says_what_is_wrong_with_the_others(serve
 
 
 def test_one_that_was_reported_comes_back_as_its_next_incarnation_only(serve):
-    address, first = serve("collector/0", port=free_port())
+    address, first = serve("collector/0", address=f"localhost:{free_port()}")
     operator = StaticOperator({"collector": [address]})
     operator.connect()
     (info,) = wait_until(operator.list)
