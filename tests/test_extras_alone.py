@@ -85,14 +85,15 @@ TRAINING = [
 OTHERS = [
     Call("evaluate RUN --video RUN/film.mp4", "--video", ("gymnasium",)),
     Call("join localhost:5000", "rlframe join", ("launchpad", "reverb")),
-    Call("scale 2", "rlframe scale", ("trajectories",)),
-    *(of_command(line, "trajectories") for line in ("status", "pause", "resume", "stop")),
+    *(
+        of_command(f"{command} --url http://localhost:1", "trajectories")
+        for command in ("status", "scale", "pause", "resume", "stop")
+    ),
     of_command("serve trajectories --store memory", "trajectories"),
     of_command("serve trajectories --store redis://localhost:1/0", "trajectories"),
     Call("serve trajectories --store memory --tokenizer t.json", "--tokenizer", ("trajectories", "tokenizers")),
     Call("serve policy FOLDER", "rlframe serve policy", ("trajectories", "lm")),
     of_command("serve policy --run-dir RUN", "trajectories"),
-    of_command("serve coordinator", "trajectories", "launchpad"),
     Call("bench inference", "rlframe bench inference", ("launchpad",)),
     Call("bench reverb", "rlframe bench reverb", ("reverb",)),
     Call("bench trajectories", "rlframe bench trajectories", ("trajectories",)),

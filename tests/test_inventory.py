@@ -36,7 +36,6 @@ COMMANDS = (
     "agents",
     "serve trajectories",
     "serve policy",
-    "serve coordinator",
     "status",
     "scale",
     "pause",
@@ -108,23 +107,19 @@ def of_environments() -> list[str]:
 def endpoints() -> Inventory:
     """Of every HTTP service, what it answers, as its own OpenAPI document has it."""
     from rlframe.coordinator.control.app import RUN, make_app
-    from rlframe.coordinator.control.jobs import JobQueue
-    from rlframe.coordinator.control.jobs_endpoints import jobs_router
     from rlframe.lm import ModelConfig
     from rlframe.policy_server import PolicyServer, PolicyServerConfig
     from rlframe.policy_server.app import make_app as make_policy_app
     from rlframe.trajectories.app import make_app as make_trajectories_app
     from rlframe.trajectories.settings import Settings
 
-    with tempfile.TemporaryDirectory() as runs, contextlib.closing(JobQueue(runs)) as queue:
-        apps = {
-            "trajectories": make_trajectories_app(Settings(store="memory")),
-            "policy server": make_policy_app(PolicyServer(PolicyServerConfig(), ModelConfig(), "byte", params={})),
-            "control of a run": make_app(object(), kind=RUN),
-            "control of a coordinator": make_app(object()),
-            "queue of jobs": make_app(object(), routers=[jobs_router(queue)]),
-        }
-        return {name: sorted(paths(app.openapi())) for name, app in apps.items()}
+    apps = {
+        "trajectories": make_trajectories_app(Settings(store="memory")),
+        "policy server": make_policy_app(PolicyServer(PolicyServerConfig(), ModelConfig(), "byte", params={})),
+        "control of a run": make_app(object(), kind=RUN),
+        "control of a coordinator": make_app(object()),
+    }
+    return {name: sorted(paths(app.openapi())) for name, app in apps.items()}
 
 
 def names() -> Inventory:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-import os
 import pathlib
 import urllib.parse
 from collections.abc import Callable
@@ -20,24 +19,20 @@ from rlframe.errors import UsageError
 if TYPE_CHECKING:
     from rlframe.coordinator.control.client import ControlClient
 
-URL_VARIABLE = "RLFRAME_COORDINATOR"
-DEFAULT_URL = "http://127.0.0.1:8765"
-
 
 @dataclasses.dataclass(frozen=True)
 class ControlOptions:
-    """Which control. Without any: what RLFRAME_COORDINATOR names, else http://127.0.0.1:8765."""
+    """Which run, by the URL of its control."""
 
-    url: Union[str, None] = None  # of its control, as http://127.0.0.1:8765
-    runs: Union[str, None] = None  # directory of a queue on this machine: that of `rlframe serve coordinator --runs`
-    token_file: Union[str, None] = None  # file with the token that the control wants; RUN_DIR and --runs know theirs
+    url: Union[str, None] = None  # URL of the run's control, as http://127.0.0.1:8765
+    token_file: Union[str, None] = None  # file with the token that the control wants; RUN_DIR knows its own
     json: bool = False  # print one JSON object
     traceback: bool = False  # show where an error came from
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions(ControlOptions):
-    """The same, or a run on this machine."""
+    """The same, or by the directory of a run on this machine."""
 
     run_dir: Annotated[
         Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR", help="directory of a run")
@@ -45,29 +40,26 @@ class RunOptions(ControlOptions):
 
 
 def connected(options: Any, prog: str) -> ControlClient:
-    """A client of the control that is meant, for the command `prog`. Raises `UsageError` where none can be."""
+    """A client of the run's control, for the command `prog`. Raises `UsageError` where none can be."""
     with extras.needed(prog, "trajectories"):
         from rlframe.coordinator.control.client import ControlClient
-    from rlframe.coordinator.control.address import read_control, read_queue
+    from rlframe.coordinator.control.address import read_control
     from rlframe.http.token_file import read_token
 
-    check_named_once(options)
-    known = read_control(options.run_dir) if options.run_dir is not None else None
-    if known is not None and _is_elsewhere(options.run_dir, known.url):
+    if options.run_dir is None:
+        return ControlClient(options.url, read_token(options.token_file))
+    known = read_control(options.run_dir)
+    if _is_elsewhere(options.run_dir, known.url):
         raise UsageError(
             f"The control of the run in {options.run_dir} is at {known.url} of another host: use `{prog}` there."
         )
-    known = read_queue(options.runs) if options.runs is not None else known
-    if known is not None:
-        return ControlClient(known.url, read_token(options.token_file or known.token_file))
-    url = options.url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
-    return ControlClient(url, read_token(options.token_file))
+    return ControlClient(known.url, read_token(options.token_file or known.token_file))
 
 
-def check_named_once(options: Any) -> None:
-    """Raises `UsageError` where more than one run is named."""
-    if sum(named is not None for named in (options.url, options.run_dir, options.runs)) > 1:
-        raise UsageError("Name a run by one of RUN_DIR, --url and --runs.")
+def check_names_one_run(options: Any) -> None:
+    """Raise `UsageError` where no run is named, or two are."""
+    if (options.run_dir is None) == (options.url is None):
+        raise UsageError("Name one run, by RUN_DIR or by the --url of its control.")
 
 
 def is_steered(run_dir: str) -> bool:
@@ -116,6 +108,7 @@ def run_command(
         options_class: `RunOptions`, or another one with what it has.
     """
     options: Any = parse(options_class, arguments, prog, description)
+    check_names_one_run(options)
     if options.run_dir is not None:
         from rlframe.programs.run_status import topology_of
 

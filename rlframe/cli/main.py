@@ -21,7 +21,7 @@ COMMANDS = {
     "plot": "draw the learning curves of runs",
     "envs": "list the environments that can be named",
     "agents": "list the agents, their options and their presets",
-    "serve": "serve trajectories, a language model that learns, or a queue of runs, over HTTP",
+    "serve": "serve trajectories, or a language model that learns, over HTTP",
     "status": "show how a run is",
     "scale": "change how many collectors a run of the topology elastic has",
     "pause": "have such a run hold",

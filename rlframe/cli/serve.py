@@ -10,7 +10,6 @@ from rlframe.errors import UsageError, suggest
 SERVICES = {
     "trajectories": "groups of sequences from environments, in batches for trainers",
     "policy": "a language model behind the OpenAI API, with its learner's newest weights",
-    "coordinator": "a queue of elastic runs, and the control of the one that runs",
 }
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.cli.control import RunOptions, check_named_once, connected, is_steered, status_by_files
+from rlframe.cli.control import RunOptions, check_names_one_run, connected, is_steered, status_by_files
 from rlframe.cli.parsing import parse
 from rlframe.cli.tables import console
 from rlframe.errors import PeerError, UnavailableError, UsageError
@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
     options = parse(Options, arguments, PROG, DESCRIPTION)
     if not 0.1 <= options.interval <= 3600.0:
         raise UsageError(f"--interval must be between 0.1 and 3600 seconds, got {options.interval:g}.")
-    check_named_once(options)
+    check_names_one_run(options)
     with contextlib.ExitStack() as opened:
         if options.run_dir is None:
             look = opened.enter_context(connected(options, PROG)).status
@@ -110,7 +110,7 @@ def _watch(look: Look, options: Options) -> None:
                     live.update(_shown(status), refresh=True)
                 else:
                     screen.print(_shown(status))
-                if (status.get("job") or {}).get("state") in _OVER and "jobs" not in status:
+                if status["job"]["state"] in _OVER:
                     return
             time.sleep(options.interval)
     finally:
@@ -122,14 +122,9 @@ def _shown(status: dict[str, Any]) -> Any:
     """What a person reads."""
     from rich.console import Group
 
-    job = status.get("job")
-    parts: list[Any] = [] if job else ["No job runs."]
-    if job:
-        parts += _lines(status, job)
-    if status.get("workers"):
+    parts = _lines(status, status["job"])
+    if status["workers"]:
         parts += ["", _workers(status["workers"])]
-    if status.get("jobs"):
-        parts += ["", _jobs(status["jobs"])]
     return Group(*parts)
 
 
@@ -174,9 +169,17 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
 
 def _workers(workers: list[dict[str, Any]]) -> Any:
     """A column for all that is known of any of them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
     shown = {name: [read(one) for one in workers] for name, read in _COLUMNS.items()}
     shown = {name: cells for name, cells in shown.items() if name == "worker" or any(cell != "-" for cell in cells)}
-    return _table(tuple(shown), list(zip(*shown.values())))
+    for name in shown:
+        table.add_column(name, overflow="fold")
+    for row in zip(*shown.values()):
+        table.add_row(*map(Text, row))
+    return table
 
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -191,23 +194,6 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "version": lambda one: "-" if one.get("params_version") is None else str(one["params_version"]),
     "process": lambda one: f"{one['host']}:{one['pid']}" if one.get("pid") else "-",
 }
-
-
-def _jobs(jobs: list[dict[str, Any]]) -> Any:
-    rows = [(job["id"], job["state"], f"{job['agent']} on {job['env']}", job.get("reason") or "-") for job in jobs]
-    return _table(("job", "state", "what", "reason"), rows)
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text("-" if value is None else str(value)) for value in row))
-    return table
 
 
 def _number(values: dict[str, Any], key: str) -> str:

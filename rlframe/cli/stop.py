@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from rlframe.cli.control import RunOptions, check_named_once, connected, is_steered, status_by_files
+from rlframe.cli.control import RunOptions, check_names_one_run, connected, is_steered, status_by_files
 from rlframe.cli.parsing import parse
 from rlframe.errors import PeerError, UnavailableError, UsageError
 
@@ -30,7 +30,7 @@ class Options(RunOptions):
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     options = parse(Options, arguments, PROG, DESCRIPTION)
-    check_named_once(options)
+    check_names_one_run(options)
     if options.run_dir is None:
         _cancel(options)
         ended = {"status": "ok"}

@@ -112,18 +112,12 @@ class Coordinator:
 
     # --- the job
 
-    def submit(self, spec: Any = None) -> None:
+    def submit(self) -> None:
         """Begins the job, or goes on with the one in the journal; a thread of its own runs it. See `run`, which waits.
 
         Raises:
-            UsageError: the job in the journal is over: another one needs another folder. Or this is another job, from
-                the control API: a coordinator has the one that it was made for.
+            UsageError: the job in the journal is over: another one needs another folder.
         """
-        if spec is not None:
-            raise UsageError(
-                "This coordinator has the one job that it was made for. `rlframe serve coordinator` takes jobs, and "
-                "`rlframe train --topology elastic` runs another one."
-            )
         with self._lock:
             if self._thread is not None:
                 return

@@ -43,20 +43,15 @@ def from_jsonable(cls: type, values: Any, where: str) -> Any:
     """
     if not isinstance(values, dict):
         raise UsageError(f"{where}: expected an object with the fields of {cls.__name__}, got {values!r}.")
-    hints = field_types(cls)
+    every = typing.get_type_hints(cls)
+    hints = {field.name: every[field.name] for field in dataclasses.fields(cls) if field.init}
     for name in values:
         if name not in hints:
             raise UsageError(f"{where}: {cls.__name__} has no field {name!r}.{suggest(name, hints)}")
-    return cls(**{name: convert(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+    return cls(**{name: _convert(hints[name], value, f"{where}.{name}") for name, value in values.items()})
 
 
-def field_types(cls: type) -> dict[str, Any]:
-    """Field name -> its annotation, evaluated, of a dataclass's constructor arguments."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
-
-
-def convert(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: Any, where: str) -> Any:
     """What JSON held, as the annotation `hint` has it. Raises `UsageError`, naming `where`, where it does not fit."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -71,7 +66,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         of = [arguments[0]] * len(value) if len(arguments) == 2 and arguments[1] is ... else list(arguments)
         if len(of) != len(value):
             raise UsageError(f"{where}: expected {len(of)} values, got {len(value)}: {value!r}.")
-        return tuple(convert(each, item, where) for each, item in zip(of, value, strict=True))
+        return tuple(_convert(each, item, where) for each, item in zip(of, value, strict=True))
     if origin in (dict, collections.abc.Mapping) and isinstance(value, dict):
         return dict(value)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -89,7 +84,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     for option in options:
         try:
-            return convert(option, value, where)
+            return _convert(option, value, where)
         except UsageError:
             continue
     names = " or ".join(

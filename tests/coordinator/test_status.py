@@ -137,7 +137,7 @@ def test_a_job_that_has_not_begun_has_a_status_as_well() -> None:
 def test_what_the_page_and_prometheus_read_is_there(world: World) -> None:
     found, page = status(world), PAGE.read_text()
     of_all = set(re.findall(r"\blive\??\.(\w+)", page))
-    assert of_all and of_all - {"commands", "jobs", "service"} <= set(found)  # those of other services than this one
+    assert of_all and of_all - {"commands"} <= set(found)  # which a run without a coordinator has
     of_job = set(re.findall(r"\bjob\??\.(\w+)", page))
     assert {"state", "env_steps", "waits_for"} <= of_job <= {"unit", *found["job"]}
     gauges = {key for _, _, key in (*prometheus._GAUGES, *prometheus._COUNTERS)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import pty
 import re
 import signal
 import sys
@@ -65,12 +66,23 @@ def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypat
             'rlframe_run_workers{role="actor",state="BUSY"} 1.0',
         ):
             assert line in metrics.splitlines()
-        for path in ("/pause", "/scale", "/submit"):
+        for path in ("/pause", "/scale", "/restore"):
             assert http.post(path, json={}).status_code == 404
         for _ in range(2):  # a second signal would end it unsaved
             assert http.post("/stop", json={"reason": "enough"}).status_code == 200
     assert killed == [signal.SIGTERM]
     assert not (directory.path / "control.json").exists()
+
+
+def test_only_a_terminal_gets_a_link_with_the_token(directory, monkeypatch, capsys):
+    with serve_control_of(directory.path, Control()):
+        token = (directory.path / "token").read_text().strip()
+    assert token not in capsys.readouterr().err
+    ours, theirs = pty.openpty()
+    with open(ours) as terminal, open(theirs, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with serve_control_of(directory.path, Control()):
+            assert f"/#token={token} (token: " in terminal.readline()
 
 
 def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):

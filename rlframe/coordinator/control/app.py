@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -48,7 +48,7 @@ class Kind:
 COORDINATOR = Kind(
     "rlframe coordinator",
     "rlframe_coordinator_",
-    ("submit", "cancel", "pause", "resume", "scale", "evaluate_now", "checkpoint", "restore"),
+    ("cancel", "pause", "resume", "scale", "evaluate_now", "checkpoint", "restore"),
 )
 RUN = Kind("rlframe run", "rlframe_run_", ("cancel",))  # without a coordinator
 
@@ -57,17 +57,15 @@ def make_app(
     target: Any,
     token: str | None = None,
     *,
-    routers: Iterable[APIRouter] = (),
     kind: Kind = COORDINATOR,
 ) -> FastAPI:
     """The application.
 
     Args:
-        target: an object with the coordinator's methods, which may block: `status`, `events`, `submit`, `cancel`,
-            `pause`, `resume`, `scale`, `evaluate_now`, `checkpoint`, `restore`, or what `kind` has. Where it is away
-            (`PeerError`, `UnavailableError`) requests are answered with 503, and the application goes on.
+        target: an object with the coordinator's methods, which may block: `status`, `events`, and the commands of
+            `kind`. Where it is away (`PeerError`, `UnavailableError`) requests are answered with 503, and the
+            application goes on.
         token: that requests carry, but for the page's static file and /healthz; None: none is needed.
-        routers: further endpoints.
         kind: of what is shown.
 
     `app.state.let_go()` ends the event streams, so that a server that ends need not wait for their readers.
@@ -101,8 +99,6 @@ def make_app(
 
     app.include_router(reading_router(calls, log, metrics), responses=REFUSED)
     app.include_router(command_router(calls, kind.commands), responses=REFUSED)
-    for router in routers:
-        app.include_router(router, responses=REFUSED)
     _handle_errors(app)
     # The last one added is the first that a request meets.
     app.add_middleware(Compress)

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 
-from rlframe.coordinator.control.address import read_control, read_queue
-from rlframe.coordinator.control.errors import ConflictError, FieldError, NotFoundError
+from rlframe.coordinator.control.address import read_control
+from rlframe.coordinator.control.errors import ConflictError, FieldError
 from rlframe.errors import PeerError, RemoteError, UnavailableError, UsageError
 from rlframe.http.token_file import read_token
 
-TIMEOUT = 15.0  # seconds for an answer: more than the service takes at most
+_TIMEOUT = 15.0  # seconds for an answer: more than the service takes at most
 _SILENCE = 15.0  # seconds in which a stream of events shows that it is there, three times over
 
 
@@ -24,7 +24,6 @@ class ControlClient:
     Args:
         url: of the service, as `http://127.0.0.1:8765`.
         token: that it wants; None: none.
-        timeout: seconds for an answer.
 
     Raises (every method):
         PeerError: nobody answers there, or not in time.
@@ -32,31 +31,24 @@ class ControlClient:
         UsageError: the token is wrong; what was asked for cannot be (`ConflictError`: in the state that the job is in).
     """
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
             # No proxy of the environment's: it would be handed the token.
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT, trust_env=False)
             if self._http.base_url.scheme not in ("http", "https") or not self._http.base_url.host:
                 raise httpx.InvalidURL("no http://HOST:PORT")
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise UsageError(
                 f"{url!r} is no URL of a coordinator's control, as http://127.0.0.1:8765 is: {error}."
             ) from error
-        self._timeout = timeout
 
     @classmethod
-    def of_run(cls, run_dir: str | pathlib.Path, *, timeout: float = TIMEOUT) -> ControlClient:
+    def of_run(cls, run_dir: str | pathlib.Path) -> ControlClient:
         """The control of the run in a directory. Raises `UsageError` where it has none."""
         known = read_control(run_dir)
-        return cls(known.url, read_token(known.token_file), timeout=timeout)
-
-    @classmethod
-    def of_queue(cls, runs: str | pathlib.Path, *, timeout: float = TIMEOUT) -> ControlClient:
-        """The control of the `rlframe serve coordinator` on a directory. Raises `UsageError` where none runs."""
-        known = read_queue(runs)
-        return cls(known.url, read_token(known.token_file), timeout=timeout)
+        return cls(known.url, read_token(known.token_file))
 
     def __enter__(self) -> ControlClient:
         return self
@@ -70,16 +62,16 @@ class ControlClient:
 
     def status(self) -> dict[str, Any]:
         """As `Coordinator.status`."""
-        return self.get("/status")
+        return self._get("/status")
 
-    def events(self, since: int = 0, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """The first thousand after the number `since`. (It never waits, whatever `timeout` is.)"""
-        return self.get("/events", since=since)["events"]
+    def events(self, since: int = 0) -> list[dict[str, Any]]:
+        """The first thousand after the number `since`, without waiting for one."""
+        return self._get("/events", since=since)["events"]
 
     def follow(self, since: int | None = None) -> Iterator[dict[str, Any]]:
         """Events as they happen, from after the number `since` on (None: from the last few), until the service ends."""
         query = {} if since is None else {"since": since}
-        timeout = httpx.Timeout(self._timeout, read=_SILENCE)
+        timeout = httpx.Timeout(_TIMEOUT, read=_SILENCE)
         try:
             with self._http.stream("GET", "/events/stream", params=query, timeout=timeout) as response:
                 if response.status_code != 200:
@@ -91,44 +83,39 @@ class ControlClient:
         except httpx.HTTPError as error:
             raise self._away(error) from error
 
-    def submit(self, spec: dict[str, Any]) -> Any:
-        """Hands in a job."""
-        return self.post("/submit", spec)
-
     def cancel(self, reason: str = "") -> Any:
         """Ends the job, in good order."""
-        return self.post("/stop", {"reason": reason})
+        return self._post("/stop", {"reason": reason})
 
     def pause(self) -> Any:
         """Has everything hold."""
-        return self.post("/pause")
+        return self._post("/pause")
 
     def resume(self) -> Any:
         """Ends a pause."""
-        return self.post("/resume")
+        return self._post("/resume")
 
     def scale(self, role: str, n: int) -> Any:
         """So many workers of this role from now on."""
-        return self.post("/scale", {"role": role, "n": n})
+        return self._post("/scale", {"role": role, "n": n})
 
     def evaluate_now(self) -> Any:
         """Has the newest version evaluated."""
-        return self.post("/evaluate")
+        return self._post("/evaluate")
 
     def checkpoint(self) -> Any:
         """Has the learner save."""
-        return self.post("/checkpoint")
+        return self._post("/checkpoint")
 
     def restore(self) -> Any:
         """Has the learner go back to its latest checkpoint."""
-        return self.post("/restore")
+        return self._post("/restore")
 
-    def get(self, path: str, **query: Any) -> Any:
-        """What GET gives at a path of the API."""
+    def _get(self, path: str, **query: Any) -> Any:
         return self._ask("GET", path, params=query)
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The `result` of POST at a path of the API."""
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the `result` of the answer."""
         return self._ask("POST", path, **({} if body is None else {"json": body})).get("result")
 
     def _ask(self, method: str, path: str, **arguments: Any) -> Any:
@@ -144,7 +131,7 @@ class ControlClient:
                 f"Nobody listens at {self.url}: has the run ended, or is its control elsewhere? (RUN_DIR, --url)"
             )
         if isinstance(error, httpx.TimeoutException):
-            return PeerError(f"{self.url} did not answer within {self._timeout:g} s. Ask again.")
+            return PeerError(f"{self.url} did not answer within {_TIMEOUT:g} s. Ask again.")
         return PeerError(f"The connection to {self.url} broke off: {error}. Ask again.")
 
     def _check(self, response: httpx.Response) -> Any:
@@ -163,9 +150,9 @@ class ControlClient:
         if response.status_code == 401:
             raise UsageError(
                 f"{self.url} wants a token, and this is not it: name its file by --token-file, "
-                "or the directory that knows it, by RUN_DIR or --runs."
+                "or the run by RUN_DIR, which knows it."
             )
         if response.status_code == 422:
             raise FieldError(refused.get("field"), message)
-        kinds = {404: NotFoundError, 409: ConflictError, 503: UnavailableError}
+        kinds = {409: ConflictError, 503: UnavailableError}
         raise kinds.get(response.status_code, RemoteError)(message)

@@ -67,7 +67,6 @@ _DESCRIPTIONS = {
     400: "The body cannot be read, or not be decompressed.",
     401: "The service has a token, and this is not it.",
     403: "Asked by a page that is not this service's own, or under another name than its own.",
-    404: "There is no such thing.",
     408: "The body did not arrive in time.",
     409: "The state that the job is in does not allow it.",
     413: "The body is too large.",
@@ -78,7 +77,6 @@ _DESCRIPTIONS = {
 REFUSED = _described(400, 401, 403, 408, 413, 415)  # before an endpoint sees the request
 READS = _described(503)
 WRITES = _described(409, 422, 503)
-BY_ID = _described(404, 409, 422, 503)
 
 
 def reading_router(calls: Calls, log: EventLog, metrics: Metrics) -> APIRouter:
@@ -169,9 +167,6 @@ def command_router(calls: Calls, commands: Collection[str]) -> APIRouter:
     plain("/checkpoint", "checkpoint", "Has the learner save.")
     plain("/restore", "restore", "Has the learner go back to its latest checkpoint; versions go on rising.")
 
-    async def submit(spec: dict[str, Any]) -> Response:
-        return await call("submit", spec)
-
     async def scale(body: Scale) -> Response:
         _check_limits(await calls.status(), body)
         return await call("scale", body.role, body.n)
@@ -179,7 +174,6 @@ def command_router(calls: Calls, commands: Collection[str]) -> APIRouter:
     async def stop(body: Stop) -> Response:
         return await call("cancel", body.reason)
 
-    offer("/submit", "submit", submit, "Hands in a job: the fields of an experiment.")
     offer("/scale", "scale", scale, "So many workers of this role from now on, within the limits of the job.")
     offer("/stop", "cancel", stop, "Ends the job: it saves and lets its workers go; nothing is evaluated any more.")
     return router
@@ -194,11 +188,11 @@ def _check_limits(status: dict[str, Any], body: Scale) -> None:
         )
 
 
-def _check_not_over(status: dict[str, Any], because: Callable[[str], str] = lambda sentence: sentence) -> None:
-    job = status.get("job") or {}
-    if job and is_over(JobState(job["state"])):
-        reason = f" ({job['reason']})" if job.get("reason") else ""
-        raise ConflictError(because(f"The job is over: {job['state']}{reason}. It takes no more commands."))
+def _check_not_over(status: dict[str, Any]) -> None:
+    job = status["job"]
+    if is_over(JobState(job["state"])):
+        reason = f" ({job['reason']})" if job["reason"] else ""
+        raise ConflictError(f"The job is over: {job['state']}{reason}. It takes no more commands.")
 
 
 async def _why_refused(calls: Calls, error: UsageError) -> UsageError:

@@ -34,10 +34,6 @@ class ConflictError(UsageError):
     """What was asked for cannot be in the state that the job is in."""
 
 
-class NotFoundError(UsageError):
-    """There is no such job."""
-
-
 def content(message: str, status: int, field: str | None = None) -> dict[str, Any]:
     """The body of a refusal."""
     return {"error": {"type": _TYPES.get(status, "error"), "message": message, "field": field}}
@@ -54,6 +50,4 @@ def refused(error: RlframeError) -> Response:
     """What a call that raised is answered with."""
     if isinstance(error, FieldError):
         return answer(content(str(error), 422, error.field), 422)
-    if isinstance(error, NotFoundError):
-        return refusal(str(error), 404)
     return refusal(str(error), 409 if isinstance(error, UsageError) else 503)

@@ -53,14 +53,14 @@ class _Status(Collector):
         yield GaugeMetricFamily(self._prefix + "up", "1 where the coordinator answers.", self._status is not None)
         if self._status is None:
             return
-        job = self._status.get("job") or {}
+        job = self._status["job"]
         for family, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for name, help_text, key in table:
                 if job.get(key) is not None:
                     yield family(self._prefix + name, help_text, job[key])
         state = GaugeMetricFamily(self._prefix + "job_state", "1 for the state that the job is in.", labels=["state"])
-        for one in JobState if job else ():
-            state.add_metric([one.name], job.get("state") == one.name)
+        for one in JobState:
+            state.add_metric([one.name], job["state"] == one.name)
         yield state
         yield self._workers()
         for name, help_text, key in (

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import Any
 
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from rlframe import handles
 from rlframe.coordinator.control.app import COORDINATOR, Kind, make_app
@@ -14,9 +14,7 @@ from rlframe.errors import PeerError
 from rlframe.http.serving import Server, address_of, listen
 from rlframe.http.token_file import check_guarded, read_token
 
-HOST, PORT = "127.0.0.1", 8765
-MAX_CONNECTIONS = 256
-CAN = "stop runs, and run programs by it"  # what whoever may call a coordinator can do
+_MAX_CONNECTIONS = 256
 _ATTEMPTS = 2.0  # seconds for which a call to another process is repeated; the app has deadlines of its own
 _READY = 30.0  # seconds for it to begin
 _END = 15.0  # seconds for it to end: what is under way has ten
@@ -29,12 +27,12 @@ class ControlServer:
         url: where it answers.
     """
 
-    def __init__(self, app: ASGIApp, host: str = HOST, port: int = PORT, max_connections: int = MAX_CONNECTIONS):
+    def __init__(self, app: Starlette, host: str, port: int) -> None:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._listener = listen(host, port)
         self.url = f"http://{address_of(self._listener)}"
-        self._server = Server(app, max_connections, self._ready.set, let_go=app.state.let_go)  # type: ignore[attr-defined]
+        self._server = Server(app, _MAX_CONNECTIONS, self._ready.set, let_go=app.state.let_go)
         self._thread = threading.Thread(target=self._run, name="rlframe control", daemon=True)
         self._thread.start()
         if not self._ready.wait(_READY):
@@ -67,8 +65,8 @@ class ControlServer:
 @contextlib.contextmanager
 def serve_control(
     target: Any,
-    host: str = HOST,
-    port: int = PORT,
+    host: str = "127.0.0.1",
+    port: int = 0,
     token_file: str | None = None,
     *,
     kind: Kind = COORDINATOR,
@@ -86,7 +84,7 @@ def serve_control(
     Raises:
         UsageError: it cannot listen there; the token file cannot be read, or is needed.
     """
-    check_guarded(host, token_file, CAN)
+    check_guarded(host, token_file, "steer and stop the run")
     stop = threading.Event()
     target = handles.resolve(target, "coordinator", deadline=_ATTEMPTS, stop=stop)
     with ControlServer(make_app(target, read_token(token_file), kind=kind), host, port) as server:

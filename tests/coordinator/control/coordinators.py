@@ -133,10 +133,6 @@ class ScriptedCoordinator:
             self._news.wait_for(lambda: len(self._events) > since, timeout)
             return list(self._events[since:])
 
-    def submit(self, spec: dict[str, Any]) -> None:
-        self._command("submit", spec)
-        raise UsageError("This coordinator has its job.")
-
     def cancel(self, reason: str = "") -> None:
         self._command("cancel", reason)
         self.become(JobState.DRAINING, reason or "it was stopped")

@@ -165,7 +165,7 @@ def test_what_is_no_object_is_refused(shared, body):
 
 
 def test_a_body_without_end_is_refused(shared):
-    error_of(shared[1].post("/submit", content=b"[" + b" " * (2 << 20) + b"]"), 413)
+    error_of(shared[1].post("/scale", content=b"[" + b" " * (2 << 20) + b"]"), 413)
 
 
 def test_a_job_that_is_over_takes_no_commands(coordinator, http):
@@ -180,7 +180,6 @@ def test_a_job_that_is_over_takes_no_commands(coordinator, http):
 
 def test_what_the_coordinator_refuses_is_a_conflict_with_its_sentence(http):
     assert error_of(http.post("/resume"), 409)["message"] == "The job is not paused."
-    assert error_of(http.post("/submit", json={"agent": "dqn"}), 409)["message"] == "This coordinator has its job."
 
 
 def test_one_evaluation_at_a_time(coordinator, http):
@@ -317,7 +316,7 @@ def test_the_end_of_the_service_ends_its_streams(coordinator, monkeypatch):
 def test_a_token_is_needed_but_for_the_page_and_health(coordinator, tmp_path):
     (tmp_path / "token").write_text("secret\n")
     guarded = [("GET", path) for path in ("/status", "/events", "/events/stream", "/metrics", "/docs", "/")]
-    guarded += [("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/submit", "/evaluate", "/restore")]
+    guarded += [("POST", path) for path in ("/pause", "/resume", "/scale", "/stop", "/evaluate", "/restore")]
     with (
         serve_control(coordinator, port=0, token_file=str(tmp_path / "token")) as server,
         httpx.Client(base_url=server.url, timeout=DEADLINE) as http,

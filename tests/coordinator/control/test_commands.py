@@ -36,9 +36,8 @@ def coordinator() -> ScriptedCoordinator:
 
 
 @pytest.fixture
-def server(coordinator: ScriptedCoordinator, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlServer]:
+def server(coordinator: ScriptedCoordinator) -> Iterator[ControlServer]:
     with serve_control(coordinator, port=0) as server:
-        monkeypatch.setenv("RLFRAME_COORDINATOR", server.url)
         yield server
 
 
@@ -52,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str, code: int = 2) -> st
 
 def test_the_status_is_a_table_that_a_person_reads(coordinator, server, capsys):
     coordinator.job["reason"] = "[bold]no markup[/bold]"
-    assert main(["status"]) == 0
+    assert main(["status", "--url", server.url]) == 0
     shown = capsys.readouterr().out
     for part in (
         "dqn on CartPole-v1   running: [bold]no markup[/bold]",
@@ -71,7 +70,7 @@ def test_the_status_is_a_table_that_a_person_reads(coordinator, server, capsys):
 
 
 def test_the_status_as_json_is_the_coordinators(coordinator, server, capsys):
-    assert main(["status", "--json"]) == 0
+    assert main(["status", "--url", server.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
 
 
@@ -90,7 +89,7 @@ def test_watch_goes_on_until_the_job_is_over(coordinator, server, capsys):
         return answer()
 
     coordinator.status = status
-    assert main(["status", "--watch", "--interval", "0.25", "--json"]) == 0
+    assert main(["status", "--url", server.url, "--watch", "--interval", "0.25", "--json"]) == 0
     printed = capsys.readouterr()
     states = [json.loads(line)["job"]["state"] for line in printed.out.splitlines()]
     assert states == ["RUNNING", "DRAINING", "CLOSED"]
@@ -106,14 +105,14 @@ def test_watch_goes_on_until_the_job_is_over(coordinator, server, capsys):
     ],
 )
 def test_a_command_calls_the_coordinator(coordinator, server, capsys, command, call):
-    assert main(command.split()) == 0
+    assert main([*command.split(), "--url", server.url]) == 0
     assert coordinator.calls == [call]
     assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_pause_and_resume(coordinator, server):
-    assert main(["pause"]) == 0 and coordinator.job["state"] == "PAUSED"
-    assert main(["resume", "--json"]) == 0 and coordinator.job["state"] == "RUNNING"
+    assert main(["pause", "--url", server.url]) == 0 and coordinator.job["state"] == "PAUSED"
+    assert main(["resume", "--url", server.url, "--json"]) == 0 and coordinator.job["state"] == "RUNNING"
 
 
 @pytest.mark.parametrize(
@@ -128,16 +127,24 @@ def test_pause_and_resume(coordinator, server):
         ("scale", "Name a role and a number; there are learner, collector, evaluator."),
         ("resume", "The job is not paused."),
         ("status --interval 0", "--interval must be between 0.1 and 3600 seconds, got 0."),
-        ("status x --url http://127.0.0.1:1", "Name a run by one of RUN_DIR, --url and --runs."),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(server, capsys, command, message):
+    assert refused(capsys, *command.split(), "--url", server.url).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("status", "Name one run, by RUN_DIR or by the --url of its control."),
+        ("stop", "Name one run, by RUN_DIR or by the --url of its control."),
+        ("scale collector 4", "Name one run, by RUN_DIR or by the --url of its control."),
+        ("pause nowhere --url http://127.0.0.1:1", "Name one run, by RUN_DIR or by the --url of its control."),
         ("status --url nonsense", "'nonsense' is no URL of a coordinator's control, as http://127.0.0.1:8765 is"),
-        (
-            "pause --runs nowhere",
-            "There is no nowhere/control.json: no `rlframe serve coordinator --runs nowhere`",
-        ),
         ("pause nowhere", "There is no nowhere/control.json: the run in nowhere has no control"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(server, capsys, tmp_path, monkeypatch, command, message):
+def test_one_run_is_named(capsys, tmp_path, monkeypatch, command, message):
     monkeypatch.chdir(tmp_path)
     assert refused(capsys, *command.split()).startswith(message)
 
@@ -145,7 +152,9 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(server, capsys, tmp_path, m
 def test_a_job_that_is_over_is_said_to_be(coordinator, server, capsys):
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
-    assert refused(capsys, "pause").startswith("The job is over: CLOSED (100,000 environment steps).")
+    assert refused(capsys, "pause", "--url", server.url).startswith(
+        "The job is over: CLOSED (100,000 environment steps)."
+    )
 
 
 def test_nobody_listens(capsys):
