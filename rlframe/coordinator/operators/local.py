@@ -173,7 +173,8 @@ class _Processes:
             record.host,
             record.pid,
         )
-        if record.host == this_host() and record.process.is_alive:
+        child = self._children.get(info.key)
+        if record.host == this_host() and (record.process.is_alive or (child is not None and _is_ending(child.popen))):
             return Seen(info)
         return Seen(info, Health.DEAD, self._how_it_ended(info))
 
@@ -191,6 +192,14 @@ class _Processes:
             return f"{info.worker_id} was killed by {signal.Signals(-code).name}."
         again = " It would fail again." if code == FOR_GOOD else ""
         return f"{info.worker_id} failed with exit code {code}.{again}{said}"
+
+
+def _is_ending(popen: subprocess.Popen[bytes]) -> bool:
+    """Whether a process that runs no more still has threads that do: how it ended is not known before they are gone."""
+    try:
+        return popen.returncode is None and os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def _exit_code(popen: subprocess.Popen[bytes]) -> int | None:
