@@ -164,7 +164,9 @@ def test_who_saved_before_the_program_was_complete_need_not_end_well(tmp_path: p
 
 
 LAUNCHER = """
-import sys
+import signal, sys
+for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
+    signal.signal(ignored_under_nohup, signal.SIG_DFL)
 from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
 code = sys.argv[1]
 print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")], grace=60.0).run())
