@@ -101,9 +101,9 @@ OTHERS = [
 IMPORTS = [
     Call("import rlframe.trajectories Client", "rlframe.trajectories.Client", ("trajectories",)),
     Call("import rlframe.trajectories TrajectoryBuffer", "rlframe.trajectories.TrajectoryBuffer", ("trajectories",)),
-    Call("import rlframe.trajectories.base_env BaseEnv", "BaseEnv", ("trajectories", "envs")),
-    Call("import rlframe.policy_server PolicyServer", "rlframe.policy_server", ("trajectories",)),
-    Call("import rlframe.lm.published_tokenizer", "A published tokenizer", ("lm",)),
+    Call("import rlframe.language BaseEnv", "BaseEnv", ("trajectories", "envs")),
+    Call("import rlframe.language PolicyServer", "PolicyServer", ("trajectories",)),
+    Call("import rlframe.language.model.published_tokenizer", "A published tokenizer", ("lm",)),
     Call("import rlframe.coordinator.operators.ray RayOperator", "RayOperator", ("ray",)),
     Call("import rlframe.coordinator.operators.kubernetes", "KubernetesOperator", ("kubernetes",)),
 ]
@@ -119,8 +119,18 @@ CORE = [
     *(
         Call(f"import rlframe.{package}")
         for package in (
-            *("actors", "agents", "coordinator", "envs", "inferencers", "interprocess", "learners", "lm", "metrics"),
-            *("programs", "replay", "replay.reverb", "trajectories"),
+            *(
+                "actors",
+                "agents",
+                "coordinator",
+                "envs",
+                "inferencers",
+                "interprocess",
+                "language",
+                "learners",
+                "metrics",
+            ),
+            *("language.decoding", "language.model", "programs", "replay", "replay.reverb", "trajectories"),
         )
     ),
 ]

@@ -9,8 +9,8 @@ import pytest
 
 ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "httpx", "tokenizers", "wandb", "trackio")
 PUBLIC = (
-    "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.lm rlframe.metrics "
-    "rlframe.replay rlframe.trajectories"
+    "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.metrics "
+    "rlframe.language.decoding rlframe.language.model rlframe.language rlframe.replay rlframe.trajectories"
 )
 
 

@@ -51,16 +51,13 @@ MODULES = (
     "rlframe.coordinator",
     "rlframe.envs",
     "rlframe.inferencers",
+    "rlframe.language",
     "rlframe.learners",
-    "rlframe.lm",
     "rlframe.metrics",
-    "rlframe.policy_server",
     "rlframe.programs",
     "rlframe.programs.presets",
     "rlframe.replay",
     "rlframe.trajectories",
-    "rlframe.trajectories.base_env",
-    "rlframe.trajectories.base_env.servers",
     "rlframe.types",
 )
 TINY = "--env-type loop --num-envs 2 --steps 64 --unroll-length 16 --num-epochs 1 --eval-episodes 1 --log-every 64"
@@ -97,7 +94,7 @@ def commands() -> Inventory:
 
 def of_environments() -> list[str]:
     """The command line of a language model's environment."""
-    from rlframe.trajectories import BaseEnv
+    from rlframe.language import BaseEnv
 
     with mock.patch.object(sys, "argv", ["my_env.py", "--help"]), printed() as said, contextlib.suppress(SystemExit):
         BaseEnv.cli()
@@ -107,9 +104,8 @@ def of_environments() -> list[str]:
 def endpoints() -> Inventory:
     """Of every HTTP service, what it answers, as its own OpenAPI document has it."""
     from rlframe.coordinator.control.app import RUN, make_app
-    from rlframe.lm import ModelConfig
-    from rlframe.policy_server import PolicyServer, PolicyServerConfig
-    from rlframe.policy_server.app import make_app as make_policy_app
+    from rlframe.language import ModelConfig, PolicyServer, PolicyServerConfig
+    from rlframe.language.server.app import make_app as make_policy_app
     from rlframe.trajectories.app import make_app as make_trajectories_app
     from rlframe.trajectories.settings import Settings
 

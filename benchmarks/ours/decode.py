@@ -21,8 +21,9 @@ import numpy as np
 
 from benchmarks.processor import Stopwatch
 from benchmarks.report import middle, processor
-from rlframe.lm import Engine, EngineConfig, ModelConfig, SamplingParams, model
-from rlframe.lm.sampling import power_of_two
+from rlframe.language import Engine, EngineConfig, ModelConfig, SamplingParams
+from rlframe.language.decoding.sampling import power_of_two
+from rlframe.language.model import transformer
 
 SLOTS = 32
 PROMPTS, ANSWERS = (8, 16), (32, 128)  # tokens, uniform
@@ -43,7 +44,7 @@ def main() -> None:
 
 def measure(config: ModelConfig, seconds: float) -> dict[str, Any]:
     """{way: tokens per second}, each the median of the turns, the engine's processor time for one, and parameters."""
-    params = model.init(jax.random.key(0), config)
+    params = transformer.init(jax.random.key(0), config)
     length = power_of_two(PROMPTS[1] + ANSWERS[1])
     engine = Engine(config, params, EngineConfig(slots=SLOTS, length=length))
     with engine:
@@ -88,14 +89,14 @@ def decode(engine: Engine, seconds: float) -> dict[str, float]:
 def _alone(config: ModelConfig, params: Any, length: int) -> Any:
     @functools.partial(jax.jit, static_argnames="span", donate_argnums=(1, 2))
     def step(params, token, cache, lengths, *, span):  # type: ignore[no-untyped-def]
-        logits, cache = model.apply_cached(params, config, token, cache, lengths, span=span)
+        logits, cache = transformer.apply_cached(params, config, token, cache, lengths, span=span)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache, lengths + 1
 
     def run(seconds: float) -> dict[str, float]:
         steps, spent = 0, 0.0
         while spent < seconds:
             token = jnp.zeros((SLOTS, 1), jnp.int32)
-            cache, lengths = model.init_cache(config, SLOTS, length), jnp.full(SLOTS, PROMPTS[1], jnp.int32)
+            cache, lengths = transformer.init_cache(config, SLOTS, length), jnp.full(SLOTS, PROMPTS[1], jnp.int32)
             jax.block_until_ready((token, cache, lengths))
             start = time.perf_counter()
             for _ in range(ANSWERS[1]):

@@ -45,14 +45,15 @@ def measure(model_name: str, seconds: float) -> dict[str, Any]:
     import jax
 
     from benchmarks.ours import decode
-    from rlframe.lm import EngineConfig, model
-    from rlframe.lm.sampling import power_of_two
-    from rlframe.policy_server import PolicyServer, PolicyServerConfig
+    from rlframe.language import EngineConfig
+    from rlframe.language.decoding.sampling import power_of_two
+    from rlframe.language.model import transformer
+    from rlframe.language.server import PolicyServer, PolicyServerConfig
 
     config, length = decode.MODELS[model_name], power_of_two(decode.PROMPTS[1] + decode.ANSWERS[1])
     server = PolicyServer(
         PolicyServerConfig(port=0, engine=EngineConfig(slots=decode.SLOTS, length=length)),
-        *(config, "byte", None, model.init(jax.random.key(0), config)),
+        *(config, "byte", None, transformer.init(jax.random.key(0), config)),
     )
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rlframe.trajectories.base_env import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from rlframe.language import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
 Sum = tuple[int, int]
 

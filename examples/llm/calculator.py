@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rlframe.trajectories.base_env import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
+from rlframe.language import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
 
 Question = tuple[int, int, int]
 CALL = re.compile(r"calc (-?\d{1,9})([-+*])(-?\d{1,9})")

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rlframe.trajectories.base_env import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
+from rlframe.language import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
 
 
 class GuessConfig(BaseEnvConfig):

@@ -17,7 +17,7 @@ from rlframe.agents import losses_lm
 from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory, zero_timestep
 from rlframe.agents.grpo_config import GRPOConfig
 from rlframe.errors import UsageError
-from rlframe.lm import model, weights
+from rlframe.language.model import transformer, weights
 from rlframe.types import (
     AgentOutput,
     AgentState,
@@ -36,7 +36,7 @@ from rlframe.types import (
 class KeyValueState(NamedTuple):
     """What acting remembers of B sequences."""
 
-    cache: model.Cache  # of the tokens so far
+    cache: transformer.Cache  # of the tokens so far
     lengths: Any  # [B] int32: how many they are
 
 
@@ -63,7 +63,7 @@ class GRPO(Agent):
 
     Advantages are those that a group was sent with, token by token, or else its normalised scores. A step of acting is
     one token: the observation is the last token (of the prompt, or the action before), the action the next; what is
-    acted must fit into `max_tokens`. (`rlframe.lm.Engine` decodes many sequences faster.)
+    acted must fit into `max_tokens`. (`rlframe.language.Engine` decodes many sequences faster.)
 
     `initial_params` are random, or those of the folder `cfg.weights`, which has to be there wherever the agent is.
 
@@ -108,10 +108,10 @@ class GRPO(Agent):
     def initial_params(self, rng: jax.Array) -> Params:
         if self.cfg.weights is not None:
             return weights.load(self.cfg.weights, dtype=self.cfg.dtype)[1]
-        return model.init(rng, self.model_config)
+        return transformer.init(rng, self.model_config)
 
     def initial_state(self, batch_size: int) -> KeyValueState:
-        cache = model.init_cache(self.model_config, batch_size, self.cfg.max_tokens)
+        cache = transformer.init_cache(self.model_config, batch_size, self.cfg.max_tokens)
         return KeyValueState(cache, jnp.zeros(batch_size, jnp.int32))
 
     def actor_step(
@@ -131,13 +131,13 @@ class GRPO(Agent):
     def _read(self, params: Params, timestep: TimeStep, state: KeyValueState) -> tuple[jax.Array, KeyValueState]:
         """(logits `[B, V]` of the token after the one observed, the state with that in it)."""
         tokens = jnp.asarray(timestep.observation)[:, None]
-        logits, cache = model.apply_cached(params, self.model_config, tokens, state.cache, state.lengths)
+        logits, cache = transformer.apply_cached(params, self.model_config, tokens, state.cache, state.lengths)
         return logits[:, 0], KeyValueState(cache, state.lengths + 1)
 
     def _act_on_zeros(self) -> tuple[AgentOutput, AgentState]:
         # Random weights, which are only traced, whatever the real ones are: a folder would be read.
         rng = jax.random.PRNGKey(0)
-        params = model.init(rng, self.model_config)
+        params = transformer.init(rng, self.model_config)
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
 
     # Learning
@@ -278,7 +278,7 @@ class GRPO(Agent):
     def _log_probs(self, params: Params, tokens: jax.Array) -> jax.Array:
         # Padding is on the right, where no real token attends to it: it needs no mask.
         cfg = self.cfg
-        return model.token_log_probs(params, self.model_config, tokens, remat=cfg.remat, chunk=cfg.logits_chunk)
+        return transformer.token_log_probs(params, self.model_config, tokens, remat=cfg.remat, chunk=cfg.logits_chunk)
 
     def _learning_rate(self, steps: Any) -> jax.Array:
         """[] float32: of the update after `steps` updates."""

@@ -7,7 +7,7 @@ from typing import Literal, Union
 
 from rlframe.agents.losses_lm import Average
 from rlframe.errors import UsageError
-from rlframe.lm import ModelConfig, weights
+from rlframe.language.model import ModelConfig, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class GRPOConfig:
     """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  # of random weights; not read with `weights`
-    weights: Union[str, None] = None  # a folder in the published format: see `rlframe.lm.weights`
+    weights: Union[str, None] = None  # a folder in the published format: see `rlframe.language.model.weights`
     dtype: Literal["float32", "bfloat16", None] = None  # of the weights; None: what the model's config says
     max_tokens: int = 1024  # of a sequence, with its prompt
     batch_size: int = 1024  # sequences for each update

@@ -61,8 +61,8 @@ def run(arguments: list[str]) -> int:
     extras.require(PROG, "trajectories", *(["lm"] if options.model is not None else []))
     if options.learner is not None:
         transport.DEFAULT.check("--learner")
-    from rlframe.lm import EngineConfig
-    from rlframe.policy_server import PolicyServer, PolicyServerConfig
+    from rlframe.language.decoding import EngineConfig
+    from rlframe.language.server import PolicyServer, PolicyServerConfig
     from rlframe.programs import policy
 
     engine = EngineConfig(

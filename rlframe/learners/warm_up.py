@@ -13,9 +13,9 @@ import numpy as np
 from rlframe import compilation
 from rlframe.agents.grpo import GRPO
 from rlframe.errors import UsageError
+from rlframe.language.decoding.sampling import power_of_two
+from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.learners.checks import check_loss, check_params
-from rlframe.lm.sampling import power_of_two
-from rlframe.lm.tokenizers import Tokenizer
 from rlframe.types import Batch, Params, TokenBatch
 
 Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]
@@ -35,7 +35,7 @@ def warm_up(
 ) -> Params:
     """Trains for `supervised_steps` updates of the agent's config, by cross-entropy.
 
-    Save what it returns with `rlframe.lm.weights.save`, beside the tokenizer, and name the folder in
+    Save what it returns with `rlframe.language.model.weights.save`, beside the tokenizer, and name the folder in
     `GRPOConfig.weights`: then that is what GRPO starts from, and its reference.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rlframe import handles
 from rlframe.errors import UsageError
-from rlframe.lm import ModelConfig, weights
+from rlframe.language.model import ModelConfig, weights
 from rlframe.programs.assemble import make_agent
 from rlframe.programs.experiment import load_experiment
 from rlframe.programs.language.description import LanguageExperiment
@@ -32,7 +32,7 @@ def of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: st
     """A published model, which answers as version 0 until the learner at the address, if any, has a newer one.
 
     Raises:
-        UsageError, CheckpointError: as `rlframe.lm.weights.load`; the address cannot be; which tokenizer is not known.
+        UsageError, CheckpointError: as `weights.load`; the address cannot be; which tokenizer is not known.
     """
     source = _at(learner)
     model_config, params = weights.load(folder, dtype=dtype)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rlframe import extras
 
 if TYPE_CHECKING:
-    from rlframe.trajectories.base_env import BaseEnv, BaseEnvConfig
     from rlframe.trajectories.buffer import TrajectoryBuffer
     from rlframe.trajectories.client import AsyncClient, Client
     from rlframe.trajectories.groups import Group
@@ -17,15 +16,13 @@ if TYPE_CHECKING:
 # Public name -> module. Resolved on first use (PEP 562): not everyone has what the service and its clients need.
 _PUBLIC = {
     "AsyncClient": "rlframe.trajectories.client",
-    "BaseEnv": "rlframe.trajectories.base_env",
-    "BaseEnvConfig": "rlframe.trajectories.base_env",
     "Client": "rlframe.trajectories.client",
     "Group": "rlframe.trajectories.groups",
     "TokenBatch": "rlframe.types",
     "TrajectoryBuffer": "rlframe.trajectories.buffer",
 }
 
-__all__ = ["AsyncClient", "BaseEnv", "BaseEnvConfig", "Client", "Group", "TokenBatch", "TrajectoryBuffer"]
+__all__ = ["AsyncClient", "Client", "Group", "TokenBatch", "TrajectoryBuffer"]
 
 
 def __getattr__(name: str) -> Any:

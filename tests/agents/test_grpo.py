@@ -14,7 +14,8 @@ import pytest
 from rlframe.agents import GRPO, GRPOConfig
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.lm import ModelConfig, model, weights
+from rlframe.language import ModelConfig
+from rlframe.language.model import transformer, weights
 from rlframe.types import FIRST, MID, Sequence, TimeStep, specs
 from tests.agents.batches import assert_trees_equal, learn, started
 from tests.agents.token_batches import token_batch
@@ -44,7 +45,7 @@ def other_params(seed=5):
 
 def log_probs_of(params, tokens):
     """[S, T - 1] float64, of the tokens but the first, one prediction at a time."""
-    logits = np.asarray(model.apply(params, MODEL, tokens), np.float64)
+    logits = np.asarray(transformer.apply(params, MODEL, tokens), np.float64)
     found = np.zeros((len(tokens), tokens.shape[1] - 1))
     for s, t in np.ndindex(found.shape):
         row = logits[s, t]
@@ -290,7 +291,9 @@ def test_a_step_of_acting_is_a_token_given_those_before():
     np.testing.assert_allclose(np.stack(log_probs, axis=1), log_probs_of(params, tokens), rtol=1e-4)
     np.testing.assert_array_equal(state.lengths, [6, 6, 6])
     greedy, _ = agent.eval_step(jax.random.PRNGKey(0), params, token_steps(seen[0], True), agent.initial_state(3))
-    np.testing.assert_array_equal(greedy.action, np.argmax(model.apply(params, MODEL, tokens[:, :1])[:, 0], axis=-1))
+    np.testing.assert_array_equal(
+        greedy.action, np.argmax(transformer.apply(params, MODEL, tokens[:, :1])[:, 0], axis=-1)
+    )
 
 
 @pytest.mark.system
@@ -299,7 +302,7 @@ def test_tokens_are_drawn_from_the_models_distribution():
     params = other_params()
     B = 4000
     output, _ = agent.actor_step(jax.random.PRNGKey(0), params, token_steps([4] * B, True), agent.initial_state(B))
-    expected = np.asarray(jax.nn.softmax(model.apply(params, MODEL, jnp.array([[4]]))[0, 0]))
+    expected = np.asarray(jax.nn.softmax(transformer.apply(params, MODEL, jnp.array([[4]]))[0, 0]))
     np.testing.assert_allclose(np.bincount(output.action, minlength=11) / B, expected, atol=0.03)
 
 

@@ -13,7 +13,7 @@ from rlframe.coordinator.control.serving import serve_control
 from rlframe.trajectories.serving import TrajectoryServer
 from rlframe.trajectories.settings import Settings
 from tests.coordinator.control.coordinators import ScriptedCoordinator
-from tests.policy_server.serving import serving_policy
+from tests.language.server.serving import serving_policy
 from tests.trajectories.api import Api, group
 
 COMPLETION = {"model": "policy", "prompt": "a", "max_tokens": 1}

@@ -13,7 +13,7 @@ from tests.extras import needs
 needs("trajectories", "envs")
 
 from rlframe.errors import UsageError
-from rlframe.policy_server import PolicyServerConfig
+from rlframe.language.server import PolicyServerConfig
 from rlframe.trajectories.serving import TrajectoryServer
 from rlframe.trajectories.settings import Settings
 from tests.http.services import COMPLETION, Target, control, policy, trajectories

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlframe.agents import GRPO, GRPOConfig
+from rlframe.language import ModelConfig, SamplingParams, generate
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.lm import ModelConfig, SamplingParams, generate
 from rlframe.trajectories import Client, Group, TrajectoryBuffer
 from tests.agents.batches import assert_trees_equal
 from tests.trajectories.serving import DEADLINE, running_service

@@ -10,9 +10,10 @@ import pytest
 
 from rlframe.agents import GRPO, GRPOConfig
 from rlframe.errors import NonFiniteLossError, UsageError
+from rlframe.language import ModelConfig, SamplingParams, generate
+from rlframe.language.model import weights
+from rlframe.language.model.tokenizers import ByteTokenizer
 from rlframe.learners.warm_up import demonstration_batch, warm_up
-from rlframe.lm import ModelConfig, SamplingParams, generate, weights
-from rlframe.lm.tokenizers import ByteTokenizer
 from tests.agents.batches import assert_trees_equal
 
 BYTES = ByteTokenizer()

@@ -12,8 +12,9 @@ import pytest
 
 from rlframe.agents.grpo import GRPO, GRPOConfig
 from rlframe.errors import UsageError
-from rlframe.lm import ModelConfig, weights
-from rlframe.policy_server import PolicyServerConfig
+from rlframe.language import ModelConfig
+from rlframe.language.model import weights
+from rlframe.language.server import PolicyServerConfig
 from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import load_experiment
 from rlframe.programs.language import topology
@@ -149,7 +150,7 @@ def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):
         train(LanguageExperiment(env=REVERSE, env_kwargs={"group_sise": 4}), run_dir=path)
     with pytest.raises(UsageError, match="env_kwargs: batch_size .* --batch-size does"):
         train(LanguageExperiment(env=REVERSE, env_kwargs={"batch_size": 4}), run_dir=path)
-    with pytest.raises(UsageError, match="needs a subclass of rlframe.trajectories.BaseEnv"):
+    with pytest.raises(UsageError, match="needs a subclass of rlframe.language.BaseEnv"):
         train(LanguageExperiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot be listened at"):
         train(LanguageExperiment(env=REVERSE, service_port=taken.getsockname()[1]), run_dir=path)

@@ -8,14 +8,14 @@ import pytest
 
 from rlframe.agents import GRPO, GRPOConfig
 from rlframe.errors import PeerError, UsageError
+from rlframe.language.model import weights
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.lm import weights
 from rlframe.programs import policy
 from rlframe.programs.experiment import Experiment, complete
 from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.run_dir import RunDir
 from tests.agents.token_batches import token_batch
-from tests.policy_server.serving import TINY, params_of
+from tests.language.server.serving import TINY, params_of
 from tests.waiting import wait_until
 
 
@@ -61,7 +61,7 @@ def test_a_run_of_no_language_model_is_refused(tmp_path):
 
 
 def test_a_folder_is_served_with_its_own_tokenizer_where_it_has_one(tmp_path):
-    from rlframe.lm.tokenizers import ByteTokenizer
+    from rlframe.language.model.tokenizers import ByteTokenizer
 
     weights.save(tmp_path, TINY, params_of(0))
     served = policy.of_folder(str(tmp_path), None, None, None)

@@ -68,5 +68,5 @@ class LanguageExperiment:
 
     @property
     def tokenizer_name(self) -> str:
-        """What `rlframe.lm.tokenizers.load_tokenizer` takes."""
+        """What `rlframe.language.model.tokenizers.load_tokenizer` takes."""
         return self.tokenizer or self.agent_config.weights or "byte"

@@ -14,11 +14,11 @@ from rlframe.actors.actor import env_seed
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.errors import UsageError
 from rlframe.interprocess.progress import Phase, advance
+from rlframe.language.environments import APIServerConfig, BaseEnv
+from rlframe.language.environments.files import write_atomically
+from rlframe.language.environments.flags import made
+from rlframe.language.environments.loop import ServeLoop
 from rlframe.programs import naming
-from rlframe.trajectories.base_env import APIServerConfig, BaseEnv
-from rlframe.trajectories.base_env.files import write_atomically
-from rlframe.trajectories.base_env.flags import made
-from rlframe.trajectories.base_env.loop import ServeLoop
 
 if TYPE_CHECKING:
     from rlframe.programs.language.session import LanguageRun
@@ -44,7 +44,7 @@ def env_class(name: str) -> type[BaseEnv]:
     """The `BaseEnv` that `file.py:Class` or `package.module:Class` names. Raises UsageError where it names none."""
     found = naming.load_object(name, "environment")
     if not (isinstance(found, type) and issubclass(found, BaseEnv)):
-        raise UsageError(f"{name} is {found!r}; a language model needs a subclass of rlframe.trajectories.BaseEnv.")
+        raise UsageError(f"{name} is {found!r}; a language model needs a subclass of rlframe.language.BaseEnv.")
     return found
 
 

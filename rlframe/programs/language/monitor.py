@@ -12,11 +12,11 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
+from rlframe.language.environments.files import write_atomically
 from rlframe.programs.experiment import peer_deadline
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.monitor import finish
 from rlframe.programs.run_dir import Result, RunDir
-from rlframe.trajectories.base_env.files import write_atomically
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlframe.errors import UsageError
-from rlframe.lm.tokenizers import load_tokenizer
+from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.metrics import CallbackLogger, Logger
 from rlframe.programs.assemble import make_agent
 from rlframe.programs.control import Control, serve_control_of

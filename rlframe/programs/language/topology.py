@@ -7,9 +7,9 @@ environments ──groups──▶ trajectory service ──batches──▶ lea
 
 from __future__ import annotations
 
+from rlframe.language.decoding import EngineConfig
+from rlframe.language.server import PolicyServer, PolicyServerConfig
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.lm import EngineConfig
-from rlframe.policy_server import PolicyServer, PolicyServerConfig
 from rlframe.programs.assemble import CHECKPOINTS_KEPT
 from rlframe.programs.experiment import peer_deadline
 from rlframe.programs.language.environment import FOR_EVER, MODEL, Environment

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from rlframe import handles
 from rlframe.errors import StoppedError
+from rlframe.language.model import weights
+from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.learners.warm_up import warm_up
-from rlframe.lm import weights
-from rlframe.lm.tokenizers import load_tokenizer
 from rlframe.programs.language.environment import env_class, env_config, model_server
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.run_dir import RunDir

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframe.lm import ModelConfig
+from rlframe.language.model import ModelConfig
 from rlframe.programs.presets.table import Preset, settings
 
 LOSS = settings(

@@ -1,0 +1,83 @@
+"""Language models: the model, the engine that decodes, the policy server, and environments. See `docs/llm.md`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlframe.language.decoding import Answer, Completion, Engine, EngineConfig, Handle, SamplingParams, generate
+    from rlframe.language.environments import (
+        APIServer,
+        APIServerConfig,
+        BaseEnv,
+        BaseEnvConfig,
+        EvalHandlingEnum,
+        Item,
+        ManagedServer,
+        Message,
+        OpenaiConfig,
+        ReasoningConfig,
+        ScoredDataGroup,
+        ScoredDataItem,
+        SequenceNode,
+        ServerBaseline,
+        ServerManager,
+        ServerManagerConfig,
+        number,
+        tokenize_for_trainer,
+    )
+    from rlframe.language.model import ModelConfig, RopeScaling
+    from rlframe.language.server import PolicyServer, PolicyServerConfig
+
+__all__ = [
+    "APIServer",
+    "APIServerConfig",
+    "Answer",
+    "BaseEnv",
+    "BaseEnvConfig",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EvalHandlingEnum",
+    "Handle",
+    "Item",
+    "ManagedServer",
+    "Message",
+    "ModelConfig",
+    "OpenaiConfig",
+    "PolicyServer",
+    "PolicyServerConfig",
+    "ReasoningConfig",
+    "RopeScaling",
+    "SamplingParams",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "SequenceNode",
+    "ServerBaseline",
+    "ServerManager",
+    "ServerManagerConfig",
+    "generate",
+    "number",
+    "tokenize_for_trainer",
+]
+
+# Where a name is, if not in `environments`. Resolved on first use (PEP 562): not everyone has what servers and
+# environments need.
+_SUB_PACKAGE = {
+    **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
+    **dict.fromkeys(
+        ("Answer", "Completion", "Engine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"
+    ),
+    **dict.fromkeys(("PolicyServer", "PolicyServerConfig"), "server"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'rlframe.language' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rlframe.language.{_SUB_PACKAGE.get(name, 'environments')}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,15 @@
+"""Sampling, and the engine that decodes many requests in one batch."""
+
+from rlframe.language.decoding.engine import Engine, EngineConfig
+from rlframe.language.decoding.requests import Answer, Handle
+from rlframe.language.decoding.sampling import Completion, SamplingParams, generate
+
+__all__ = [
+    "Answer",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "Handle",
+    "SamplingParams",
+    "generate",
+]

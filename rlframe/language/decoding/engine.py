@@ -1,0 +1,323 @@
+"""The decode engine: answers requests in one batch that they join and leave while others are decoded.
+
+Continuous batching (Yu et al. 2022, Orca): a fixed number of slots, each with its part of the cache. Free slots are
+filled from a bounded queue, in its order; then all are decoded for a few steps in one jitted call; then what they said
+is handed out, and so on. Parameters change between two calls, and no request is dropped for it: an answer may be of
+several versions, and says so token by token. What the cache holds is not computed again then, as in PipelineRL (Piché
+et al. 2025).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
+from rlframe.interprocess.progress import COMPUTING
+from rlframe.language.decoding.requests import Handle, OnTokens, Request
+from rlframe.language.decoding.sampling import SamplingParams, check_prompt, row_key
+from rlframe.language.decoding.slots import Sampled, Slots
+from rlframe.language.model.config import ModelConfig
+from rlframe.types import Params
+
+CLOSE_TIMEOUT = 60.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How much is decoded at once."""
+
+    slots: int = 32  # requests that are decoded at once
+    length: int | None = None  # tokens of a prompt and its answer; None: the model's max_position_embeddings
+    steps: int = 8  # tokens that a request gets between two chances of others to join
+    prefill_tokens: int = 1024  # of prompts, padded, in one call
+    max_waiting: int = 1024  # requests that wait for a slot; more are refused
+    max_stop_tokens: int = 8  # of one request
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise UsageError(f"EngineConfig.{field.name} must be at least 1, got {value}.")
+
+
+class Engine:
+    """Decodes for any number of threads. A context manager; `close` ends it.
+
+    A failure reaches whoever waits by their futures; then the engine is closed.
+
+    Args:
+        model_config: the model.
+        params: its parameters, which are copied.
+        engine_config: how much at once.
+        version: of the parameters.
+        seed: of the requests that name none.
+
+    Raises:
+        UsageError: `EngineConfig.length` is more than the model's max_position_embeddings.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        params: Params,
+        engine_config: EngineConfig = EngineConfig(),
+        *,
+        version: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.model_config, self.config = model_config, engine_config
+        self.length = engine_config.length or model_config.max_position_embeddings
+        if self.length > model_config.max_position_embeddings:
+            raise UsageError(
+                f"EngineConfig.length is {self.length}, more than the model's max_position_embeddings of "
+                f"{model_config.max_position_embeddings}."
+            )
+        self._slots = Slots(
+            model_config,
+            slots=engine_config.slots,
+            length=self.length,
+            steps=engine_config.steps,
+            prefill_tokens=engine_config.prefill_tokens,
+            max_stop_tokens=engine_config.max_stop_tokens,
+        )
+        self._params = version, _copy(params, model_config)
+        self._seeds = np.random.default_rng(seed)
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: collections.deque[Handle] = collections.deque()
+        self._closed = ""  # why
+        self._running: dict[int, Handle] = {}  # by slot
+        self._counts = {"requests": 0, "tokens": 0, "prompt_tokens": 0, "calls": 0}
+        self._thread = threading.Thread(target=self._run, name="decode engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
+        on_tokens: OnTokens | None = None,
+    ) -> Handle:
+        """Asks for a completion.
+
+        Args:
+            prompt: token ids, at least one.
+            sampling: how. The same seed, prompt and parameters give the same answer, whatever else is decoded (but
+                where the last bit decides between two tokens: sums are rounded as batches are shaped).
+            on_tokens: is called with each piece once it is there, in the engine's thread, which must not wait in it.
+
+        Raises:
+            UsageError: there is no room for it, or there are too many stop tokens.
+            UnavailableError: too many wait already, or the engine is closed.
+        """
+        return self.submit_many([prompt], sampling, None if on_tokens is None else [on_tokens])[0]
+
+    def submit_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
+        on_tokens: Sequence[OnTokens] | None = None,
+    ) -> list[Handle]:
+        """As `submit`, for all of them or none. One prompt n times is prefilled once.
+
+        The i-th draws from the i-th stream of the seed; the first from that which `submit` draws from.
+        """
+        if len(sampling.stop_tokens) > self.config.max_stop_tokens:
+            raise UsageError(
+                f"There are {len(sampling.stop_tokens)} stop_tokens; EngineConfig.max_stop_tokens is "
+                f"{self.config.max_stop_tokens}."
+            )
+        for prompt in prompts:
+            check_prompt(prompt, sampling.max_tokens or 1, self.model_config.vocab_size, self.length)
+        with self._changed:
+            seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+        handles = [
+            Handle(
+                Request(tuple(prompt), sampling, sampling.max_tokens or self.length - len(prompt), row_key(seed, i)),
+                None if on_tokens is None else on_tokens[i],
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        with self._changed:
+            if self._closed:
+                raise UnavailableError(self._closed)
+            if len(self._waiting) + len(handles) > self.config.max_waiting:
+                raise UnavailableError(
+                    f"{len(self._waiting)} requests wait for the decode engine, which lets {self.config.max_waiting} "
+                    f"wait; {len(handles)} more are refused. Ask again later."
+                )
+            self._waiting += handles
+            self._counts["requests"] += len(handles)
+            self._changed.notify_all()
+        for handle in handles:
+            handle.future.add_done_callback(functools.partial(self._leave, handle))
+        return handles
+
+    def set_params(self, version: int, params: Params) -> None:
+        """Decodes with a copy of `params` from the next call on; what is under way goes on with them.
+
+        Raises:
+            UsageError: they are not such a model's, or `version` is below that of the present ones.
+        """
+        expected, got = (jax.tree.map(jnp.shape, tree) for tree in (self._params[1], params))
+        if got != expected:
+            raise UsageError(f"The parameters of version {version} are not the model's: {_difference(got, expected)}.")
+        copied = jax.block_until_ready(_copy(params, self.model_config))
+        with self._changed:
+            if version < self.version:
+                raise UsageError(f"The decode engine has version {self.version} already: {version} is not above it.")
+            self._params = version, copied
+
+    @property
+    def version(self) -> int:
+        """Of the parameters that the next call decodes with."""
+        return self._params[0]
+
+    @property
+    def closed(self) -> str:
+        """Why it answers nothing any more; empty while it does."""
+        return self._closed
+
+    def stats(self) -> dict[str, int]:
+        """Counts so far (requests, tokens sampled, prompt_tokens, calls) and now: version, running, waiting."""
+        with self._changed:
+            return {
+                **self._counts,
+                "version": self.version,
+                "running": len(self._running),
+                "waiting": len(self._waiting),
+            }
+
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
+        """Ends the engine: what waits or is decoded gets `UnavailableError`. May be called again.
+
+        Raises:
+            PeerError: the call under way (which compiles, perhaps) did not end within `timeout` seconds.
+        """
+        self._fail(UnavailableError("The decode engine was closed."))
+        if threading.current_thread() is self._thread:
+            return  # in `on_tokens`
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise PeerError(f"The decode engine's thread did not end within {timeout:g} s.")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                with COMPUTING:
+                    self._fill()
+                    self._decode()
+        except Exception as error:
+            failure = UnavailableError(f"The decode engine failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _wait(self) -> bool:
+        """Waits until there is something to do. False: the engine is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
+            return not self._closed
+
+    def _fill(self) -> None:
+        """Takes requests from the queue into the free slots."""
+        with self._changed:
+            self._running = {slot: handle for slot, handle in self._running.items() if not handle.done}
+            free = [slot for slot in range(self.config.slots) if slot not in self._running]
+            taken = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
+            self._running.update(taken)
+        for group in self._groups(taken):
+            version, params = self._params
+            sampled = self._slots.fill(params, [slot for slot, _ in group], [handle.request for _, handle in group])
+            self._counts["prompt_tokens"] += sum(len(handle.request.prompt) for _, handle in group)
+            self._hand_out(group, sampled, version)
+
+    def _groups(self, taken: list[tuple[int, Handle]]) -> Iterator[list[tuple[int, Handle]]]:
+        """Parts that are filled by one call each: prompts of one bucket, no more of them than it takes."""
+        buckets = collections.defaultdict(list)
+        for slot, handle in taken:
+            buckets[self._slots.bucket(handle.request.prompt)].append((slot, handle))
+        for bucket, members in buckets.items():
+            group: list[tuple[int, Handle]] = []
+            prompts: set[tuple[int, ...]] = set()
+            for slot, handle in members:
+                if handle.request.prompt not in prompts and len(prompts) == self._slots.batch(bucket):
+                    yield group
+                    group, prompts = [], set()
+                group.append((slot, handle))
+                prompts.add(handle.request.prompt)
+            yield group
+
+    def _decode(self) -> None:
+        running = list(self._running.items())
+        if not running:
+            return
+        live = np.zeros(self.config.slots, bool)
+        live[[slot for slot, _ in running]] = True
+        longest = max(len(handle.request.prompt) + handle.sampled for _, handle in running)
+        version, params = self._params
+        sampled = self._slots.decode(params, live, longest)
+        slots = [slot for slot, _ in running]
+        self._hand_out(running, Sampled(sampled.tokens[:, slots], sampled.log_probs[:, slots]), version)
+
+    def _hand_out(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
+        """Gives each row its column of `sampled`; those that are done leave their slots."""
+        counts = (sampled.tokens >= 0).sum(axis=0)
+        self._counts["calls"] += 1
+        self._counts["tokens"] += int(counts.sum())
+        columns = zip(rows, sampled.tokens.T.tolist(), sampled.log_probs.T.tolist(), counts.tolist())
+        for (slot, handle), tokens, log_probs, count in columns:
+            if not all(map(math.isfinite, log_probs[:count])):
+                handle.fail(UnavailableError(f"With the parameters of version {version} logits are not finite."))
+            if handle.add(tokens[:count], log_probs[:count], version):
+                with self._changed:
+                    del self._running[slot]
+
+    def _leave(self, handle: Handle, _: object) -> None:
+        """Of the queue, once the request was cancelled."""
+        if handle.future.cancelled():
+            with self._changed, contextlib.suppress(ValueError):  # it is in a slot, which the next turn frees
+                self._waiting.remove(handle)
+
+    def _fail(self, error: RlframeError) -> None:
+        """Lets nothing wait any more, and nothing new come."""
+        with self._changed:
+            self._closed = self._closed or str(error)
+            left = [*self._waiting, *self._running.values()]
+            self._waiting.clear()
+            self._running.clear()
+            self._changed.notify_all()
+        for handle in left:
+            handle.fail(error)
+
+
+def _copy(params: Params, config: ModelConfig) -> Params:
+    # A copy even where nothing has to be converted: a learner may donate its own.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, config.array_dtype), params)
+
+
+def _difference(new: Any, old: Any) -> str:
+    new, old = (dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_shape)) for tree in (new, old))
+    for path in [*old, *new]:
+        if new.get(path) != old.get(path):
+            name = jax.tree_util.keystr(path)
+            return f"{name} has the shape {new.get(path, 'none')}, expected {old.get(path, 'none')}"
+    return "their containers differ"
+
+
+def _is_shape(tree: Any) -> bool:
+    return isinstance(tree, tuple) and all(isinstance(size, int) for size in tree)

@@ -1,0 +1,129 @@
+"""What is asked of the decode engine, and what it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import NamedTuple
+
+import numpy as np
+
+from rlframe.errors import PeerError
+from rlframe.language.decoding.sampling import SamplingParams
+
+RESULT_TIMEOUT = 600.0  # seconds
+
+
+class Answer(NamedTuple):
+    """A completion, whole, or a piece of one that is streamed."""
+
+    tokens: list[int]  # with the stop token, where one ended it
+    log_probs: list[float]  # of each token, under the model at temperature 1: see `rlframe.language.decoding.sampling`
+    versions: list[int]  # of the parameters that each token was sampled with
+    finish_reason: str | None  # "stop" or "length"; None: a piece that others follow
+
+
+OnTokens = Callable[[Answer], None]
+
+
+class Request(NamedTuple):
+    """One completion that is asked for, checked."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    key: np.ndarray  # [2] uint32
+
+
+class Handle:
+    """An answer to come.
+
+    `future` is a `concurrent.futures.Future` of it, which `asyncio.wrap_future` takes; whoever cancels that cancels the
+    request, and frees its slot.
+    """
+
+    def __init__(self, request: Request, on_tokens: OnTokens | None) -> None:
+        self.request = request
+        self.future: Future[Answer] = Future()
+        self._on_tokens = on_tokens
+        self._lock = threading.Lock()  # guards the lists, against `finish`
+        self._tokens: list[int] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+
+    def result(self, timeout: float = RESULT_TIMEOUT) -> Answer:
+        """Waits for the whole answer.
+
+        Raises:
+            PeerError: it took more than `timeout` seconds. The request goes on: `cancel` ends it.
+            UnavailableError: the engine was closed, or failed.
+            CancelledError: it was cancelled.
+        """
+        try:
+            return self.future.result(timeout)
+        except FutureTimeout as error:
+            if self.future.done():
+                raise
+            raise PeerError(f"The decode engine gave no whole answer within {timeout:g} s.") from error
+
+    @property
+    def done(self) -> bool:
+        """Whether there is an answer, or will be none."""
+        return self.future.done()
+
+    def cancel(self) -> None:
+        """Gives the request up, if it is not done."""
+        self.future.cancel()
+
+    def finish(self, length: int) -> None:
+        """Ends the answer after its first `length` tokens as "stop" does: what follows them is not wanted any more.
+
+        For whoever looks at the text, for a stop string say. Does nothing to an answer that is done.
+        """
+        with self._lock:
+            self._set(self._answer(slice(0, length), "stop"))
+
+    def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int) -> bool:
+        """The engine's: tokens that were sampled. Returns whether the answer is complete."""
+        with self._lock:
+            if self.done:
+                return True
+            start = len(self._tokens)
+            self._tokens += tokens
+            self._log_probs += log_probs
+            self._versions += [version] * len(tokens)
+            reason = None
+            if self._tokens[-1] in self.request.sampling.stop_tokens:
+                reason = "stop"
+            elif len(self._tokens) >= self.request.max_tokens:
+                reason = "length"
+            piece = self._answer(slice(start, None), reason)
+        if self._on_tokens is not None:
+            try:
+                self._on_tokens(piece)
+            except Exception as error:  # the caller's: it concerns this request alone
+                self.fail(error)
+        if reason is not None:
+            with self._lock:
+                self._set(self._answer(slice(None), reason))
+        return self.done
+
+    def fail(self, error: Exception) -> None:
+        """The engine's: there will be no answer."""
+        with contextlib.suppress(InvalidStateError):  # it is done, or was cancelled
+            self.future.set_exception(error)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+    def _answer(self, part: slice, reason: str | None) -> Answer:
+        return Answer(self._tokens[part], self._log_probs[part], self._versions[part], reason)
+
+    def _set(self, answer: Answer) -> None:
+        with contextlib.suppress(InvalidStateError):  # it is done, or was cancelled
+            self.future.set_result(answer)

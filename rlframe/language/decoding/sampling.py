@@ -1,0 +1,289 @@
+"""Choosing tokens: pure functions on logits, and `generate`, which answers a batch of prompts in one call.
+
+**Log-probabilities are the model's own**, at temperature 1 and with nothing cut off: log softmax(logits)[token], which
+is what `transformer.token_log_probs` computes from the same parameters and what the ratio of a policy gradient is
+made of. With temperature 1, top_p 1 and top_k 0 tokens are drawn from just that distribution. Otherwise they are drawn
+from another one, and the log-probability still says how likely the *model* was to say the token, not how likely it was
+to be drawn: train on what was sampled at temperature 1 and without cut-offs, or accept that bias.
+
+A row's noise is a function of its key and of how many tokens it has been given before, so what else is in the batch
+makes no difference to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.language.model import transformer
+from rlframe.language.model.config import ModelConfig
+from rlframe.types import Params
+
+Array = Any  # of numpy or of JAX
+_FLOAT32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How a prompt is answered. Checked."""
+
+    max_tokens: int | None = None  # of the answer; None: as many as there is room for
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # in (0, 1]: the likeliest tokens that together have this probability (Holtzman et al. 2020)
+    top_k: int = 0  # of the likeliest tokens so many; 0: all
+    stop_tokens: tuple[int, ...] = ()  # that end the answer, of which they are the last
+    seed: int | None = None  # any integer; None: the engine draws one
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"max_tokens must be at least 1, got {self.max_tokens}.")
+        if not 0.0 <= self.temperature < float("inf"):  # NaN is neither
+            raise UsageError(f"temperature must be at least 0, got {self.temperature}.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
+        if self.top_k < 0:
+            raise UsageError(f"top_k must be at least 0 (0: all tokens), got {self.top_k}.")
+        if not all(0 <= token < 2**31 for token in self.stop_tokens):
+            raise UsageError(f"stop_tokens must be token ids, got {list(self.stop_tokens)}.")
+
+
+class Rows(NamedTuple):
+    """How each row of a batch is sampled: `SamplingParams` as arrays."""
+
+    key: Array  # [B, 2] uint32, of `row_key`
+    temperature: Array  # [B] float32
+    top_p: Array  # [B] float32
+    top_k: Array  # [B] int32
+    stop: Array  # [B, S] int32: stop tokens; -1 is none
+
+
+class Completion(NamedTuple):
+    """What was sampled for one prompt."""
+
+    tokens: list[int]  # with the stop token, where one ended it
+    log_probs: list[float]  # of each token, under the model at temperature 1
+    finish_reason: str  # "stop" or "length"
+
+
+def row_key(seed: int, sample: int = 0) -> np.ndarray:
+    """The key `[2]` uint32 of the `sample`-th answer to a request with this seed (any integer)."""
+    return np.random.SeedSequence([seed % 2**64, sample]).generate_state(2, np.uint32)
+
+
+def make_rows(keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[SamplingParams], max_stop: int) -> Rows:
+    """One row of numpy for each key `[2]` uint32 and its `sampling`, of at most `max_stop` stop tokens."""
+    stop = np.full((len(sampling), max_stop), -1, np.int32)
+    for row, one in zip(stop, sampling):
+        row[: len(one.stop_tokens)] = one.stop_tokens
+    return Rows(
+        np.asarray(keys, np.uint32),
+        np.array([one.temperature for one in sampling]).clip(max=_FLOAT32.max).astype(np.float32),
+        np.array([one.top_p for one in sampling]).clip(_FLOAT32.tiny).astype(np.float32),  # 0 would keep no token
+        np.array([min(one.top_k, _INT32.max) for one in sampling], np.int32),
+        stop,
+    )
+
+
+def sample(logits: jax.Array, rows: Rows, sampled: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Chooses a token for each row.
+
+    Args:
+        logits: `[B, V]` float32.
+        rows: how.
+        sampled: `[B]` int32: tokens that the row was given before.
+
+    Returns:
+        (tokens `[B]` int32, their log-probabilities `[B]` float32 under `logits` as they are: see the module).
+    """
+    drawn = rows.temperature > 0
+    # Below the largest, so that none becomes infinite, however low the temperature is.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(drawn, rows.temperature, 1.0)[:, None]
+    cut = drawn & ((rows.top_p < 1) | (rows.top_k > 0))
+    # Sorting is left out where no row needs it.
+    scaled = jax.lax.cond(jnp.any(cut), lambda x: _cut(x, rows.top_p, rows.top_k), lambda x: x, scaled)
+    keys = jax.vmap(lambda key, i: jax.random.fold_in(jax.random.wrap_key_data(key), i))(rows.key, sampled)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    tokens = jnp.argmax(jnp.where(drawn[:, None], scaled + noise, logits), axis=-1).astype(jnp.int32)
+    log_probs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+    return tokens, log_probs
+
+
+def _cut(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
+    """Logits with -inf for what is beyond `top_k`, then beyond `top_p` of what is left (Holtzman et al. 2020).
+
+    Tokens as likely as the last that is kept are kept.
+    """
+    ranked = -jnp.sort(-logits, axis=-1)
+    within = (jnp.arange(logits.shape[-1]) < top_k[:, None]) | (top_k == 0)[:, None]
+    ranked = jnp.where(within, ranked, -jnp.inf)
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The likeliest is kept whatever top_p is; with top_p 1 rounding must cut nothing.
+    kept = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    last = jnp.min(jnp.where(kept & within, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= last, logits, -jnp.inf)
+
+
+class Progress(NamedTuple):
+    """How far each row of a batch that is decoded has come."""
+
+    token: jax.Array  # [B] int32: the last of the row, which is not in the cache yet
+    length: jax.Array  # [B] int32: tokens in the cache
+    sampled: jax.Array  # [B] int32: tokens it was given
+    remaining: jax.Array  # [B] int32: tokens that may still be sampled; 0: the row rests
+
+
+def decode(
+    params: Params,
+    config: ModelConfig,
+    cache: transformer.Cache,
+    rows: Rows,
+    progress: Progress,
+    *,
+    steps: int,
+    span: int | None = None,
+) -> tuple[transformer.Cache, Progress, jax.Array, jax.Array]:
+    """Samples up to `steps` tokens for each row that does not rest; fewer steps are made when all rest.
+
+    Args:
+        params, config, cache: as for `rlframe.language.model.transformer.apply_cached`.
+        rows, progress: what is sampled, and from where.
+        steps: static.
+        span: static: positions of the cache that are in use after this; see `apply_cached`.
+
+    Returns:
+        (cache, progress, tokens `[steps, B]` int32, -1 where none was sampled, log-probabilities `[steps, B]`).
+    """
+    B = progress.token.shape[0]
+    tokens, log_probs = jnp.full((steps, B), -1, jnp.int32), jnp.zeros((steps, B), jnp.float32)
+
+    def more(state):  # type: ignore[no-untyped-def]
+        i, _, progress, _, _ = state
+        return (i < steps) & jnp.any(progress.remaining > 0)
+
+    def step(state):  # type: ignore[no-untyped-def]
+        i, cache, progress, tokens, log_probs = state
+        logits, cache = transformer.apply_cached(
+            params, config, progress.token[:, None], cache, progress.length, span=span
+        )
+        token, log_prob = sample(logits[:, 0], rows, progress.sampled)
+        goes_on = progress.remaining > 0
+        tokens = tokens.at[i].set(jnp.where(goes_on, token, -1))
+        return i + 1, cache, advance(rows, progress, token, 1), tokens, log_probs.at[i].set(log_prob)
+
+    _, cache, progress, tokens, log_probs = jax.lax.while_loop(more, step, (0, cache, progress, tokens, log_probs))
+    return cache, progress, tokens, log_probs
+
+
+def begin(
+    rows: Rows, logits: jax.Array, lengths: jax.Array, max_tokens: jax.Array
+) -> tuple[Progress, jax.Array, jax.Array]:
+    """Samples the first token of rows whose prompts are in the cache.
+
+    Args:
+        logits: `[B, V]`, of the prompts' last tokens.
+        lengths: `[B]` int32, of the prompts.
+        max_tokens: `[B]` int32, that the rows may have.
+
+    Returns:
+        (progress, tokens `[B]`, log-probabilities `[B]`).
+    """
+    none = jnp.zeros_like(lengths)
+    token, log_prob = sample(logits, rows, none)
+    before = Progress(token=token, length=lengths, sampled=none, remaining=max_tokens)
+    return advance(rows, before, token, 0), token, log_prob
+
+
+def advance(rows: Rows, progress: Progress, token: jax.Array, cached: int) -> Progress:
+    """`progress` after `token` `[B]` was sampled, with `cached` tokens more in the cache; rows that rest stay."""
+    goes_on = progress.remaining > 0
+    stopped = jnp.any(token[:, None] == rows.stop, axis=-1)
+    return Progress(
+        token=jnp.where(goes_on, token, progress.token),
+        length=progress.length + cached * goes_on,
+        sampled=progress.sampled + goes_on,
+        remaining=jnp.where(goes_on & ~stopped, progress.remaining - 1, 0),
+    )
+
+
+def generate(
+    params: Params,
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    rng: jax.Array | int,
+    sampling: SamplingParams,
+) -> list[Completion]:
+    """Answers all prompts in one jitted call, which is compiled for sizes that are powers of two.
+
+    Args:
+        params, config: the model.
+        prompts: token ids, each at least one.
+        rng: a key, or a seed; `sampling.seed` is for the engine.
+        sampling: how. Its max_tokens may be as many as there is room for after the longest prompt.
+
+    Raises:
+        UsageError: a prompt is empty or too long.
+    """
+    room = config.max_position_embeddings
+    max_tokens = sampling.max_tokens or max(1, room - max(map(len, prompts), default=0))
+    for prompt in prompts:
+        check_prompt(prompt, max_tokens, config.vocab_size, room)
+    if not prompts:
+        return []
+    B = len(prompts)
+    size, longest = power_of_two(B), power_of_two(max(map(len, prompts)), least=16)
+    tokens = np.zeros((size, longest), np.int32)
+    for row, prompt in zip(tokens, prompts):
+        row[: len(prompt)] = prompt
+    lengths = np.array([*map(len, prompts), *[1] * (size - B)], np.int32)
+    remaining = np.where(np.arange(size) < B, max_tokens, 0).astype(np.int32)
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
+    keys = np.asarray(jax.random.bits(key, (size, 2), jnp.uint32))
+    rows = make_rows(keys, [sampling] * size, power_of_two(len(sampling.stop_tokens)))
+    sampled, log_probs = jax.device_get(
+        _generate(params, config, tokens, lengths, rows, remaining, steps=power_of_two(max_tokens))
+    )
+    return [_completion(sampled[:, i], log_probs[:, i], sampling.stop_tokens) for i in range(B)]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def _generate(params, config, tokens, lengths, rows, remaining, *, steps):  # type: ignore[no-untyped-def]
+    B, T = tokens.shape
+    cache = transformer.init_cache(config, B, T + steps)
+    x, cache = transformer.hidden_cached(params, config, tokens, cache, jnp.zeros(B, jnp.int32), span=T)
+    x = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    start, first, log_prob = begin(rows, transformer.logits_of(params, config, x), lengths, remaining)
+    _, _, later, log_probs = decode(params, config, cache, rows, start, steps=steps)
+    return jnp.concatenate([first[None], later]), jnp.concatenate([log_prob[None], log_probs])
+
+
+def _completion(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: Sequence[int]) -> Completion:
+    count = int(np.argmax(tokens < 0)) if (tokens < 0).any() else len(tokens)
+    kept = tokens[:count].tolist()
+    return Completion(kept, log_probs[:count].tolist(), "stop" if kept[-1] in stop_tokens else "length")
+
+
+def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length: int) -> None:
+    """Raises `UsageError` for a prompt that a model cannot answer with `max_tokens` within `length` tokens."""
+    if not len(prompt):
+        raise UsageError("The prompt is empty: a model needs at least one token, such as bos, to begin with.")
+    if len(prompt) + max_tokens > length:
+        raise UsageError(
+            f"The prompt has {len(prompt)} tokens; with max_tokens {max_tokens} that is more than the {length} that "
+            "there is room for."
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise UsageError(f"The prompt has the token {wrong}; the model's vocabulary is 0 to {vocab_size - 1}.")
+
+
+def power_of_two(count: int, least: int = 1) -> int:
+    """The smallest power of two that is at least `count` and `least`."""
+    return max(1 << max(count - 1, 0).bit_length(), least)

@@ -1,0 +1,138 @@
+"""The rows of a batch that is decoded for ever: a cache on the device, whose slots prompts are put into and leave.
+
+Shapes are few, so that compilations are: prompts are padded to powers of two, in calls of 1, 4, 16, ... of them, and a
+decoding step attends to a power of two of positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.language.decoding.requests import Request
+from rlframe.language.decoding.sampling import Progress, Rows, SamplingParams, begin, decode, make_rows, power_of_two
+from rlframe.language.model import transformer
+from rlframe.language.model.config import ModelConfig
+from rlframe.types import Params
+
+_SHORTEST_PROMPT = 16  # tokens: shorter ones are padded to it
+_SHORTEST_SPAN = 64  # positions
+
+
+class Sampled(NamedTuple):
+    """Tokens of one call, of the slots in a given order: `[steps, B]`, -1 where none was sampled."""
+
+    tokens: np.ndarray  # int32
+    log_probs: np.ndarray  # float32
+
+
+class Slots:
+    """The device's side of the decode engine. One thread uses it.
+
+    Args:
+        config: of the model.
+        slots: rows that are decoded at once.
+        length: tokens of a prompt and its answer.
+        steps: that one call of `decode` makes at most.
+        prefill_tokens: of prompts, with their padding, that one call takes; one prompt may have more.
+        max_stop_tokens: of a request.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, slots: int, length: int, steps: int, prefill_tokens: int, max_stop_tokens: int
+    ) -> None:
+        self._config, self._slots, self._length, self._steps = config, slots, length, steps
+        self._prefill_tokens, self._max_stop_tokens = prefill_tokens, max_stop_tokens
+        self._cache = transformer.init_cache(config, slots, length)
+        nothing = jnp.zeros(slots, jnp.int32)
+        self._progress = Progress(nothing, nothing + 0, nothing + 0, nothing + 0)
+        rows = make_rows(np.zeros((slots, 2), np.uint32), [SamplingParams()] * slots, max_stop_tokens)
+        self._rows: Rows = jax.tree.map(jnp.asarray, rows)
+
+    def bucket(self, prompt: Sequence[int]) -> int:
+        """Tokens that the prompt is padded to."""
+        return min(power_of_two(len(prompt), _SHORTEST_PROMPT), self._length)
+
+    def batch(self, bucket: int) -> int:
+        """Distinct prompts of a bucket that one call of `fill` takes."""
+        return max(1, min(self._prefill_tokens // bucket, self._slots))
+
+    def fill(self, params: Params, slots: Sequence[int], requests: Sequence[Request]) -> Sampled:
+        """Puts requests of one bucket into free slots and samples their first tokens, `[1, requests]`.
+
+        Requests with the same prompt share its prefill.
+        """
+        prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests))}
+        bucket = self.bucket(requests[0].prompt)
+        tokens = np.zeros((_few(len(prompts), self.batch(bucket)), bucket), np.int32)
+        lengths = np.ones(len(tokens), np.int32)
+        for prompt, i in prompts.items():
+            tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
+        # As many rows as slots: those that are none are put into a slot that there is not, which drops them.
+        padded = [*requests, *[requests[0]] * (self._slots - len(requests))]
+        where = np.full(self._slots, self._slots, np.int32)
+        where[: len(slots)] = slots
+        rows = make_rows(
+            [request.key for request in padded], [request.sampling for request in padded], self._max_stop_tokens
+        )
+        sources = np.array([prompts[request.prompt] for request in padded], np.int32)
+        max_tokens = np.array([request.max_tokens for request in padded], np.int32)
+        logits, prefilled = _prefill(params, self._config, tokens, lengths)
+        self._cache, self._rows, self._progress, first, log_probs = _place(
+            self._cache, self._rows, self._progress, logits, prefilled, lengths, sources, where, rows, max_tokens
+        )
+        n = len(requests)
+        return Sampled(np.asarray(first)[None, :n], np.asarray(log_probs)[None, :n])
+
+    def decode(self, params: Params, live: np.ndarray, longest: int) -> Sampled:
+        """Samples up to `steps` tokens for each slot that is `live` `[slots]` bool and has not ended: `[steps, slots]`.
+
+        `longest` is the number of tokens, of prompt and answer, that the longest of them has.
+        """
+        span = min(power_of_two(longest + self._steps, _SHORTEST_SPAN), self._length)
+        self._cache, self._progress, tokens, log_probs = _decode(
+            params, self._config, self._cache, self._rows, self._progress, live, steps=self._steps, span=span
+        )
+        return Sampled(np.asarray(tokens), np.asarray(log_probs))
+
+
+def _few(count: int, most: int) -> int:
+    """1, 4, 16, ... or `most`: the smallest that is at least `count`."""
+    size = 1
+    while size < count:
+        size *= 4
+    return min(size, most)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _prefill(params, config, tokens, lengths):  # type: ignore[no-untyped-def]
+    """(logits `[R, V]` after the last of each prompt's `lengths`, the cache of `tokens` `[R, T]`)."""
+    R, T = tokens.shape
+    x, cache = transformer.hidden_cached(
+        params, config, tokens, transformer.init_cache(config, R, T), jnp.zeros(R, jnp.int32)
+    )
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return transformer.logits_of(params, config, last), cache
+
+
+@functools.partial(jax.jit, donate_argnames=("cache", "rows", "progress"))
+def _place(cache, rows, progress, logits, prefilled, lengths, sources, slots, new_rows, max_tokens):  # type: ignore[no-untyped-def]
+    """Copies prefilled rows `sources` into `slots` and samples their first tokens."""
+    start, token, log_prob = begin(new_rows, logits[sources], lengths[sources], max_tokens)
+    T = prefilled.keys[0].shape[2]
+    cache = jax.tree.map(lambda all_of, part: all_of.at[slots, :, :T].set(part[sources], mode="drop"), cache, prefilled)
+    rows, progress = jax.tree.map(
+        lambda all_of, part: all_of.at[slots].set(part, mode="drop"), (rows, progress), (new_rows, start)
+    )
+    return cache, rows, progress, token, log_prob
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps", "span"), donate_argnames=("cache", "progress"))
+def _decode(params, config, cache, rows, progress, live, *, steps, span):  # type: ignore[no-untyped-def]
+    progress = progress._replace(remaining=jnp.where(live, progress.remaining, 0))
+    return decode(params, config, cache, rows, progress, steps=steps, span=span)

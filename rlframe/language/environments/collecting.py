@@ -1,0 +1,139 @@
+"""Groups that are collected side by side: started, paused, repeated, given up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rlframe.errors import EnvError, PeerError, RemoteError, UnavailableError
+from rlframe.language.environments import work
+from rlframe.language.environments.statistics import Statistics
+from rlframe.language.environments.work import Gate, Work
+
+ATTEMPTS = 3  # for one item
+FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
+FRUITLESS = 100  # items in a row without a group, of which one should hear
+WHY = "collect_trajectories or postprocess_histories gave None, or what they gave was not sent, as logged."
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds before an item's next attempt, doubled with each failure in a row
+
+logger = logging.getLogger(__name__)
+
+Next = Callable[[], Awaitable[Any]]
+Handle = Callable[[Any], Awaitable[bool]]
+
+
+class Collector:
+    """Has so many items handled at once, each in a task of its own.
+
+    While its gate is closed, what is under way keeps what it has: it waits at its next question to a model, and goes
+    on from there. An item whose handling raises is tried again, `ATTEMPTS` times in all.
+
+    Args:
+        next_item: gives an item, or None where there is none now.
+        handle: collects a group for an item and sends it; says whether there was one.
+        timeout: seconds for one attempt, not counting pauses; None: none.
+
+    Attributes:
+        fruitless: items in a row that were handled and gave no group.
+    """
+
+    def __init__(self, next_item: Next, handle: Handle, statistics: Statistics, timeout: float | None) -> None:
+        self.gate = Gate()
+        self.under_way: set[Work] = set()
+        self.failed: BaseException | None = None  # what the environment cannot go on from
+        self._next_item, self._handle = next_item, handle
+        self._statistics = statistics
+        self._timeout = timeout
+        self._again: list[Work] = []
+        self._failures = 0  # in a row
+        self.fruitless = 0
+        self._changed = asyncio.Event()
+
+    async def fill(self, limit: int) -> bool:
+        """Starts items until so many are under way; whether there were items enough."""
+        while len(self.under_way) < limit:
+            if self._again:
+                earlier = self._again.pop()
+                self._start(Work(earlier.item, self.gate, earlier.attempt + 1))
+            elif (item := await self._next_item()) is not None:
+                self._start(Work(item, self.gate))
+            else:
+                return False
+        return True
+
+    async def wait(self, seconds: float) -> None:
+        """Returns when something ended, or after so many seconds.
+
+        Raises:
+            RlframeError: the service or a model stayed away beyond its deadline.
+            EnvError: `FAILURES_IN_A_ROW` attempts failed.
+        """
+        # Not `wait_for`, which in Python 3.10 may take a cancellation for the end of what it waits for.
+        timer = asyncio.get_running_loop().call_later(seconds, self._changed.set)
+        try:
+            await self._changed.wait()
+        finally:
+            timer.cancel()
+        self._changed.clear()
+        for late in [one for one in self.under_way if self._timeout is not None and one.seconds > self._timeout]:
+            logger.warning("An item is given up after %g s (worker_timeout): %.200r", self._timeout, late.item)
+            self._statistics.ended(late.seconds, sent=False)
+            self._drop(late)
+        if self.failed is not None:
+            raise self.failed
+
+    async def stop(self) -> None:
+        """Ends what is under way."""
+        tasks = [one.task for one in self.under_way if one.task is not None]
+        for one in list(self.under_way):
+            self._drop(one)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, one: Work) -> None:
+        self.under_way.add(one)
+        one.task = asyncio.create_task(self._run(one))
+
+    def _drop(self, one: Work) -> None:
+        self.under_way.discard(one)
+        if one.task is not None:
+            one.task.cancel()
+
+    async def _run(self, one: Work) -> None:
+        work.current.set(one)
+        try:
+            sent = await self._handle(one.item)
+        except (
+            PeerError,
+            RemoteError,
+            UnavailableError,
+        ) as error:  # the service or a model, at the end of its deadline
+            self._statistics.ended(one.seconds, sent=False)
+            self.failed = self.failed or error
+        except Exception as error:
+            self._statistics.ended(one.seconds, sent=False)
+            await self._failure(one, error)
+        else:
+            self._failures = 0
+            self._statistics.ended(one.seconds, sent=sent)
+            self.fruitless = 0 if sent else self.fruitless + 1
+            if self.fruitless and self.fruitless % FRUITLESS == 0:
+                logger.warning("%d items in a row gave no group: %s", self.fruitless, WHY)
+        finally:
+            self.under_way.discard(one)
+            self._changed.set()
+
+    async def _failure(self, one: Work, error: Exception) -> None:
+        self._failures += 1
+        logger.error("Collecting failed (attempt %d of %d): %.200r", one.attempt, ATTEMPTS, one.item, exc_info=error)
+        if self._failures >= FAILURES_IN_A_ROW:
+            self.failed = EnvError(
+                f"Collecting failed {self._failures} times in a row, at last with {type(error).__name__}: {error}"
+            )
+            self.failed.__cause__ = error
+            return
+        await asyncio.sleep(random.uniform(0.5, 1.0) * min(_PAUSE * 2**self._failures, _LONGEST_PAUSE))
+        if one.attempt < ATTEMPTS:
+            self._again.append(one)

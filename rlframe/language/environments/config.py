@@ -1,0 +1,107 @@
+"""What an environment is told. The names and defaults are the published ones, unless a comment says otherwise."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rlframe.errors import suggest
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class EvalHandlingEnum(Enum):
+    """What becomes of collecting while an evaluation runs: it pauses, goes on with fewer workers, or goes on."""
+
+    STOP_TRAIN = "STOP_TRAIN"
+    LIMIT_TRAIN = "LIMIT_TRAIN"
+    NONE = "NONE"
+
+
+class StrictModel(BaseModel):
+    """Options of which a misspelt one is refused, and the nearest one named."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), validate_assignment=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    raise ValueError(
+                        f"{cls.__name__} has no option {name!r}.{suggest(str(name), cls.model_fields)}"
+                        " What an environment reads beside the options of all, its own config class declares."
+                    )
+        return values
+
+
+class BaseEnvConfig(StrictModel):
+    """Options of every environment; a subclass adds its own."""
+
+    group_size: int = Field(default=4, ge=1, description="sequences that answer one item and are scored together")
+    max_num_workers: int = Field(
+        default=-1,
+        ge=-1,
+        description="groups that are collected at once; -1: max_num_workers_per_node for each model server",
+    )
+    max_num_workers_per_node: int = Field(
+        default=8, ge=1, description="groups that are collected at once per model server"
+    )
+    max_eval_workers: int = Field(default=16, ge=1, description="tasks of `gather_eval` that run at once")
+    steps_per_eval: int = Field(default=100, description="training steps from one evaluation to the next; 0: none")
+    max_token_length: int = Field(default=2048, ge=1, description="of a sequence, prompt and all turns together")
+    eval_handling: EvalHandlingEnum = Field(
+        default=EvalHandlingEnum.STOP_TRAIN, description="what becomes of collecting while an evaluation runs"
+    )
+    eval_limit_ratio: float = Field(
+        default=0.5, ge=0, le=1, description="the part of the workers that go on under eval_handling LIMIT_TRAIN"
+    )
+    inference_weight: float = Field(
+        default=1.0,
+        description="how much of the model servers is this environment's, against others'; -1: all it can get",
+    )
+    batch_size: int = Field(default=-1, description="sequences of a batch, where the service does not say")
+    max_batches_offpolicy: int = Field(default=3, ge=1, description="batches that may wait before collecting pauses")
+    tokenizer_name: str = Field(
+        default="byte",  # published: a tokenizer that would have to be downloaded
+        description="`byte`, or a folder with a tokenizer.json: `rlframe.language.model.tokenizers.load_tokenizer`",
+    )
+    use_wandb: bool = Field(default=True, description="log to Weights & Biases")
+    rollout_server_url: str = Field(default="http://localhost:8000", description="of the trajectory service")
+    total_steps: int = Field(
+        default=1000, ge=-1, description="training steps to serve, groups to process; -1: the trainer's"
+    )
+    wandb_name: str | None = Field(
+        default=None, description="what the run, and the environment at the service, is called"
+    )
+    num_rollouts_to_keep: int = Field(default=32, ge=1, description="groups that the table of rollouts shows")
+    num_rollouts_per_group_for_logging: int = Field(default=1, ge=-1, description="sequences of each of them; -1: all")
+    ensure_scores_are_not_same: bool = Field(default=True, description="send no group whose scores are all the same")
+    data_path_to_save_groups: str | None = Field(
+        default=None, description="JSONL file that groups are written to as well"
+    )
+    data_dir_to_save_evals: str | None = Field(default=None, description="folder of `evaluate_log`")
+    min_items_sent_before_logging: int = Field(default=2, description="groups sent without which a step is not logged")
+    include_messages: bool = Field(
+        default=False, description="send sequences as text too, where a group has no messages"
+    )
+    min_batch_allocation: float | None = Field(
+        default=None, ge=0, le=1, description="the part of each batch that is its own"
+    )
+    worker_timeout: float = Field(default=600, description="seconds for a group, not counting pauses; -1: none")
+    thinking_mode: bool = Field(default=False, description="ask chat models to reason")
+    reasoning_effort: ReasoningEffort | None = Field(default=None, description="how much; switches thinking_mode on")
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=1024, le=32000, description="tokens for it; switches thinking_mode on"
+    )
+    # What follows is rlframe's own.
+    service_timeout: float = Field(
+        default=600, gt=0, description="seconds without the trajectory service, or without a trainer, before giving up"
+    )
+    service_token: str | None = Field(default=None, description="that the trajectory service was started with")
+    resume_file: str | None = Field(
+        default=None, description="keeps who this environment is: started again with it, it comes back under its name"
+    )

@@ -1,0 +1,348 @@
+"""The environment of a language model: what a subclass says about its task, and what it gets for it."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, Union
+
+from rlframe.errors import EnvError
+from rlframe.language.environments import cli, files, process, scoring, work
+from rlframe.language.environments.config import BaseEnvConfig
+from rlframe.language.environments.loop import ServeLoop
+from rlframe.language.environments.membership import Membership
+from rlframe.language.environments.servers import (
+    APIServer,
+    APIServerConfig,
+    ReasoningConfig,
+    ServerBaseline,
+    ServerManager,
+)
+from rlframe.language.environments.statistics import Statistics
+from rlframe.language.environments.tracking import WandbRun
+from rlframe.language.environments.types import Item, ScoredDataGroup, ScoredDataItem
+from rlframe.language.model.tokenizers import load_tokenizer
+
+T = TypeVar("T")
+Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
+ServerConfigs = Union[ServerBaseline, list[APIServerConfig]]
+
+logger = logging.getLogger(__name__)
+
+
+class BaseEnv(abc.ABC):
+    """Asks a model for completions, scores them, and sends groups to the trajectory service.
+
+    A subclass says `setup`, `get_next_item`, `evaluate`, and one of `collect_trajectory` and `collect_trajectories`.
+    `MyEnv.cli()` is its command line. What the published class of this name does, this one does under the same names.
+
+    Args:
+        config: of the class's `env_config_cls`.
+        server_configs: the model servers; one config, or a list.
+        slurm: take the model servers from the Slurm job, where there is one.
+        testing: refused; see `ServerManager`.
+
+    Attributes:
+        server: the model servers, a `ServerManager`.
+        tokenizer: named by the config.
+        curr_step: the trainer's step, the batches that it has had.
+        max_token_len: of a sequence, as the trainer registered; -1 before.
+        status_dict: the service's last answer to `/status-env`.
+        backlog: items that are collected before new ones are asked for.
+        process_mode: whether groups are collected for a file, without trainer and service.
+    """
+
+    name: str | None = None
+    env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
+    server_cls: type[APIServer] = APIServer
+
+    def __init__(
+        self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
+        self.config: Any = config
+        reasoning = ReasoningConfig(config.thinking_mode, config.reasoning_effort, config.max_reasoning_tokens)
+        self.server = ServerManager(server_configs, slurm, testing, self.server_cls, reasoning)
+        self.tokenizer = load_tokenizer(config.tokenizer_name)
+        self.curr_step = 0
+        self.max_token_len = -1
+        self.env_id: int | None = None
+        self.status_dict: dict[str, Any] = {}
+        self.backlog: list[Item] = []
+        self.workers: set[work.Work] = set()
+        self.eval_workers: set[asyncio.Task[Any]] = set()
+        self.eval_runner: asyncio.Task[Any] | None = None
+        self.checkpoint_dir, self.checkpoint_interval = "", -1
+        self.wandb_prepend: str | None = None  # its name at the service
+        self.wandb_group: str | None = None
+        self.wandb_project: str | None = None
+        self.items_sent_this_step = 0
+        self.process_mode = False
+        self.rollouts_for_wandb: list[Any] = []
+        self.completion_lengths: list[int] = []
+        self._said: set[str] = set()  # why groups were not sent
+        self.statistics = Statistics()
+        self.tracker: WandbRun | None = None
+        self.membership: Membership | None = None
+        path = config.data_path_to_save_groups
+        self.groups_file = None if path is None else files.GroupsFile(path)
+
+    # What a subclass says.
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
+        """The options that the command line begins with."""
+        return cls.env_config_cls(), ServerBaseline()
+
+    async def setup(self) -> None:
+        """Loads what the environment needs, once."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how it is set up: async def setup(self).")
+
+    @abc.abstractmethod
+    async def get_next_item(self) -> Item:
+        """What the next group starts from; None where there is nothing now."""
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | Any | None, list[Item]]:
+        """One sequence for an item, and further items for the backlog."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has to say how it collects: collect_trajectory or collect_trajectories."
+        )
+
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        """A group for an item, or several, or None, and further items for the backlog.
+
+        By default `group_size` times `collect_trajectory`, side by side; without one of them there is no group.
+        """
+        results = await work.together(self.collect_trajectory(item) for _ in range(self.config.group_size))
+        sequences: list[Any] = [sequence for sequence, _ in results]
+        backlog = [further for _, more in results for further in more]
+        if any(sequence is None for sequence in sequences):
+            return None, backlog
+        if not all(isinstance(sequence, Mapping) for sequence in sequences):
+            raise EnvError(
+                f"{type(self).__name__}.collect_trajectory has to return a ScoredDataItem (or None) for the default "
+                f"collect_trajectories; got {', '.join(sorted({type(one).__name__ for one in sequences}))}."
+            )
+        return scoring.put_together(sequences), backlog
+
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        """The last word on what `collect_trajectories` gave, before it is sent."""
+        return trajectories
+
+    @abc.abstractmethod
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Measures the model, every `steps_per_eval` steps. `gather_eval` runs many tasks side by side."""
+
+    def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
+        """Prompts and right answers for a supervised warm-up, drawn from `source`; none that evaluations ask.
+
+        May be called before `setup`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no demonstrations, which a supervised warm-up imitates: "
+            "def demonstrations(self, source, count)."
+        )
+
+    async def cleanup(self) -> None:  # noqa: B027 - there need be none
+        """Called after each item, also one that failed."""
+
+    # What a subclass uses.
+
+    async def gather_eval(self, tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """The results of all tasks, of which `max_eval_workers` run at once."""
+        slots = asyncio.Semaphore(self.config.max_eval_workers)
+
+        async def run(task: Coroutine[Any, Any, T]) -> T:
+            async with slots:
+                return await task
+
+        listed = list(tasks)
+        try:
+            return await work.together(map(run, listed))
+        finally:
+            for task in listed:
+                task.close()  # where one failed, of those that had not begun
+
+    @property
+    def max_num_workers(self) -> int:
+        """Groups that are collected at once."""
+        config = self.config
+        if config.max_num_workers == -1:
+            return config.max_num_workers_per_node * len(self.server.servers)
+        return config.max_num_workers
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of a batch that can be this environment's, after what others are sure of; -1: not known yet."""
+        size = self.config.batch_size
+        if size == -1 or not self.status_dict:
+            return size
+        fraction = self.status_dict["unallocated_fraction"] + (self.config.min_batch_allocation or 0.0)
+        return int(size * fraction)
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Called at the trainer's checkpoint interval. A subclass adds to `data`, and calls this one with it."""
+        if data is not None:
+            path = files.save_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", step, data)
+            logger.info("Saved %s.", path)
+
+    def load_checkpoint(self) -> None:
+        """Sets the attributes that the newest checkpoint up to `curr_step` has, where there is one."""
+        for name, value in files.load_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", self.curr_step).items():
+            setattr(self, name, value)
+
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:
+        """Keeps a group for the table of rollouts, as (text, score)."""
+        if self.tracker is None:
+            return
+        for group in scored_data if isinstance(scored_data, list) else [scored_data]:
+            count = self.config.num_rollouts_per_group_for_logging
+            rows = zip(group["tokens"], group["scores"])
+            kept = [(self.tokenizer.decode(list(tokens)), score) for tokens, score in rows]
+            self.rollouts_for_wandb.append(kept if count == -1 else kept[:count])
+        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds the table of rollouts."""
+        if self.rollouts_for_wandb and self.tracker is not None:
+            rows = [row for group in self.rollouts_for_wandb for row in group]
+            wandb_metrics["train/rollouts"] = self.tracker.table(["text", "score"], rows)
+        return wandb_metrics
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Logs metrics. A subclass adds its own, and calls this one with them."""
+        metrics = dict(wandb_metrics or {})
+        longest = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
+        metrics |= scoring.length_metrics(self.completion_lengths, longest)
+        metrics = await self.create_rollout_table(metrics)
+        metrics = self.perf_stats(metrics)
+        self.rollouts_for_wandb, self.completion_lengths = [], []
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        if shown := " ".join(f"{name}={value:.4g}" for name, value in numbers.items() if "_perf/" not in name):
+            logger.info("Step %d: %s", self.curr_step, shown)
+        if self.tracker is not None:
+            if self.wandb_prepend is not None:
+                metrics = {f"{self.wandb_prepend}_{name}": value for name, value in metrics.items()}
+            for index, server in enumerate(self.server.servers):
+                metrics = await server.wandb_metrics(metrics, f"server_{index}")
+            self.tracker.log(metrics, self.curr_step)
+
+    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+        """Adds how collecting went since the last call."""
+        return self.statistics.report(metrics_dict)
+
+    async def evaluate_log(
+        self,
+        metrics: dict[str, Any],
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: dict[str, Any] | None = None,
+        samples: list[dict[str, Any]] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Writes the results of an evaluation to `data_dir_to_save_evals`: `metrics.json` and `samples.jsonl`."""
+        task = task_name or f"{self.name or type(self).__name__}_eval"
+        end = time.time() if end_time is None else end_time
+        if verbose:
+            logger.info("%s: %s", task, " ".join(f"{name}={value}" for name, value in metrics.items()))
+        if self.config.data_dir_to_save_evals is None:
+            return
+        general = {
+            "model_name": model_name or self.server.servers[0].config.model_name,
+            "total_evaluation_time_seconds": str(0.0 if start_time is None else end - start_time),
+            "generation_parameters": {"max_new_tokens": self.config.max_token_length, **(generation_parameters or {})},
+        }
+        results = {"config_general": general, "results": {f"rlframe|{task}|0": metrics, "all": metrics}}
+        path = files.write_evaluation(self.config.data_dir_to_save_evals, results, samples)
+        logger.info("Results of the evaluation are in %s.", path)
+
+    # What runs it.
+
+    async def env_manager(self) -> None:
+        """`serve`: collects for the trainer until its last step, then leaves.
+
+        Raises:
+            RlframeError: the service, the trainer or the model stayed away, or collecting failed too often.
+        """
+        await ServeLoop(self).run()
+
+    async def process_manager(self) -> None:
+        """`process`: collects `total_steps` groups into a JSONL and an HTML file."""
+        groups, page = await process.process(self)
+        logger.info("Groups are in %s; to read in %s.", groups, page)
+
+    @classmethod
+    def cli(cls) -> None:
+        """The command line: `serve`, `process`, `evaluate`. Ends the process with the exit code."""
+        cli.main(cls)
+
+    async def next_item(self) -> Item:
+        """From the backlog, or a new one."""
+        return self.backlog.pop() if self.backlog else await self.get_next_item()
+
+    async def collect_groups(self, item: Item) -> Groups:
+        """What collecting and postprocessing make of an item; what is left to do of it is in the backlog."""
+        collected, further = await self.collect_trajectories(item)
+        self.backlog.extend(further)
+        return await self.postprocess_histories(collected) if collected else None
+
+    async def handle_env(self, item: Item) -> bool:
+        """Collects for an item and sends it; whether something was sent."""
+        try:
+            groups = await self.collect_groups(item)
+            return bool(groups) and await self.handle_send_to_api(groups, item)
+        finally:
+            await self.cleanup()
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Groups,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> bool:
+        """Checks groups, keeps them as configured, and sends them together; whether there was one to send.
+
+        Raises:
+            UsageError: rows of a group do not fit each other.
+        """
+        groups: list[Any] = list(scored_data) if isinstance(scored_data, (list, tuple)) else [scored_data]
+        doing = work.current.get()
+        fit = []
+        for group in groups:
+            if not group:
+                continue
+            if why := scoring.unfit(self, group, abort_on_any_max_length_exceeded):
+                if why not in self._said:  # once: as a model gets better, most of its groups are all right
+                    self._said.add(why)
+                    logger.info("A group is not sent: %s. (train/items_rejected counts such groups.)", why)
+                continue
+            message = scoring.to_send(group, self.env_id, None if doing is None else doing.policy_version)
+            if self.config.include_messages and message.messages is None:
+                group = scoring.with_text(self, group)
+                message = scoring.to_send(group, self.env_id, message.policy_version)
+            self.completion_lengths += scoring.completion_lengths(group)
+            await self.add_rollouts_for_wandb(group, item)
+            if self.groups_file is not None:
+                self.groups_file.write(group)
+            fit.append(message)
+        if fit and do_send_to_api:
+            assert self.membership is not None, "env_manager joins before anything is collected"
+            kept = await self.membership.post(fit)
+            self.items_sent_this_step += kept
+            return kept > 0
+        return bool(fit)
+
+    async def close(self) -> None:
+        """Closes files, connections and the run in Weights & Biases."""
+        if self.groups_file is not None:
+            self.groups_file.close()
+        await self.server.close()
+        if self.tracker is not None:
+            self.tracker.finish()
+            self.tracker = None

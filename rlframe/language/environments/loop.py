@@ -1,0 +1,203 @@
+"""`serve`: an environment at the trajectory service, from the trainer's first batch to its last step."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import random
+import string
+import time
+from datetime import date
+from typing import TYPE_CHECKING
+
+from rlframe.errors import UsageError
+from rlframe.language.environments.collecting import Collector
+from rlframe.language.environments.config import EvalHandlingEnum
+from rlframe.language.environments.membership import Membership
+from rlframe.language.environments.tracking import WandbRun
+from rlframe.trajectories.replies import EnvStatus
+
+if TYPE_CHECKING:
+    from rlframe.language.environments.env import BaseEnv
+
+_LOOK = 0.1  # seconds from one look at the service to the next, where nothing ends in between
+
+logger = logging.getLogger(__name__)
+
+
+class ServeLoop:
+    """What runs an environment. It decides when to collect, to pause, to evaluate, to save and to end."""
+
+    def __init__(self, env: BaseEnv) -> None:
+        self._env = env
+        self._config = env.config
+        self._membership = Membership(env.config, env.config.wandb_name or env.name or type(env).__name__)
+        env.membership = self._membership
+        timeout = self._config.worker_timeout
+        self._joined = asyncio.Event()
+        self._collector = Collector(env.next_item, env.handle_env, env.statistics, timeout if timeout > 0 else None)
+        env.workers = self._collector.under_way
+
+    async def run(self) -> None:
+        """Returns after the last step. Leaves the service and closes what it opened in any case."""
+        env = self._env
+        try:
+            await env.setup()
+            await self._join()
+            if env.curr_step > 0:
+                env.load_checkpoint()
+            await self._track()
+            self._joined.set()
+            await self._serve()
+            await env.wandb_log({})
+        finally:
+            await self._collector.stop()
+            await self._end_evaluation()
+            await self._membership.leave()
+            await env.close()
+
+    async def _serve(self) -> None:
+        looked = time.monotonic()
+        while True:
+            posted = self._membership.posted
+            status = await self._membership.status()
+            if status is None:
+                await self._join()
+                continue
+            now = time.monotonic()
+            self._env.statistics.mainloop_timings.append(now - looked)
+            looked = now
+            await self._look(status)
+            if not self._finished(status):
+                await self._collect(status, self._membership.posted - posted)
+            elif not self._evaluating:
+                return
+            await self._collector.wait(_LOOK)
+
+    async def _join(self) -> None:
+        """Joins, or comes back: a service that was started afresh does not know this environment any more."""
+        env, config = self._env, self._config
+        joined = await self._membership.join()
+        env.env_id, env.wandb_prepend = joined.env_id, joined.wandb_name
+        env.checkpoint_dir, env.checkpoint_interval = joined.checkpoint_dir, joined.checkpoint_interval
+        env.curr_step = joined.starting_step
+        self._total_steps = joined.num_steps if config.total_steps == -1 else config.total_steps
+        if self._total_steps < 1:
+            raise UsageError(f"total_steps is {config.total_steps}, and the trainer says {joined.num_steps}: set one.")
+        info = await self._membership.info()
+        env.max_token_len = info.max_token_len
+        if info.batch_size != -1:
+            config.batch_size = info.batch_size
+        if config.group_size > config.batch_size:
+            raise UsageError(
+                f"A group of group_size={config.group_size} sequences fits into no batch of {config.batch_size}."
+            )
+        logger.info("Joined as %s (environment %d), at step %d.", joined.wandb_name, joined.env_id, env.curr_step)
+
+    async def _track(self) -> None:
+        if not self._config.use_wandb:
+            return
+        env, told = self._env, await self._membership.wandb_info()
+        env.wandb_group, env.wandb_project = told.group, told.project
+        name = None
+        if self._config.wandb_name:
+            name = f"{self._config.wandb_name}-{date.today()}-{''.join(random.choices(string.ascii_lowercase, k=6))}"
+        env.tracker = WandbRun(told.project, told.group, name, self._config.model_dump(mode="json"))
+
+    async def _look(self, status: EnvStatus) -> None:
+        """What a new step is the time for."""
+        env, config = self._env, self._config
+        env.status_dict = dataclasses.asdict(status)
+        if config.inference_weight != -1:
+            await env.server.update_weight(status.env_weight)
+        before, env.curr_step = env.curr_step, status.current_step
+        if env.curr_step == before:
+            return
+        if _passed(before, env.curr_step, env.checkpoint_interval):
+            env.save_checkpoint(env.curr_step // env.checkpoint_interval * env.checkpoint_interval)
+        if _passed(before, env.curr_step, config.steps_per_eval):
+            self._evaluate()
+        if env.items_sent_this_step >= config.min_items_sent_before_logging:
+            env.items_sent_this_step = 0
+            await env.wandb_log({})
+
+    def _evaluate(self) -> None:
+        env = self._env
+        if self._evaluating:
+            logger.warning("The evaluation before is not done at step %d: this one is left out.", env.curr_step)
+            return
+        env.eval_runner = asyncio.create_task(env.evaluate())
+        env.eval_runner.add_done_callback(_report)
+
+    async def evaluate(self) -> None:
+        """Evaluates once it has joined and the evaluation under way is done; collecting pauses or not as configured.
+
+        Raises:
+            Exception: what the environment's `evaluate` raised.
+        """
+        await self._joined.wait()
+        while self._evaluating:
+            assert self._env.eval_runner is not None
+            await asyncio.wait([self._env.eval_runner])
+        self._evaluate()
+        assert self._env.eval_runner is not None
+        await self._env.eval_runner
+
+    async def _end_evaluation(self) -> None:
+        runner = self._env.eval_runner
+        if runner is not None and not runner.done():
+            runner.cancel()
+            await asyncio.gather(runner, return_exceptions=True)
+
+    @property
+    def _evaluating(self) -> bool:
+        return self._env.eval_runner is not None and not self._env.eval_runner.done()
+
+    def _finished(self, status: EnvStatus) -> bool:
+        """Whether the trainer has, or finds in the queue, all that it needs."""
+        # A queue that is to be left alone (`hold`) is told to be longer than it is.
+        queued = 0 if status.hold else status.queue_size * self._config.group_size // self._config.batch_size
+        return status.current_step >= self._total_steps or status.current_step + queued > self._total_steps
+
+    async def _collect(self, status: EnvStatus, unseen: int) -> None:
+        """Starts groups, or pauses. `unseen`: groups that were sent since the status was asked for."""
+        env, config = self._env, self._config
+        limit = workers = env.max_num_workers
+        paused = status.hold
+        if self._evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
+            paused = True
+        elif self._evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
+            limit = int(workers * config.eval_limit_ratio)
+        wanted = self._wanted(status) - unseen
+        paused = paused or wanted <= 0
+        if paused != self._collector.gate.closed:
+            logger.info("Collecting %s at step %d.", "pauses" if paused else "goes on", status.current_step)
+        self._collector.gate.set(closed=paused)
+        if paused:
+            return
+        limit = min(limit, wanted)
+        env.statistics.workers_added_per_attempt.append(max(0, limit - len(self._collector.under_way)))
+        await self._collector.fill(limit)
+
+    def _wanted(self, status: EnvStatus) -> int:
+        """Groups that may be under way, so that the queue is no longer than `max_batches_offpolicy` batches."""
+        config = self._config
+        allowed = config.max_batches_offpolicy * self._env.derived_batch_size
+        wanted = math.ceil(allowed / config.group_size) - status.queue_size
+        if config.min_batch_allocation is not None:
+            # Its own part of the batches is filled, however much the others have sent.
+            own = config.min_batch_allocation * config.batch_size * config.max_batches_offpolicy
+            wanted = max(wanted, math.ceil(own / config.group_size) - status.self_queue_size)
+        return wanted
+
+
+def _passed(before: int, now: int, interval: int) -> bool:
+    """Whether a multiple of the interval lies behind `before`, up to `now`."""
+    return interval > 0 and now // interval > before // interval
+
+
+def _report(evaluation: asyncio.Task[None]) -> None:
+    if not evaluation.cancelled() and (error := evaluation.exception()) is not None:
+        logger.error("The evaluation failed.", exc_info=error)

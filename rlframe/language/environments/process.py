@@ -1,0 +1,92 @@
+"""`process` and `evaluate`: an environment and a model, without trainer and trajectory service."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from rlframe.errors import EnvError, UsageError
+from rlframe.language.environments.collecting import FRUITLESS, WHY, Collector
+from rlframe.language.environments.page import write_page
+from rlframe.language.environments.tracking import WandbRun
+
+if TYPE_CHECKING:
+    from rlframe.language.environments.env import BaseEnv
+
+_LOOK = 1.0  # seconds after which late items are looked for
+
+logger = logging.getLogger(__name__)
+
+
+async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
+    """Collects `total_steps` groups and writes them to `data_path_to_save_groups`, and as a page beside it.
+
+    Returns:
+        The JSONL file and the HTML file.
+
+    Raises:
+        EnvError: there were no more items, collecting failed too often, or `FRUITLESS` items in a row gave no group.
+            What was collected is written.
+    """
+    config = env.config
+    if env.groups_file is None:
+        raise UsageError("process writes groups: give --env.data_path_to_save_groups FILE.jsonl.")
+    if config.total_steps < 1:
+        raise UsageError(
+            f"process collects total_steps groups, 1 or more; got {config.total_steps}. Give --env.total_steps."
+        )
+    env.process_mode = True
+    _track(env)
+    timeout = config.worker_timeout
+    done = 0
+
+    async def handle(item: Any) -> bool:
+        nonlocal done
+        try:
+            groups = await env.collect_groups(item)
+            kept = bool(groups) and await env.handle_send_to_api(
+                groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
+            )
+            if kept:
+                done += 1
+                env.curr_step = done
+                await env.wandb_log({})
+                logger.info("%d of %d groups", done, config.total_steps)
+            return kept
+        finally:
+            await env.cleanup()
+
+    collector = Collector(env.next_item, handle, env.statistics, timeout if timeout > 0 else None)
+    try:
+        await env.setup()
+        while done < config.total_steps:
+            more = await collector.fill(min(env.max_num_workers, config.total_steps - done))
+            if not more and not collector.under_way:
+                raise EnvError(f"There are no more items after {done} of {config.total_steps} groups.")
+            await collector.wait(_LOOK)
+            if collector.fruitless >= FRUITLESS:
+                raise EnvError(f"{FRUITLESS} items in a row gave no group, after {done} of {config.total_steps}: {WHY}")
+    finally:
+        await collector.stop()
+        await env.close()
+        page = write_page(env.groups_file.path) if env.groups_file.path.exists() else None
+    assert page is not None
+    return env.groups_file.path, page
+
+
+async def evaluate(env: BaseEnv) -> None:
+    """One evaluation."""
+    _track(env)
+    try:
+        await env.setup()
+        await env.evaluate()
+        await env.wandb_log({})
+    finally:
+        await env.close()
+
+
+def _track(env: BaseEnv) -> None:
+    if env.config.use_wandb:
+        name = env.config.wandb_name or env.name or type(env).__name__
+        env.tracker = WandbRun(name, None, None, env.config.model_dump(mode="json"))

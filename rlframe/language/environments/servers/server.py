@@ -1,0 +1,218 @@
+"""One model server that speaks the OpenAI API, asked through the `openai` package."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from rlframe import extras
+from rlframe.errors import PeerError, UsageError
+from rlframe.language.environments import work
+from rlframe.language.environments.servers import dialects
+from rlframe.language.environments.servers.config import APIServerConfig, ReasoningConfig
+from rlframe.language.environments.servers.slots import Slots
+
+_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before an attempt is repeated, doubled in between
+_PROBE = 5.0  # seconds for the question whether it is there
+_AVOIDED = 10.0  # seconds for which new requests go to other servers, once it failed
+
+logger = logging.getLogger(__name__)
+
+
+class APIServer:
+    """A model server. While it cannot be reached or fails, a call is repeated until the config's `timeout`.
+
+    Whoever collects a group waits at its gate before each request: that is how collecting pauses without losing what
+    is there.
+
+    Raises (every call):
+        PeerError: it did not answer in time.
+        openai.APIStatusError: it refused the request (a code from 400 to 499).
+    """
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        if config.base_url == "":
+            raise UsageError(
+                "A model server needs a base_url, such as http://localhost:9001/v1: give --openai.base_url, or say so "
+                "in the APIServerConfig of config_init."
+            )
+        with extras.needed("BaseEnv", "envs"):
+            import openai
+        self.config = config
+        self.openai = openai.AsyncOpenAI(
+            api_key="none" if config.api_key == "" else config.api_key,
+            base_url=config.base_url,
+            timeout=config.timeout,
+            max_retries=0,  # repeating is done here, where a pause of the environment is known
+        )
+        self.sem = Slots(config.num_max_requests_at_once)
+        self.eval_sem = Slots(config.num_requests_for_eval)
+        self.server_healthy = True
+        self._reasoning = reasoning_config or ReasoningConfig()
+        self._repeat = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
+        self._busy = openai.RateLimitError
+        self._status_error = openai.APIStatusError
+        self._failed_at = 0.0
+        self._one_at_a_time = config.n_kwarg_is_ignored
+        length = config.rolling_buffer_length
+        self.request_timings, self.eval_request_timings = deque[float](maxlen=length), deque[float](maxlen=length)
+        self.attempts_list, self.eval_attempts_list = deque[int](maxlen=length), deque[int](maxlen=length)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a new request should go there."""
+        return self.server_healthy or time.monotonic() - self._failed_at > _AVOIDED
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        """As `openai.chat.completions.create`, with the config's model.
+
+        Args:
+            split: "train" or "eval"; they have slots of their own.
+            skip_reasoning: do not ask the model to reason, whatever the environment's config says.
+        """
+        kwargs["model"] = self.config.model_name
+        if not kwargs.pop("skip_reasoning", False) and (body := self._reasoning.extra_body(self.config.base_url)):
+            kwargs["extra_body"] = {**(kwargs.get("extra_body") or {}), **body}
+            if "reasoning_effort" in body:  # OpenAI's own models take neither with it
+                kwargs["temperature"] = 1.0
+                if "max_tokens" in kwargs:
+                    kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
+        return await self._completions(self.openai.chat.completions.create, kwargs)
+
+    async def completion(self, **kwargs: Any) -> Any:
+        """As `openai.completions.create`, with the config's model; `split` as in `chat_completion`."""
+        kwargs["model"] = self.config.model_name
+        return await self._completions(self.openai.completions.create, kwargs)
+
+    async def tokens_and_logprobs_completion(
+        self, **kwargs: Any
+    ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
+        """What was sampled as the model had it, never encoded again.
+
+        Args:
+            prompt or input_ids: text, or token ids.
+            n, max_tokens, temperature, top_p, stop, seed, ...: as `completion`; `split` as well.
+
+        Returns:
+            The tokens of the prompt, then for each of n completions its tokens, their log-probabilities, and why it
+            ended ("stop" or "length").
+
+        Raises:
+            UsageError: the server does not say token ids.
+        """
+        split = kwargs.pop("split", "train")
+        dialect = dialects.sglang if self.config.server_type == "sglang" else dialects.completions
+        samples = await self._ask(split, lambda timeout: dialect(self.openai, self.config, kwargs, timeout))
+        return samples.prompt_tokens, samples.tokens, samples.logprobs, samples.finish_reasons
+
+    async def update_weight(self, weight: float) -> None:
+        """The part of its slots, from 0 to 1, that this environment may use."""
+        self.sem.set_weight(weight)
+        self.eval_sem.set_weight(weight)
+
+    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
+        """Adds its statistics, of the last `rolling_buffer_length` requests."""
+        metrics, name = metrics_dict if metrics_dict is not None else {}, f"server/{server_name or 'server'}"
+        for kind, timings in (("", self.request_timings), ("eval_", self.eval_request_timings)):
+            if timings:
+                metrics[f"{name}_{kind}request_time_avg"] = float(np.mean(timings))
+                metrics[f"{name}_{kind}request_time_std"] = float(np.std(timings))
+                metrics[f"{name}_{kind}request_time_99p"] = float(np.percentile(timings, 99))
+        if self.attempts_list:
+            metrics[f"{name}_average_num_attempts"] = float(np.mean(self.attempts_list))
+        if self.eval_attempts_list:
+            metrics[f"{name}_eval_retry_rate"] = float(np.mean(self.eval_attempts_list))
+        return metrics
+
+    async def close(self) -> None:
+        await self.openai.close()
+
+    async def _completions(self, create: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
+        """One answer with n choices, from a server that may ignore n."""
+        split, n = kwargs.pop("split", "train"), kwargs.pop("n", None) or 1
+
+        def ask(count: int) -> Awaitable[Any]:
+            several = {"n": count} if count > 1 else {}
+            return self._ask(split, lambda timeout: create(**kwargs, **several, timeout=timeout))
+
+        answer = await ask(1 if self._one_at_a_time else n)
+        if len(answer.choices) == 1 < n:
+            self._one_at_a_time = True
+            for more in await asyncio.gather(*(ask(1) for _ in range(n - 1))):
+                answer.choices.extend(more.choices)
+        if len(answer.choices) != n:
+            raise PeerError(f"{self.config.base_url} was asked for {n} completions, and sent {len(answer.choices)}.")
+        return answer
+
+    async def _ask(self, split: str, ask: Callable[[float], Awaitable[Any]]) -> Any:
+        """Asks until there is an answer."""
+        doing = work.current.get()
+        evaluating = split != "train"
+        slots = self.eval_sem if evaluating else self.sem
+        end, pause, attempts = time.monotonic() + self.config.timeout, _PAUSE, 0
+        while True:
+            waits = time.monotonic()
+            if doing is not None:
+                await doing.gate.passed()
+            async with slots:
+                attempts += 1
+                began = time.monotonic()
+                end += began - waits  # neither a pause nor others' requests are of its own time
+                try:
+                    answer = await ask(max(1.0, end - began))
+                except self._repeat as error:
+                    failure = error
+                else:
+                    self._note(True)
+                    (self.eval_request_timings if evaluating else self.request_timings).append(time.monotonic() - began)
+                    (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
+                    if doing is not None:
+                        sampled = isinstance(answer, dialects.Samples)
+                        doing.answered(answer.policy_version if sampled else dialects.oldest_version(answer))
+                    return answer
+            if not isinstance(failure, self._busy):
+                self._note(False, failure)
+                self._failed_at = time.monotonic()
+            await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            if self.config.health_check:
+                await self._until_healthy(end)
+            if time.monotonic() >= end:
+                raise PeerError(
+                    f"The model server {self.config.base_url} did not answer within {self.config.timeout} s and "
+                    f"{attempts} attempts; at last: {failure}. Does it run there, and is the URL right?"
+                ) from failure
+
+    async def _until_healthy(self, end: float) -> None:
+        """Waits for it to answer anything, which costs it less than requests that it cannot serve."""
+        pause = _PAUSE
+        while not self.server_healthy and time.monotonic() < end:
+            try:
+                await self.openai.models.list(timeout=_PROBE)
+            except self._repeat:
+                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            except self._status_error:  # it has no such path, and is there
+                return
+            else:
+                self._note(True)
+
+    def _note(self, healthy: bool, failure: Exception | None = None) -> None:
+        """Whether it answers, said where that changes: who waits should know for what."""
+        if healthy != self.server_healthy:
+            if healthy:
+                logger.info("The model server %s answers.", self.config.base_url)
+            else:
+                logger.info(
+                    "The model server %s does not answer yet (%s). It is asked for up to %g s.",
+                    self.config.base_url,
+                    failure,
+                    self.config.timeout,
+                )
+        self.server_healthy = healthy

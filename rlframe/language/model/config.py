@@ -1,0 +1,196 @@
+"""What a decoder-only transformer of the Llama family looks like, in the names of the published `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from rlframe.errors import UsageError, suggest
+
+DTYPES = ("float32", "bfloat16")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}  # model_type -> architecture
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 stretches rotary embeddings to longer texts (`"rope_type": "llama3"`)."""
+
+    factor: float  # by which low frequencies are lowered
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int  # tokens, of the model before it was stretched
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1.0:
+            raise UsageError(f"RopeScaling.factor must be at least 1, got {self.factor}.")
+        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+            raise UsageError(
+                "RopeScaling.low_freq_factor must be above 0 and below high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}."
+            )
+        if self.original_max_position_embeddings < 1:
+            raise UsageError(
+                "RopeScaling.original_max_position_embeddings must be at least 1, got "
+                f"{self.original_max_position_embeddings}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. The defaults are a model over bytes that two cores train in minutes.
+
+    Hashable, so it may be a static argument of a jitted function.
+    """
+
+    vocab_size: int = 264  # `rlframe.language.model.tokenizers.ByteTokenizer` has 263
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2  # each is shared by heads / key_value_heads queries (Ainslie et al. 2023)
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True  # the head is the embedding's transpose
+    attention_bias: bool = False  # of queries, keys and values; with model_type llama of the output as well
+    max_position_embeddings: int = 2048  # tokens
+    model_type: str = "llama"  # or qwen2
+    dtype: str = "float32"  # of weights and of most arithmetic; or bfloat16 (norms, softmax, logits stay float32)
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "max_position_embeddings"),
+        ):
+            if getattr(self, name) < 1:
+                raise UsageError(f"ModelConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("rope_theta", "rms_norm_eps"):
+            if not getattr(self, name) > 0.0:
+                raise UsageError(f"ModelConfig.{name} must be above 0, got {getattr(self, name)}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UsageError(
+                f"ModelConfig.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})."
+            )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise UsageError(
+                f"ModelConfig.hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                f"({self.num_attention_heads}) where head_dim is not given."
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            raise UsageError(f"ModelConfig.head_dim must be even: rotary embeddings turn pairs; got {self.head_size}.")
+        if self.model_type not in ARCHITECTURES:
+            raise UsageError(
+                f"ModelConfig.model_type {self.model_type!r} is not known; there are {', '.join(ARCHITECTURES)}."
+            )
+        if self.dtype not in DTYPES:
+            raise UsageError(f"ModelConfig.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+
+    @property
+    def array_dtype(self) -> Any:
+        """`dtype`, for arrays. By its name numpy would take TensorFlow's bfloat16, where that is imported."""
+        return jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32
+
+    @property
+    def head_size(self) -> int:
+        """`head_dim`, or what None stands for."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the attention's output has a bias: Qwen2 has them on queries, keys and values only."""
+        return self.attention_bias and self.model_type == "llama"
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
+        """Reads what `config.json` holds, of transformers 4 or 5.
+
+        Raises:
+            UsageError: another architecture, or a variant of this one that is not implemented. Names it.
+        """
+        model_type = fields.get("model_type")
+        if model_type not in ARCHITECTURES:
+            raise UsageError(
+                f"config.json: model_type {model_type!r} is not implemented; there are {', '.join(ARCHITECTURES)}."
+                + suggest(str(model_type), ARCHITECTURES)
+            )
+        architectures = fields.get("architectures") or [ARCHITECTURES[model_type]]
+        if architectures != [ARCHITECTURES[model_type]]:
+            raise UsageError(
+                f"config.json: architectures {architectures} are not implemented for model_type {model_type!r}, only "
+                f"{ARCHITECTURES[model_type]}."
+            )
+        _refuse_variants(fields)
+        theta, scaling = _rope(fields)
+        known = {
+            **{name: fields[name] for name in _PLAIN if fields.get(name) is not None},
+            **dict(model_type=model_type, rope_theta=theta, rope_scaling=scaling, dtype=_dtype(fields)),
+        }
+        missing = [name for name in _NEEDED if name not in known]
+        if missing:
+            raise UsageError(f"config.json lacks {', '.join(missing)}.")
+        if known.get("head_dim", 0) * known["num_attention_heads"] == known["hidden_size"]:
+            del known["head_dim"]  # it says nothing
+        known.setdefault("num_key_value_heads", known["num_attention_heads"])
+        known.setdefault("tie_word_embeddings", False)  # what transformers takes where the file is silent
+        known.setdefault("attention_bias", model_type == "qwen2")
+        if model_type == "qwen2":
+            known["attention_bias"] = True  # always, and the file does not say so
+        return cls(**known)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `config.json` is to hold, for transformers and for `from_json`."""
+        fields = {**dataclasses.asdict(self), "head_dim": self.head_size}
+        if self.rope_scaling is not None:
+            fields["rope_scaling"]["rope_type"] = "llama3"
+        if self.model_type == "qwen2":
+            if not self.attention_bias:
+                raise UsageError("A published qwen2 model has attention_bias; save this one as model_type llama.")
+            del fields["attention_bias"]  # no field of Qwen2's config.json
+        dtype = fields.pop("dtype")
+        return {
+            "architectures": [ARCHITECTURES[self.model_type]],
+            **fields,
+            "hidden_act": "silu",
+            "torch_dtype": dtype,
+            "use_cache": True,
+        }
+
+
+_NEEDED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"),
+    "max_position_embeddings",
+)
+_PLAIN = (*_NEEDED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias")
+
+
+def _refuse_variants(fields: dict[str, Any]) -> None:
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UsageError(f"config.json: hidden_act {fields['hidden_act']!r} is not implemented, only silu.")
+    for name in ("mlp_bias", "use_sliding_window", "quantization_config"):
+        if fields.get(name):
+            raise UsageError(f"config.json: {name} = {fields[name]!r} is not implemented.")
+
+
+def _rope(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    # transformers 5 writes rope_theta and the scaling into one field, rope_parameters.
+    scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = float(scaling.get("rope_theta", fields.get("rope_theta", 10_000.0)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UsageError(f"config.json: rope scaling {kind!r} is not implemented, only llama3.")
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    missing = [name for name in names if name not in scaling]
+    if missing:
+        raise UsageError(f"config.json: the rope scaling lacks {', '.join(missing)}.")
+    return theta, RopeScaling(**{name: scaling[name] for name in names})
+
+
+def _dtype(fields: dict[str, Any]) -> str:
+    published = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    return "bfloat16" if published == "float16" else published  # float16 overflows where bfloat16 does not

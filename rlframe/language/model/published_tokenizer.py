@@ -1,0 +1,150 @@
+"""Published tokenizers: `tokenizer.json`, with the special tokens and the chat template beside it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlframe import extras
+from rlframe.errors import UsageError
+
+with extras.needed("A published tokenizer", "lm"):
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+    import tokenizers
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class PublishedTokenizer:
+    """A folder's tokenizer; see `rlframe.language.model.tokenizers.Tokenizer`.
+
+    Reads `tokenizer.json`; where they are there `tokenizer_config.json` (special tokens, chat template),
+    `chat_template.jinja`, which comes first, and `generation_config.json` (more tokens that end an answer).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the package raises bare Exceptions
+            raise UsageError(f"The file {folder / 'tokenizer.json'} cannot be read: {error}.") from error
+        self._tokenizer.no_truncation()  # which a file may ask for, and transformers does not heed
+        self._tokenizer.no_padding()
+        config = _read(folder / "tokenizer_config.json")
+        self._folder = folder
+        self._special = {name: _content(config[name]) for name in SPECIAL if config.get(name)}
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max(ids, default=-1)  # they may have gaps
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(self._id, ("bos_token", "eos_token", "pad_token"))
+        self.stop_token_ids = self._stop_ids(_read(folder / "generation_config.json").get("eos_token_id"))
+        self._template = _compile(_template(folder, config), folder)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`."""
+        text = text.encode(errors="replace").decode()
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """See `Tokenizer`."""
+        known = [token for token in tokens if 0 <= token < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Any], *, tokenize: bool = True, add_generation_prompt: bool = False
+    ) -> Any:
+        """See `Tokenizer`. The text is what transformers makes of it."""
+        if self._template is None:
+            raise UsageError(f"The tokenizer in {self._folder} has no chat template: it takes plain text only.")
+        try:
+            text = self._template.render(
+                messages=list(messages),
+                tools=None,  # templates ask whether they are None
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
+            )
+        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+            raise UsageError(f"The chat template in {self._folder} refuses the messages: {error}") from error
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
+
+    def _stop_ids(self, more: int | list[int] | None) -> tuple[int, ...]:
+        listed = more if isinstance(more, list) else [more]
+        return tuple(dict.fromkeys(token for token in (self.eos_token_id, *listed) if token is not None))
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, with which templates mark what the assistant said. It changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 has it
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(text: str | None, folder: Path) -> jinja2.Template | None:
+    """The template in a sandbox, as it is somebody else's program, with what transformers offers to it."""
+    if text is None:
+        return None
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, **options: Any) -> str:  # jinja2's own escapes for HTML
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise UsageError(f"The chat template in {folder} cannot be read: {error}") from error
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text()
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        return {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise UsageError(f"The file {file} cannot be read: {error}") from error
+
+
+def save_bytes(folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str) -> None:
+    """Writes a tokenizer of the 256 bytes, followed by `marks`, with the `special` ones' names."""
+    # GPT-2's: a byte that can be seen stands for itself, the others for characters from 256 on.
+    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    unseen = [byte for byte in range(256) if byte not in seen]
+    vocabulary = {chr(byte if byte in seen else 256 + unseen.index(byte)): byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(marks))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

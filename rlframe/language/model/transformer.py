@@ -1,0 +1,298 @@
+"""A decoder-only transformer of the Llama family (Touvron et al. 2023, arXiv:2302.13971; Qwen2, arXiv:2407.10671).
+
+RMSNorm before each part (Zhang and Sennrich 2019), rotary embeddings (Su et al. 2021, in halves as the published
+weights have them), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020). Pure functions on a tree of
+parameters, which is, with D the hidden size, H and K heads of queries and of keys and values, and matrices `[in, out]`:
+
+    embed_tokens [V, D]    norm [D]    lm_head [D, V], unless it is tied to embed_tokens
+    layers: a tuple of dicts: input_layernorm, post_attention_layernorm [D]
+        q_proj [D, H * head]  k_proj, v_proj [D, K * head]  o_proj [H * head, D]  (with *_bias where the config says so)
+        gate_proj, up_proj [D, F]  down_proj [F, D]
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlframe.language.model.config import ModelConfig
+from rlframe.types import Params
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far, one array for each layer: `[B, K, length, head]`.
+
+    How many of a row's positions hold something is the caller's to know (`lengths`). With the positions before the
+    heads attention would first transpose all of it, at each step.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+def init(rng: jax.Array, config: ModelConfig) -> Params:
+    """Random parameters, of which a small model learns from nothing.
+
+    Normal with variance 1 / fan-in; what is added to the residual stream is smaller by the square root of the number
+    of such additions (Radford et al. 2019), embeddings have the published standard deviation of 0.02.
+    """
+    D, F, head = config.hidden_size, config.intermediate_size, config.head_size
+    q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
+    dtype = config.array_dtype
+    residual = 1 / math.sqrt(2 * config.num_hidden_layers)
+
+    def normal(rng: jax.Array, shape: tuple[int, int], scale: float) -> jax.Array:
+        return (scale * jax.random.normal(rng, shape)).astype(dtype)
+
+    def layer(rng: jax.Array) -> dict[str, jax.Array]:
+        shapes = {
+            "q_proj": (D, q_size),
+            "k_proj": (D, kv_size),
+            "v_proj": (D, kv_size),
+            "o_proj": (q_size, D),
+            "gate_proj": (D, F),
+            "up_proj": (D, F),
+            "down_proj": (F, D),
+        }
+        weights = {}
+        for (name, shape), key in zip(shapes.items(), jax.random.split(rng, len(shapes))):
+            scale = residual if name in ("o_proj", "down_proj") else 1.0
+            weights[name] = normal(key, shape, scale / math.sqrt(shape[0]))
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[name] = jnp.ones(D, dtype)
+        if config.attention_bias:
+            weights |= {f"{name}_bias": jnp.zeros(shapes[name][1], dtype) for name in ("q_proj", "k_proj", "v_proj")}
+        if config.output_bias:
+            weights["o_proj_bias"] = jnp.zeros(D, dtype)
+        return weights
+
+    embed_rng, head_rng, *layer_rngs = jax.random.split(rng, 2 + config.num_hidden_layers)
+    params = {
+        "embed_tokens": normal(embed_rng, (config.vocab_size, D), 0.02),
+        "layers": tuple(layer(key) for key in layer_rngs),
+        "norm": jnp.ones(D, dtype),
+    }
+    if not config.tie_word_embeddings:
+        params["lm_head"] = normal(head_rng, (D, config.vocab_size), 1 / math.sqrt(D))
+    return params
+
+
+def apply(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Logits of the token that follows each.
+
+    Args:
+        params: of `init` or `rlframe.language.model.weights.load`.
+        config: static.
+        tokens: `[B, T]` int32.
+        positions: `[B, T]` int32, for the rotary embeddings; None counts the real tokens of each row from 0.
+        mask: `[B, T]` bool: which tokens are real. Padding may be on either side; nothing real attends to it.
+
+    Returns:
+        `[B, T, V]` float32. What is at padding means nothing.
+    """
+    return logits_of(params, config, hidden(params, config, tokens, positions, mask))
+
+
+def hidden(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    remat: bool = False,
+) -> jax.Array:
+    """What the head is applied to, `[B, T, D]`; the arguments are `apply`'s.
+
+    With `remat`, a gradient computes each layer a second time in place of keeping what is inside it.
+    """
+    if positions is None:
+        positions = jnp.arange(tokens.shape[1])[None] if mask is None else jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    T = tokens.shape[1]
+    visible = jnp.tril(jnp.ones((T, T), bool))[None]
+    if mask is not None:
+        visible = visible & mask[:, None, :]
+    turn = _rotation(config, positions)
+
+    def block(x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
+        q, k, v = _qkv(config, layer, x, turn)
+        return _finish(config, layer, x, _attend(q, k, v, visible))
+
+    if remat:
+        block = jax.checkpoint(block)
+    x = params["embed_tokens"][tokens]
+    for layer in params["layers"]:
+        x = block(x, layer)
+    return _rms_norm(x, params["norm"], config.rms_norm_eps)
+
+
+def logits_of(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """The head: `[..., D]` to `[..., V]` float32."""
+    if config.tie_word_embeddings:
+        return jnp.einsum("...d,vd->...v", hidden, params["embed_tokens"], preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,dv->...v", hidden, params["lm_head"], preferred_element_type=jnp.float32)
+
+
+def token_log_probs(
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    remat: bool = False,
+    chunk: int | None = None,
+) -> jax.Array:
+    """Log-probability of each token but the first, given those before it (at temperature 1).
+
+    Args:
+        params, config, tokens, positions, mask: as for `apply`.
+        remat: see `hidden`.
+        chunk: positions whose logits are there at once, and again for the gradient: `[B, chunk, V]` float32 is what
+            the head takes of memory. None: all of them.
+
+    Returns:
+        `[B, T - 1]` float32: at t that of `tokens[:, t + 1]`. Where that or the token before is padding it means
+        nothing.
+    """
+    x = hidden(params, config, tokens, positions, mask, remat=remat)[:, :-1]
+    targets = tokens[:, 1:]
+    if chunk is None or chunk >= x.shape[1]:
+        return _log_probs(params, config, x, targets)
+    missing = -x.shape[1] % chunk
+    x, targets = jnp.pad(x, ((0, 0), (0, missing), (0, 0))), jnp.pad(targets, ((0, 0), (0, missing)))
+    one = jax.checkpoint(lambda x, targets: _log_probs(params, config, x, targets))
+    parts = [one(x[:, i : i + chunk], targets[:, i : i + chunk]) for i in range(0, x.shape[1], chunk)]
+    return jnp.concatenate(parts, axis=1)[:, : tokens.shape[1] - 1]
+
+
+def _log_probs(params: Params, config: ModelConfig, x: jax.Array, targets: jax.Array) -> jax.Array:
+    logits = logits_of(params, config, x)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
+    """An empty cache for `batch` rows of at most `length` tokens."""
+    shape = (batch, config.num_key_value_heads, length, config.head_size)
+    empty = lambda: tuple(jnp.zeros(shape, config.array_dtype) for _ in range(config.num_hidden_layers))  # noqa: E731
+    return Cache(keys=empty(), values=empty())
+
+
+def apply_cached(
+    params: Params, config: ModelConfig, tokens: jax.Array, cache: Cache, lengths: jax.Array, *, span: int | None = None
+) -> tuple[jax.Array, Cache]:
+    """Logits of the tokens that follow those in the cache, which they are added to: prefill, and decoding.
+
+    Tokens on the right of a row's real ones do no harm: what they leave in the cache lies beyond the row's length,
+    where nothing attends to it before it is overwritten.
+
+    Args:
+        params, config: as for `apply`.
+        tokens: `[B, T]` int32, each row's at the positions `lengths[b] + arange(T)`.
+        cache: of `init_cache`. Donate it to the jitted function, or it is copied.
+        lengths: `[B]` int32: tokens that the cache holds of each row. The caller advances them.
+        span: static: how many of the cache's positions can be in use after this call; fewer cost less. None: all.
+
+    Returns:
+        (`[B, T, V]` float32, the cache with the tokens in it). What does not fit into the cache is dropped.
+    """
+    x, cache = hidden_cached(params, config, tokens, cache, lengths, span=span)
+    return logits_of(params, config, x), cache
+
+
+def hidden_cached(
+    params: Params, config: ModelConfig, tokens: jax.Array, cache: Cache, lengths: jax.Array, *, span: int | None = None
+) -> tuple[jax.Array, Cache]:
+    """As `apply_cached`, but what the head is applied to, `[B, T, D]`."""
+    B, T = tokens.shape
+    span = span or cache.keys[0].shape[2]
+    positions = lengths[:, None] + jnp.arange(T)
+    at = jnp.arange(B)[:, None, None], jnp.arange(config.num_key_value_heads)[:, None], positions[:, None]
+    visible = jnp.arange(span) <= positions[..., None]  # [B, T, span]
+    turn = _rotation(config, positions)
+    x = params["embed_tokens"][tokens]
+    keys, values = [], []
+    for layer, cached_keys, cached_values in zip(params["layers"], cache.keys, cache.values):
+        q, k, v = _qkv(config, layer, x, turn)
+        keys.append(cached_keys.at[at].set(k, mode="drop"))
+        values.append(cached_values.at[at].set(v, mode="drop"))
+        x = _finish(config, layer, x, _attend(q, keys[-1][:, :, :span], values[-1][:, :, :span], visible))
+    return _rms_norm(x, params["norm"], config.rms_norm_eps), Cache(tuple(keys), tuple(values))
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return weight * wide.astype(x.dtype)
+
+
+def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles at `positions` `[B, T]`: `[B, 1, T, head / 2]` float32."""
+    head = config.head_size
+    frequencies = config.rope_theta ** -(jnp.arange(0, head, 2, dtype=jnp.float32) / head)
+    if config.rope_scaling is not None:
+        frequencies = _stretch(frequencies, config.rope_scaling)
+    angles = positions[:, None, :, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _stretch(frequencies: jax.Array, scaling: Any) -> jax.Array:
+    """Llama 3.1's: wavelengths beyond the old context are lengthened, short ones kept, those between interpolated."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the old context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns each pair (i, i + head / 2) of `[B, heads, T, head]`."""
+    cosine, sine = turn
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def _linear(layer: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+    y = x @ layer[name]
+    return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
+
+
+def _qkv(
+    config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, turn: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries `[B, H, T, head]`, keys and values `[B, K, T, head]`."""
+    x = _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps)
+    q, k, v = (
+        jnp.swapaxes(_linear(layer, name, x).reshape(*x.shape[:-1], -1, config.head_size), 1, 2)
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
+    return _rotate(q, turn), _rotate(k, turn), v
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """Softmax attention of `q` `[B, H, T, head]` to `k`, `v` `[B, K, S, head]` where `visible` `[B, T, S]`."""
+    B, H, T, head = q.shape
+    K = k.shape[1]
+    q = q.reshape(B, K, H // K, T, head)
+    scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head)
+    scores = jnp.where(visible[:, None, None], scores, -1e30)  # finite: a row of padding sees nothing, and is not NaN
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    attended = jnp.einsum("bkgts,bksd->bkgtd", weights, v).reshape(B, H, T, head)
+    return jnp.swapaxes(attended, 1, 2).reshape(B, T, H * head)
+
+
+def _finish(config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, attended: jax.Array) -> jax.Array:
+    """The rest of a layer: what was attended to is added, then the SwiGLU."""
+    x = x + _linear(layer, "o_proj", attended)
+    h = _rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
+    return x + (jax.nn.silu(h @ layer["gate_proj"]) * (h @ layer["up_proj"])) @ layer["down_proj"]

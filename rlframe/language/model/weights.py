@@ -1,0 +1,184 @@
+"""Weights in the published format: a folder with `config.json` and `model.safetensors`, or shards and their index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe import extras
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.language.model import transformer
+from rlframe.language.model.config import ModelConfig
+from rlframe.types import Params
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_NAMED = 5  # tensors that a message names; more are counted
+
+
+def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[ModelConfig, Params]:
+    """Reads a published model.
+
+    Args:
+        folder: with `config.json` and the weights.
+        dtype: float32 or bfloat16, in place of what `config.json` says.
+
+    Returns:
+        (the configuration, parameters as `rlframe.language.model.transformer.init` gives them, on the default device).
+
+    Raises:
+        UsageError: an architecture that is not implemented, or the package safetensors is missing.
+        CheckpointError: a file is missing or damaged; tensors are missing, unknown, or not of the shapes that the
+            configuration says. Names them.
+    """
+    folder = Path(folder)
+    config = read_config(folder, dtype=dtype)
+    expected, treedef = _expected(config)
+    found: dict[str, jax.Array] = {}
+    unexpected = []
+    for name, tensor in _tensors(folder):
+        if name in expected:
+            found[name] = _convert(name, tensor, expected[name], folder)
+        elif not _is_superfluous(name, config):
+            unexpected.append(name)
+    for names, what in (([name for name in expected if name not in found], "lacks"), (unexpected, "has unexpected")):
+        if names:
+            raise CheckpointError(
+                f"The model in {folder} {what} tensors for a {config.model_type} of {config.num_hidden_layers} layers "
+                f"as its {CONFIG} describes it: {_listed(names)}."
+            )
+    return config, jax.tree.unflatten(treedef, [found[name] for name in expected])
+
+
+def read_config(folder: str | os.PathLike[str], *, dtype: str | None = None) -> ModelConfig:
+    """The configuration that `load` returns, without the weights. Raises what that does."""
+    fields = _read_json(Path(folder) / CONFIG)
+    return ModelConfig.from_json({**fields, "dtype": dtype} if dtype else fields)
+
+
+def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) -> None:
+    """Writes a folder that `load` and transformers read: `config.json` and `model.safetensors`.
+
+    What was there under these names is replaced, each file at once.
+    """
+    save_file = _safetensors("numpy").save_file
+    folder = Path(folder)
+    fields = json.dumps(config.to_json(), indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".{os.getpid()}.new"
+    try:
+        save_file(published(config, params), new, metadata={"format": "pt"})  # transformers refuses a file without it
+        os.replace(new, folder / WEIGHTS)
+        (folder / INDEX).unlink(missing_ok=True)  # of shards that were there before
+        new.write_text(fields)
+        os.replace(new, folder / CONFIG)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def published(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
+    """The parameters under their published names, numpy; matrices are `[out, in]` there."""
+    expected, treedef = _expected(config)
+    if jax.tree.structure(params) != treedef:
+        raise UsageError(f"The parameters are not those of the configuration: expected {treedef}.")
+    tensors = {}
+    for name, leaf in zip(expected, jax.tree.leaves(params)):
+        array = np.asarray(leaf)
+        # safetensors writes memory as it lies: of a transposed view it would save the wrong numbers, without a word.
+        tensors[name] = np.ascontiguousarray(array.T if _is_transposed(name) else array)
+    return tensors
+
+
+def _expected(config: ModelConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
+    """(the leaves of the parameters by their published names, in the tree's order; the tree)."""
+    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    return {_published_name(path): leaf for path, leaf in leaves}, treedef
+
+
+def _published_name(path: tuple[Any, ...]) -> str:
+    last = path[-1].key
+    if len(path) == 1:
+        return "lm_head.weight" if last == "lm_head" else f"model.{last}.weight"
+    layer = f"model.layers.{path[1].idx}"
+    name, kind = (last.removesuffix("_bias"), "bias") if last.endswith("_bias") else (last, "weight")
+    if name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        name = f"self_attn.{name}"
+    elif name in ("gate_proj", "up_proj", "down_proj"):
+        name = f"mlp.{name}"
+    return f"{layer}.{name}.{kind}"
+
+
+def _is_transposed(name: str) -> bool:
+    return name.endswith("_proj.weight") or name == "lm_head.weight"
+
+
+def _is_superfluous(name: str, config: ModelConfig) -> bool:
+    # Older files have a table of frequencies in each layer, and some with a tied head have the head as well.
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def _convert(name: str, tensor: np.ndarray, expected: jax.ShapeDtypeStruct, folder: Path) -> jax.Array:
+    shape = expected.shape[::-1] if _is_transposed(name) else expected.shape
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"The model in {folder}: {name} has the shape {list(tensor.shape)}; its {CONFIG} makes that {list(shape)}."
+        )
+    if tensor.dtype.name == "bfloat16":  # TensorFlow's, where that is imported, which JAX does not take
+        tensor = tensor.view(np.uint16).view(jnp.bfloat16)
+    array = jnp.asarray(tensor, expected.dtype)  # narrowed before it is turned, on the device
+    return array.T if _is_transposed(name) else array
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    safetensors = _safetensors()
+    for file in _files(folder):
+        try:
+            with safetensors.safe_open(file, framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118  not a dict: it cannot be iterated
+                    yield name, opened.get_tensor(name)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"The model in {folder} lacks the file {file.name}.") from error
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(f"The file {file} cannot be read: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        raise CheckpointError(f"The folder {folder} has neither {WEIGHTS} nor {INDEX}.")
+    shards = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict):
+        raise CheckpointError(f"The file {folder / INDEX} has no weight_map.")
+    return [folder / name for name in sorted(set(shards.values()))]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"There is no file {file}: a published model has one.") from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"The file {file} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"The file {file} holds no JSON object.")
+    return fields
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _safetensors(module: str = "") -> Any:
+    with extras.needed("A published model", "lm"):
+        import safetensors
+        import safetensors.numpy
+    return getattr(safetensors, module) if module else safetensors

@@ -1,0 +1,160 @@
+"""From a request to its answers: asyncio on one side, the engine's thread on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rlframe.errors import UnavailableError
+from rlframe.language.decoding import Answer, Engine
+from rlframe.language.model.tokenizers import Tokenizer
+from rlframe.language.server.errors import RefusedError
+from rlframe.language.server.requests import Asked
+from rlframe.language.server.text import Text
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What follows in one of the answers, or all of it."""
+
+    index: int  # of the answer
+    text: str
+    tokens: list[int]  # with the one that ended it, which is no text
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: str | None  # None: more follows
+    stop_reason: str | int | None  # the string or the token that ended it
+
+
+class Generation:
+    """The answers to one request, which is sent to the engine at once.
+
+    Args:
+        streams: whether they are wanted piece by piece.
+        skip_special_tokens: leave them out of the text.
+        timeout: seconds for all of it.
+
+    Raises:
+        UsageError: the engine cannot do that.
+        RefusedError: too much waits (429), or is asked for at once.
+        UnavailableError: the engine is closed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        asked: Asked,
+        tokenizer: Tokenizer,
+        *,
+        streams: bool,
+        skip_special_tokens: bool,
+        timeout: float,
+    ) -> None:
+        wanted, most = len(asked.prompts) * asked.n, engine.config.max_waiting
+        if wanted > most:
+            raise RefusedError(f"{wanted} answers are asked for at once, of which there may be {most}.", 400)
+        self._stop_tokens = asked.sampling.stop_tokens
+        self._timeout = timeout
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
+        self._texts = [Text(tokenizer, asked.stops, skip_special_tokens) for _ in prompts]
+        # Without this each answer costs the event loop once, with it each piece does.
+        self._arrived: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or asked.stops else None
+        self._loop = asyncio.get_running_loop()
+        on_tokens = None
+        if self._arrived is not None:
+            on_tokens = [functools.partial(self._arrive, index) for index in range(len(prompts))]
+        try:
+            self._handles = engine.submit_many(prompts, asked.sampling, on_tokens)
+        except UnavailableError as error:
+            if engine.closed:
+                raise
+            raise RefusedError(str(error), 429, code="queue_full", retry=1) from error
+
+    async def whole(self) -> list[Piece]:
+        """All answers, in their order. Raises as `pieces`."""
+        if self._arrived is not None:
+            parts: list[list[Piece]] = [[] for _ in self._handles]
+            async for piece in self.pieces():
+                parts[piece.index].append(piece)
+            return [_joined(of_one) for of_one in parts]
+        futures = [asyncio.wrap_future(handle.future) for handle in self._handles]
+        try:
+            await asyncio.wait(futures, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            self.cancel()
+        failures = [future.exception() for future in futures if future.done() and not future.cancelled()]
+        if any(failures):
+            raise next(filter(None, failures))
+        if not all(map(asyncio.Future.done, futures)):
+            raise self._too_late
+        return [self._piece(index, future.result()) for index, future in enumerate(futures)]
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answers as they grow; each has a last piece with a `finish_reason`.
+
+        Raises:
+            UnavailableError: the engine was closed, or failed.
+            RefusedError: it took longer than it may.
+        """
+        assert self._arrived is not None
+        timer = self._loop.call_later(self._timeout, self._arrived.put_nowait, (-1, self._too_late))
+        for index, handle in enumerate(self._handles):
+            handle.future.add_done_callback(functools.partial(self._end, index))
+        left = set(range(len(self._handles)))
+        try:
+            while left:
+                index, answer = await self._arrived.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                if index not in left:  # decoded before the engine knew that it has ended
+                    continue
+                piece = self._piece(index, answer)
+                if piece.finish_reason is not None:
+                    left.remove(index)
+                    self._handles[index].cancel()  # frees its slot, where a string ended it
+                yield piece
+        finally:
+            timer.cancel()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Frees the slots of what is not done."""
+        for handle in self._handles:
+            handle.cancel()
+
+    @property
+    def _too_late(self) -> RefusedError:
+        return RefusedError(f"The answer was not complete within {self._timeout:g} s. Ask for less, or later.", 504)
+
+    def _arrive(self, index: int, answer: Answer | Exception) -> None:
+        # In the engine's thread.
+        assert self._arrived is not None
+        with contextlib.suppress(RuntimeError):  # the event loop has ended: nobody waits
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, answer))
+
+    def _end(self, index: int, future: Any) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._arrive(index, error)
+
+    def _piece(self, index: int, answer: Answer) -> Piece:
+        text, tokens = self._texts[index], answer.tokens
+        ended_by = tokens[-1] if answer.finish_reason == "stop" and tokens[-1] in self._stop_tokens else None
+        said, count = text.add(tokens if ended_by is None else tokens[:-1], answer.finish_reason is not None)
+        if text.stopped_by is not None:
+            log_probs, versions = answer.log_probs[:count], answer.versions[:count]
+            return Piece(index, said, tokens[:count], log_probs, versions, "stop", text.stopped_by)
+        return Piece(index, said, *answer, ended_by)
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    return dataclasses.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        log_probs=[log_prob for piece in pieces for log_prob in piece.log_probs],
+        versions=[version for piece in pieces for version in piece.versions],
+    )

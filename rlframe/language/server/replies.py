@@ -1,0 +1,150 @@
+"""What answers look like: OpenAI's completions and chats, whole or as events, with what vLLM and rlframe add."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from rlframe.language.model.tokenizers import Tokenizer
+from rlframe.language.server.generation import Piece
+from rlframe.language.server.requests import Asked, ChatRequest, CompletionRequest
+
+
+class Replies:
+    """The replies to one request.
+
+    Beside OpenAI's fields there are `policy_version`, of the last token (of several choices the newest), in each choice
+    too; there `policy_versions`, of each token, where it is of several; `stop_reason`; and `token_ids` and
+    `prompt_token_ids` where they were asked for.
+    """
+
+    prefix = ""  # of the id
+    kinds = ("", "")  # of a whole answer and of an event
+
+    def __init__(self, request: CompletionRequest | ChatRequest, asked: Asked, tokenizer: Tokenizer) -> None:
+        self._request, self._asked, self._tokenizer = request, asked, tokenizer
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
+        self._begun: set[int] = set()  # answers of which there were events
+        self._lengths: dict[int, int] = {}  # characters so far
+        self._sampled, self._version = 0, -1
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """The answer in one."""
+        choices = [self._choice(piece, streamed=False) for piece in pieces]
+        return {**self._frame(0), "choices": choices, "usage": self._usage()}
+
+    def event(self, piece: Piece) -> dict[str, Any] | None:
+        """What is sent for a piece; None: nothing."""
+        wanted = (
+            piece.text or piece.finish_reason is not None or self._asked.log_probs or self._request.return_token_ids
+        )
+        if not wanted:
+            self._count(piece)
+            return None
+        choice = self._choice(piece, streamed=True)
+        return {**self._frame(1), "choices": [choice], **({"usage": None} if self._request.include_usage else {})}
+
+    def last_event(self) -> dict[str, Any] | None:
+        """What is sent at the end; None: nothing."""
+        return {**self._frame(1), "choices": [], "usage": self._usage()} if self._request.include_usage else None
+
+    def _frame(self, kind: int) -> dict[str, Any]:
+        return {**self._head, "object": self.kinds[kind], "policy_version": self._version}
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(map(len, self._asked.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._sampled,
+            "total_tokens": prompt + self._sampled,
+        }
+
+    def _count(self, piece: Piece) -> None:
+        self._sampled += len(piece.tokens)
+        self._version = max([self._version, *piece.versions[-1:]])
+
+    def _choice(self, piece: Piece, streamed: bool) -> dict[str, Any]:
+        self._count(piece)
+        first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        choice = {
+            "index": piece.index,
+            **self._content(piece, streamed, first),
+            "logprobs": self._log_probs(piece) if self._asked.log_probs else None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if piece.versions:
+            choice["policy_version"] = piece.versions[-1]
+        if len(set(piece.versions)) > 1:
+            choice["policy_versions"] = piece.versions
+        if self._request.return_token_ids:
+            choice["token_ids"] = piece.tokens
+            if first:
+                choice["prompt_token_ids"] = self._asked.prompts[piece.index // self._asked.n]
+        return choice
+
+    def _content(self, piece: Piece, streamed: bool, first: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _log_probs(self, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+class CompletionReplies(Replies):
+    """To `/v1/completions`."""
+
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+
+    def _content(self, piece: Piece, streamed: bool, first: bool) -> dict[str, Any]:
+        return {"text": self._asked.texts[piece.index // self._asked.n] + piece.text if first else piece.text}
+
+    def _log_probs(self, piece: Piece) -> dict[str, Any]:
+        texts = [self._name(token) for token in piece.tokens]
+        offsets, at = [], self._lengths.get(piece.index, 0)
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        self._lengths[piece.index] = at
+        as_ids = self._request.return_tokens_as_token_ids
+        return {
+            "tokens": [f"token_id:{token}" for token in piece.tokens] if as_ids else texts,
+            "token_logprobs": piece.log_probs,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+
+class ChatReplies(Replies):
+    """To `/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+    kinds = ("chat.completion", "chat.completion.chunk")
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """See `Replies`."""
+        answer = super().whole(pieces)
+        if self._request.return_token_ids:
+            answer["prompt_token_ids"] = self._asked.prompts[0]
+        return answer
+
+    def _content(self, piece: Piece, streamed: bool, first: bool) -> dict[str, Any]:
+        said = {"role": "assistant", "content": piece.text}
+        if not streamed:
+            return {"message": {**said, "refusal": None}}
+        return {"delta": said if first else {"content": piece.text}}
+
+    def _log_probs(self, piece: Piece) -> dict[str, Any]:
+        as_ids = self._request.return_tokens_as_token_ids
+        content = []
+        for token, log_prob in zip(piece.tokens, piece.log_probs):
+            text = self._name(token)
+            known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
+            name = f"token_id:{token}" if as_ids else text
+            content.append({"token": name, "logprob": log_prob, "bytes": known, "top_logprobs": []})
+        return {"content": content, "refusal": None}

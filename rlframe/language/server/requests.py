@@ -1,0 +1,233 @@
+"""What may be asked for: the fields of OpenAI's completions and chats, and of vLLM's where those say nothing.
+
+A field that the engine cannot do is refused with a sentence, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple, Union
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from rlframe.language.decoding.sampling import SamplingParams
+from rlframe.language.model.tokenizers import Tokenizer
+from rlframe.language.server.errors import RefusedError
+
+_MAX_STOPS = 16  # strings
+
+# What is not offered, and the values with which it asks for nothing.
+_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+_LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # that change no answer
+
+
+def _sendable(said: Any) -> Any:
+    """Of a text, or a list of them, what is no Unicode as question marks: JSON may have it, an answer may not."""
+    if isinstance(said, list):
+        return [_sendable(one) if isinstance(one, str) else one for one in said]
+    return said.encode(errors="replace").decode() if isinstance(said, str) else said
+
+
+_Said = Annotated[str, AfterValidator(_sendable)]
+
+
+class Asked(NamedTuple):
+    """A request, with texts as tokens."""
+
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    n: int  # of each prompt
+    stops: list[str]
+    texts: list[str]  # that answers begin with: those of the prompts, where they are to be echoed
+    log_probs: bool
+
+
+class StreamOptions(BaseModel):
+    """Of a streamed answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = Field(default=False, description="a last event with the number of tokens")
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    n: int = Field(default=1, ge=1, description="answers to each prompt")
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = Field(default=0, description="0 or -1: all tokens")
+    seed: int | None = None
+    stop: Union[str, list[str]] = Field(default=[], description="strings that end an answer, and are no part of it")
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = Field(default=False, description="go on after the tokenizer's end of text")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool = True
+    return_token_ids: bool = Field(default=False, description="token_ids and prompt_token_ids, as they were sampled")
+    return_tokens_as_token_ids: bool = Field(default=False, description="in logprobs tokens are called token_id:N")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_else(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        kept = {}
+        for name, value in fields.items():
+            if value is None or name in _LABELS:
+                continue
+            if name in _NOT_OFFERED:
+                if value not in _NOT_OFFERED[name]:
+                    raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
+            elif name == "best_of":
+                if value != (fields.get("n") or 1):
+                    message = "best_of is not offered by this server: ask for n, and choose."
+                    raise RefusedError(message, 400, param="best_of")
+            else:
+                kept[name] = value
+        return kept
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling(self, tokenizer: Tokenizer, max_tokens: int | None) -> SamplingParams:
+        if len(self.stops) > _MAX_STOPS or not all(self.stops):
+            raise RefusedError(f"stop has at most {_MAX_STOPS} strings, of which none is empty.", 400, param="stop")
+        ends = () if self.ignore_eos else tokenizer.stop_token_ids
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
+            stop_tokens=tuple(dict.fromkeys((*ends, *self.stop_token_ids))),
+            seed=self.seed,
+        )
+
+
+class CompletionRequest(_Request):
+    """`/v1/completions`."""
+
+    prompt: Annotated[Any, AfterValidator(_sendable)] = Field(
+        description="a text, a list of texts, token ids, or a list of lists of them"
+    )
+    max_tokens: int = Field(default=16, description="of each answer")
+    logprobs: int | None = Field(default=None, ge=0, description="0 or 1: of the tokens that were sampled")
+    echo: bool = Field(default=False, description="texts begin with that of the prompt")
+    add_special_tokens: bool = Field(default=True, description="those that the tokenizer puts around a text")
+
+    def asked(self, tokenizer: Tokenizer) -> Asked:
+        """Raises `RefusedError` or `UsageError` for what cannot be."""
+        if (self.logprobs or 0) > 1:
+            raise RefusedError(
+                f"logprobs={self.logprobs} is not offered: there are log-probabilities of the sampled tokens, not of "
+                "others. Ask for logprobs=1.",
+                *(400,),
+                param="logprobs",
+            )
+        if self.echo and self.logprobs is not None:
+            raise RefusedError("echo with logprobs is not offered: prompts have none.", 400, param="echo")
+        prompts = self._tokens(tokenizer)
+        return Asked(
+            prompts=prompts,
+            sampling=self._sampling(tokenizer, self.max_tokens),
+            n=self.n,
+            stops=self.stops,
+            texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
+            log_probs=self.logprobs is not None,
+        )
+
+    def _tokens(self, tokenizer: Tokenizer) -> list[list[int]]:
+        prompt = self.prompt
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt)):
+            prompt = [prompt]
+        if isinstance(prompt, list) and prompt:
+            if all(isinstance(one, str) for one in prompt):
+                return [list(tokenizer.encode(one, add_special_tokens=self.add_special_tokens)) for one in prompt]
+            if all(isinstance(one, list) and all(type(token) is int for token in one) for one in prompt):
+                return prompt
+        raise RefusedError(
+            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists.", 400, param="prompt"
+        )
+
+    def _text(self, index: int, tokens: list[int], tokenizer: Tokenizer) -> str:
+        if isinstance(self.prompt, str):
+            return self.prompt
+        given = self.prompt[index]
+        return given if isinstance(given, str) else tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: _Said
+
+
+class Message(BaseModel):
+    """A turn of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: _Said
+    content: Union[_Said, list[TextPart]]
+    name: _Said | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, fields: Any) -> Any:
+        # Answers come back as the client's package has them, with fields that say nothing.
+        if isinstance(fields, dict):
+            return {name: value for name, value in fields.items() if value is not None and value != []}
+        return fields
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+
+
+class ChatRequest(_Request):
+    """`/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, description="of each answer; else as many as there is room for")
+    max_completion_tokens: int | None = Field(default=None, description="the same")
+    logprobs: bool = Field(default=False, description="of the tokens that were sampled")
+    top_logprobs: int = Field(default=0, ge=0, description="0: of no others")
+    add_generation_prompt: bool = Field(default=True, description="end with how an assistant begins")
+
+    def asked(self, tokenizer: Tokenizer) -> Asked:
+        """Raises `RefusedError` or `UsageError` for what cannot be."""
+        if self.top_logprobs:
+            raise RefusedError(
+                "top_logprobs is not offered: there are log-probabilities of the sampled tokens, not of others. Ask "
+                "for logprobs alone.",
+                *(400,),
+                param="top_logprobs",
+            )
+        messages = [message.plain for message in self.messages]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=self.add_generation_prompt)
+        both = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return Asked([list(prompt)], self._sampling(tokenizer, both), self.n, self.stops, [""], self.logprobs)

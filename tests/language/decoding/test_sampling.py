@@ -1,0 +1,129 @@
+"""Choosing tokens, and answering a batch of prompts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.language import ModelConfig, SamplingParams, generate
+from rlframe.language.decoding import sampling
+from rlframe.language.model import transformer
+
+CONFIG = ModelConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_position_embeddings=64
+)
+PARAMS = jax.tree.map(lambda x: 2 * x, transformer.init(jax.random.key(0), CONFIG))  # of some decision
+LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
+draw = jax.jit(sampling.sample)
+
+
+@jax.jit
+def _log_probs(params, tokens):
+    return transformer.token_log_probs(params, CONFIG, tokens[None])[0]
+
+
+def learners_log_probs(prompt, tokens):
+    """Of `tokens` after `prompt`. Padded: what is on the right of a token does not concern it."""
+    padded = np.zeros(CONFIG.max_position_embeddings, np.int32)
+    padded[: len(prompt) + len(tokens)] = [*prompt, *tokens]
+    return np.asarray(_log_probs(PARAMS, padded))[len(prompt) - 1 :][: len(tokens)]
+
+
+def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
+    rows = sampling.make_rows(np.stack([sampling.row_key(5, i) for i in range(count)]), [params] * count, 1)
+    logits = LOGITS[::-1] + 20  # the first token, which a mistake would choose, is the unlikeliest
+    tokens, log_probs = draw(np.tile(logits, (count, 1)), rows, np.zeros(count, np.int32))
+    np.testing.assert_allclose(log_probs, LOGITS[4 - tokens], atol=1e-5)  # the model's own, whatever the sampling is
+    return np.bincount(4 - tokens, minlength=5) / count
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (SamplingParams(temperature=0.5), np.square([0.4, 0.3, 0.15, 0.1, 0.05]) / 0.285),
+        (SamplingParams(temperature=0.0), [1, 0, 0, 0, 0]),
+        (SamplingParams(top_p=0.75), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),
+        (SamplingParams(top_p=0.01), [1, 0, 0, 0, 0]),
+        (SamplingParams(top_k=2), np.array([4, 3, 0, 0, 0]) / 7),
+        (SamplingParams(top_k=4, top_p=0.8), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),  # 0.85 / 0.95 is above 0.8
+        (SamplingParams(top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (SamplingParams(top_k=10**20), [0.4, 0.3, 0.15, 0.1, 0.05]),
+        (SamplingParams(top_p=1e-50), [1, 0, 0, 0, 0]),  # 0 in float32
+        (SamplingParams(temperature=2e-38), [1, 0, 0, 0, 0]),  # a logit over it is more than float32 has
+    ],
+)
+def test_tokens_are_as_frequent_as_they_should_be(params, expected):
+    np.testing.assert_allclose(frequencies(params), expected, atol=0.025)
+    assert (frequencies(params)[np.asarray(expected) == 0] == 0).all()
+
+
+def test_noise_differs_between_keys_and_places_and_repeats():
+    flat = np.zeros((64, 40), np.float32)
+    keys = np.stack([sampling.row_key(1, i) for i in range(64)])
+    rows = sampling.make_rows(keys, [SamplingParams()] * 64, 1)
+    first, again = (draw(flat, rows, np.zeros(64, np.int32))[0] for _ in range(2))
+    later = draw(flat, rows, np.ones(64, np.int32))[0]
+    np.testing.assert_array_equal(first, again)
+    assert len(set(first.tolist())) > 20 and (first != later).sum() > 50
+    assert not np.array_equal(sampling.row_key(1), sampling.row_key(2))
+    assert not np.array_equal(sampling.row_key(-1), sampling.row_key(1))
+
+
+def test_generated_tokens_have_the_log_probs_that_a_learner_computes():
+    prompts = [[1, 2, 3], list(range(20)), [7]]
+    completions = generate(PARAMS, CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
+    for prompt, completion in zip(prompts, completions):
+        assert len(completion.tokens) == 9 and completion.finish_reason == "length"
+        np.testing.assert_allclose(completion.log_probs, learners_log_probs(prompt, completion.tokens), atol=1e-4)
+    assert len({tuple(completion.tokens) for completion in completions}) == 3
+
+
+def test_greedy_answers_are_the_likeliest_tokens_one_by_one():
+    prompt = [4, 5, 6]
+    tokens = generate(PARAMS, CONFIG, [prompt], 0, SamplingParams(max_tokens=6, temperature=0.0))[0].tokens
+    logits = transformer.apply(PARAMS, CONFIG, jnp.array([prompt + tokens]))[0, 2:-1]
+    assert tokens == np.argmax(logits, axis=-1).tolist()
+
+
+@pytest.mark.system
+def test_an_answer_ends_with_its_stop_token():
+    whole = generate(PARAMS, CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12))
+    stop = whole[0].tokens[4]
+    first, second = generate(PARAMS, CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12, stop_tokens=(39, stop)))
+    end = whole[0].tokens.index(stop) + 1
+    assert first == (whole[0].tokens[:end], whole[0].log_probs[:end], "stop")
+    assert second.tokens == whole[1].tokens[: len(second.tokens)]  # its own end is its own affair
+    assert generate(PARAMS, CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
+
+
+def test_answers_without_a_limit_fill_the_room_that_there_is():
+    assert generate(PARAMS, CONFIG, [], 0, SamplingParams()) == []
+    lengths = [len(completion.tokens) for completion in generate(PARAMS, CONFIG, [[1] * 60, [2]], 0, SamplingParams())]
+    assert lengths == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 1, "prompt is empty"),
+        ([1, 40], 1, "has the token 40; the model's vocabulary is 0 to 39"),
+        ([-1], 1, "has the token -1"),
+        ([1] * 60, 5, "has 60 tokens; with max_tokens 5 that is more than the 64"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(prompt, max_tokens, message):
+    with pytest.raises(UsageError, match=message):
+        generate(PARAMS, CONFIG, [[1], prompt], 0, SamplingParams(max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_p=1.1), dict(top_k=-1),
+               dict(max_tokens=0), dict(stop_tokens=(-1,)), dict(stop_tokens=(2**31,))]
+)  # fmt: skip
+def test_sampling_that_cannot_be_is_refused_by_name(fields):
+    with pytest.raises(UsageError, match=next(iter(fields))):
+        SamplingParams(**fields)

@@ -1,0 +1,149 @@
+"""The small parts of an environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.language.environments import BaseEnvConfig, files, work
+from rlframe.language.environments.membership import Membership
+from rlframe.language.environments.scoring import length_metrics, put_together
+from rlframe.language.environments.statistics import Statistics
+from rlframe.language.environments.work import Gate, Work
+
+
+def test_where_one_raises_the_others_end_first():
+    ended = []
+
+    async def long(name):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(name)
+
+    async def fails():
+        raise RuntimeError("no")
+
+    async def run():
+        with pytest.raises(RuntimeError, match="no"):
+            await work.together([long("a"), fails(), long("b")])
+        return list(ended)
+
+    assert asyncio.run(run()) == ["a", "b"]
+
+
+def test_work_does_not_count_pauses(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(work.time, "monotonic", lambda: now[0])
+    gate = Gate()
+    gate.set(closed=True)
+    now[0] = 5.0
+    gate.set(closed=True)
+    gate.set(closed=False)
+    one = Work("item", gate, started=now[0])
+    now[0] = 7.0
+    gate.set(closed=True)
+    now[0] = 20.0
+    assert one.seconds == 2.0 and gate.closed and gate.closed_seconds == 18.0
+    gate.set(closed=False)
+    now[0] = 21.0
+    assert one.seconds == 3.0
+
+
+def test_work_knows_the_oldest_version():
+    one = Work("item", Gate())
+    for version in (None, 5, 3, None, 4):
+        one.answered(version)
+    assert one.policy_version == 3
+
+
+def test_what_only_some_sequences_have_is_left_out():
+    items = [
+        {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [0.5], "group_overrides": {"a": 1}},
+        {"tokens": [2], "masks": [2], "scores": 0.0, "advantages": None, "group_overrides": {"b": 2}},
+    ]
+    assert put_together(items) == {
+        "tokens": [[1], [2]],
+        "masks": [[1], [2]],
+        "scores": [1.0, 0.0],
+        "group_overrides": {"a": 1, "b": 2},
+    }
+
+
+def test_statistics_begin_afresh_once_reported():
+    statistics = Statistics()
+    for seconds, sent in ((1.0, True), (3.0, True), (5.0, False)):
+        statistics.ended(seconds, sent=sent)
+    metrics = statistics.report({"mine": 1})
+    assert metrics["train/items_sent_to_api"] == 2 and metrics["train/items_rejected"] == 1 and metrics["mine"] == 1
+    assert metrics["train_perf/task_duration_mean"] == 3.0
+    assert metrics["train_perf/succeeded_task_duration_std"] == 1.0
+    assert (metrics["train_perf/task_duration_max"], metrics["train_perf/failed_task_duration_min"]) == (5.0, 5.0)
+    assert statistics.report({}) == {}
+
+
+def test_lengths_of_completions():
+    assert length_metrics([], 10) == {}
+    assert length_metrics([2, 4, 9, 10], 10) == {
+        "train/completion_lengths": 6.25,
+        "train/completion_lengths_std": pytest.approx(np.std([2, 4, 9, 10])),
+        "train/completion_lengths_max": 10,
+        "train/completion_lengths_min": 2,
+        "train/completion_lengths_p95": 0.25,
+    }
+
+
+def test_checkpoints_are_the_newest_up_to_a_step(tmp_path):
+    for step in (2, 10, 4):
+        files.save_checkpoint(str(tmp_path), "env_0", step, {"at": np.int64(step), "row": np.arange(2)})
+    found = {step: files.load_checkpoint(str(tmp_path), "env_0", step) for step in (1, 2, 9, 10, 11)}
+    assert found[1] == {} and found[2] == {"at": 2, "row": [0, 1]}
+    assert [found[step]["at"] for step in (9, 10, 11)] == [4, 10, 10]
+    assert files.load_checkpoint(str(tmp_path), "env_1", 10) == {}
+    (tmp_path / "env_checkpoints/env_0/step-10.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step-10.json of an environment cannot be read"):
+        files.load_checkpoint(str(tmp_path), "env_0", 10)
+
+
+def test_groups_never_go_into_a_file_that_is_there(tmp_path):
+    for expected in ("groups.jsonl", "groups_1.jsonl", "groups_2.jsonl"):
+        file = files.GroupsFile(str(tmp_path / "groups.jsonl"))
+        file.write({"scores": np.ones(2)})
+        file.write({"scores": [1]})
+        file.close()
+        assert file.path.name == expected
+        assert [json.loads(line) for line in file.path.read_text().splitlines()] == [
+            {"scores": [1, 1]},
+            {"scores": [1]},
+        ]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_resume_file_of_another_kind_is_named(tmp_path):
+    file = tmp_path / "resume"
+    file.write_text("hello")
+
+    async def run():
+        member = Membership(BaseEnvConfig(resume_file=str(file), service_timeout=0.1), "env")
+        try:
+            await member.join()
+        finally:
+            await member.leave()
+
+    with pytest.raises(UsageError, match="resume_file .* is none that an environment wrote"):
+        asyncio.run(run())
+
+
+def test_effort_and_limits_are_checked():
+    for wrong in (
+        {"reasoning_effort": "much"},
+        {"max_reasoning_tokens": 5},
+        {"group_size": 0},
+        {"max_batches_offpolicy": 0},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            BaseEnvConfig(**wrong)

@@ -1,0 +1,387 @@
+"""Model servers as environments ask them, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import types
+
+import openai
+import pytest
+
+from rlframe.errors import PeerError, UsageError
+from rlframe.language.environments import APIServerConfig, ServerBaseline, ServerManager
+from rlframe.language.environments.servers import ReasoningConfig, server
+from rlframe.language.environments.servers.config import servers_of
+from rlframe.language.environments.servers.slots import Slots
+from rlframe.language.environments.tokens import tokenize_for_trainer
+from rlframe.language.environments.work import Gate, Work, current
+from rlframe.language.model.tokenizers import load_tokenizer
+from tests.language.environments.model import Model, serving
+from tests.ports import free_port
+
+DEADLINE = 60
+
+
+@pytest.fixture()
+def model():
+    with serving(Model()) as one:
+        yield one
+
+
+def config_of(model: Model, **options) -> APIServerConfig:
+    return APIServerConfig(base_url=model.url, model_name="m", timeout=DEADLINE, **options)
+
+
+def ask(configs, question, **options):
+    """What a coroutine makes of a manager."""
+
+    async def run():
+        manager = ServerManager(configs, **options)
+        try:
+            return await asyncio.wait_for(question(manager), DEADLINE)
+        finally:
+            await manager.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["token_ids", "names"])
+def test_tokens_are_those_that_were_sampled(model, ids):
+    model.ids = ids
+    model.reply = lambda prompt, number: [200 + number, 7]
+
+    async def question(manager):
+        return await manager.tokens_and_logprobs_completion(input_ids=[1, 2], n=2, max_tokens=4)
+
+    prompt, tokens, logprobs, reasons = ask([config_of(model)], question)
+    assert (prompt, tokens, reasons) == ([1, 2], [[200, 7], [201, 7]], ["stop", "stop"])
+    assert logprobs == [[model.logprob(200), model.logprob(7)], [model.logprob(201), model.logprob(7)]]
+    assert model.requests[0]["prompt"] == [1, 2] and model.requests[0]["return_token_ids"] is True
+
+
+@pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chat"])
+@pytest.mark.parametrize("said", [{"policy_versions": [7, 9]}, {"policy_version": 7}], ids=str)
+def test_the_version_of_an_answer_is_that_of_its_oldest_token(model, said, chats):
+    answer = model.answer
+    model.policy_version = 9
+
+    def with_versions(path, body):
+        status, content = answer(path, body)
+        content["choices"][1].update(said)
+        return status, content
+
+    model.answer = with_versions
+    doing = Work("item", Gate())
+
+    async def question(manager):
+        current.set(doing)
+        if chats:
+            await manager.chat_completion(messages=[{"role": "user", "content": "hi"}], n=2)
+        else:
+            await manager.tokens_and_logprobs_completion(input_ids=[1], n=2)
+
+    ask([config_of(model)], question)
+    assert doing.policy_version == 7
+
+
+def test_sglang_is_asked_in_its_own_way(model):
+    async def question(manager):
+        return await manager.tokens_and_logprobs_completion(input_ids=[1], n=2, max_tokens=4, temperature=0.5)
+
+    prompt, tokens, logprobs, reasons = ask([config_of(model, server_type="sglang")], question)
+    assert (prompt, tokens, reasons) == ([1], [[65], [66]], ["stop", "stop"])
+    assert logprobs == [[model.logprob(65)], [model.logprob(66)]]
+    assert model.requests == [
+        {
+            "path": "/generate",
+            "input_ids": [1],
+            "sampling_params": {"n": 2, "max_new_tokens": 4, "temperature": 0.5},
+            "return_logprob": True,
+        }
+    ]
+
+
+def test_a_server_without_token_ids_is_named(model):
+    model.ids = False
+    answer = model.answer
+
+    def without(path, body):
+        status, content = answer(path, body)
+        for choice in content["choices"]:
+            choice["logprobs"] = None
+        return status, content
+
+    model.answer = without
+    with pytest.raises(UsageError, match="without token ids.*serve policy.*vLLM"):
+        ask([config_of(model)], lambda manager: manager.tokens_and_logprobs_completion(input_ids=[1]))
+
+
+def test_many_completions_are_divided_and_numbered(model):
+    answer = ask(
+        [config_of(model)],
+        lambda manager: manager.chat_completion(messages=[{"role": "user", "content": "?"}], n=7),
+        max_n_completions=3,
+    )
+    assert sorted(request.get("n", 1) for request in model.requests) == [1, 3, 3]
+    assert sorted(int(choice.message.content) for choice in answer.choices) == list(range(7))
+    assert [choice.index for choice in answer.choices] == list(range(7))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_server_that_ignores_n_is_asked_often_enough(model, told):
+    model.n_ignored = True
+
+    async def question(manager):
+        return [await manager.completion(prompt="x", n=3) for _ in range(2)]
+
+    for answer in ask([config_of(model, n_kwarg_is_ignored=told)], question):
+        assert len(answer.choices) == 3
+    several = [request for request in model.requests if request.get("n", 1) > 1]
+    assert (len(model.requests), len(several)) == (6, 0 if told else 1)
+
+
+def test_requests_go_on_when_the_server_comes_back(caplog):
+    caplog.set_level("INFO", "rlframe.language")
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        model = Model()
+        model.url = f"http://127.0.0.1:{port}/v1"
+        tried = threading.Event()
+
+        def start():
+            tried.wait(DEADLINE)
+            stack.enter_context(serving(model, port))
+
+        starter = threading.Thread(target=start)
+        starter.start()
+
+        async def question(manager):
+            asking = asyncio.create_task(manager.completion(prompt="x"))
+            while manager.servers[0].server_healthy:
+                await asyncio.sleep(0.01)
+            tried.set()
+            answer = await asking
+            return answer, manager.servers[0].server_healthy, list(manager.servers[0].attempts_list)
+
+        answer, healthy, attempts = ask([config_of(model)], question)
+        starter.join()
+        assert answer.choices[0].text == "A" and healthy and attempts[0] >= 2
+        told = [record.getMessage() for record in caplog.records if "model server" in record.getMessage()]
+        assert ["does not answer yet" in told[0], told[1]] == [True, f"The model server {model.url} answers."]
+        assert len(told) == 2  # however often it was asked
+
+
+def test_what_fails_is_repeated_until_the_timeout(model):
+    model.failures = 10**9
+    config = config_of(model).model_copy(update={"timeout": 1, "health_check": False})
+    with pytest.raises(PeerError, match=r"did not answer within 1 s and \d+ attempts.*(not now|timed out)"):
+        ask([config], lambda manager: manager.completion(prompt="x"))
+
+
+@pytest.mark.parametrize("behind", ["pause", "others"])
+def test_what_is_waited_for_before_a_request_is_not_of_its_time(model, monkeypatch, behind):
+    """After a pause, or others' requests, that took longer than `timeout`, it has all of that and is repeated still."""
+    late, clock = [0.0], time.monotonic
+    monkeypatch.setattr(server, "time", types.SimpleNamespace(monotonic=lambda: clock() + late[0]))
+    model.failures = 1
+    doing = Work("item", Gate())
+
+    async def question(manager):
+        slots = manager.servers[0].sem
+        current.set(doing)
+        doing.gate.set(closed=behind == "pause")
+        async with slots if behind == "others" else contextlib.nullcontext():
+            asking = asyncio.create_task(manager.completion(prompt="x"))
+            while not (slots._waiting or doing.gate._opened._waiters):
+                await asyncio.sleep(0)
+            late[0] = 10.0 * DEADLINE
+        doing.gate.set(closed=False)
+        return await asking
+
+    assert ask([config_of(model, num_max_requests_at_once=1)], question).choices[0].text == "A"
+    assert len(model.requests) == 2
+
+
+def test_what_is_refused_is_not_repeated(model):
+    answer = model.answer
+    model.answer = lambda path, body: (answer(path, body), (400, {"error": {"message": "too long"}}))[1]
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        ask([config_of(model)], lambda manager: manager.completion(prompt="x"))
+    assert len(model.requests) == 1
+
+
+def test_a_server_that_failed_is_avoided(model, monkeypatch):
+    monkeypatch.setattr(server, "_AVOIDED", DEADLINE)
+    dead = f"http://127.0.0.1:{free_port()}/v1"
+
+    async def question(manager):
+        manager.servers[0].server_healthy, manager.servers[0]._failed_at = False, time.monotonic()
+        return [await manager.completion(prompt="x") for _ in range(3)]
+
+    assert len(ask([config_of(model).model_copy(update={"base_url": dead}), config_of(model)], question)) == 3
+
+
+def test_reasoning_is_asked_for_in_the_words_of_the_provider(model):
+    reasoning = ReasoningConfig(effort="low")
+    chat = [{"role": "user", "content": "?"}]
+
+    async def question(manager):
+        await manager.chat_completion(messages=chat)
+        await manager.chat_completion(messages=chat, skip_reasoning=True)
+
+    ask([config_of(model)], question, reasoning_config=reasoning)
+    assert [request.get("reasoning") for request in model.requests] == [{"enabled": True, "effort": "low"}, None]
+    assert reasoning.extra_body(None) == {"reasoning_effort": "low"}
+    assert ReasoningConfig().extra_body("http://x") == {}
+    assert ReasoningConfig(max_tokens=2048).extra_body("http://x") == {
+        "reasoning": {"enabled": True, "max_tokens": 2048}
+    }
+
+
+def test_so_many_requests_are_under_way_and_less_with_a_weight():
+    async def run():
+        slots, most = Slots(4), 0
+
+        async def enter():
+            nonlocal most
+            async with slots:
+                most = max(most, slots.used)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(enter() for _ in range(20)))
+        full, most = most, 0
+        slots.set_weight(0.5)
+        given_up = asyncio.create_task(enter())
+        tasks = [asyncio.create_task(enter()) for _ in range(20)]
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(*tasks)
+        return full, most, slots.used
+
+    assert asyncio.run(asyncio.wait_for(run(), DEADLINE)) == (4, 2, 0)
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
+def test_turns_of_a_chat_are_never_encoded_again(model, ended):
+    tokenizer = load_tokenizer("byte")
+    chat = [{"role": "user", "content": "hi"}]
+    end = tokenizer.apply_chat_template(chat)[-1]  # the mark that the template puts behind a message
+    # Tokens that no text gives back: what is sampled is not what its text is encoded as.
+    first = [0xFF, *b"ok ", *([end] if ended else [])]
+    model.reply = lambda prompt, number: first if number == 0 else [*b"bye"]
+
+    async def question(manager):
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            answer = await managed.chat_completion(messages=chat, n=1, max_tokens=5)
+            said = {"role": "assistant", "content": answer.choices[0].message.content.strip()}
+            await managed.chat_completion(messages=[*chat, said, {"role": "user", "content": "so?"}], max_tokens=5)
+            return managed.get_state()["nodes"]
+
+    (node,) = ask([config_of(model)], question)
+    start = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert model.requests[0]["prompt"] == start
+    two = [{"role": "user", "content": "hi"}, {"role": "user", "content": "so?"}]
+    second = tokenizer.apply_chat_template(two, add_generation_prompt=True)
+    added = second[len(tokenizer.apply_chat_template(chat)) :]
+    if not ended:
+        added = [end, *added]
+    assert model.requests[1]["prompt"] == [*start, *first, *added]
+    assert node.tokens == [*start, *first, *added, *b"bye"]
+    masks = [-100] * len(start) + first + [-100] * len(added) + list(b"bye")
+    assert node.masked_tokens == masks
+    assert node.logprobs == [1.0 if mask == -100 else model.logprob(mask) for mask in masks]
+
+
+def test_a_chat_that_is_no_next_turn_is_a_sequence_of_its_own(model):
+    tokenizer = load_tokenizer("byte")
+    other = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "else"}]
+
+    async def question(manager):
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            await managed.chat_completion(messages=other[:1], n=2, max_tokens=5)
+            await managed.chat_completion(messages=[*other, other[0]], max_tokens=5)
+            said = {"role": "assistant", "content": "B"}
+            await managed.chat_completion(messages=[other[0], said, other[0]], max_tokens=5)
+            return managed.get_state()["nodes"]
+
+    nodes = ask([config_of(model)], question)
+    assert [node.tokens[-1] for node in nodes] == [65, 68, 67]  # the second one went on
+    assert nodes[1].tokens[: len(model.requests[0]["prompt"]) + 1] == [*model.requests[0]["prompt"], 66]
+    assert model.requests[1]["prompt"] == tokenizer.apply_chat_template([*other, other[0]], add_generation_prompt=True)
+
+
+def test_completions_are_kept_in_the_order_of_the_choices(model):
+    async def question(manager):
+        async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
+            answer = await managed.completion(prompt="ab", n=3, max_tokens=1)
+            nodes = managed.get_state()["nodes"]
+            managed.reset()
+            return answer, nodes, managed.get_state()["nodes"]
+
+    answer, nodes, left = ask([config_of(model)], question)
+    assert [choice.text for choice in answer.choices] == ["A", "B", "C"]
+    assert [node.tokens[-1] for node in nodes] == [65, 66, 67]
+    assert [node.full_text for node in nodes] == ["abA", "abB", "abC"]
+    assert nodes[0].metadata == {"finish_reason": "stop"} and left == []
+
+
+def test_a_managed_server_refuses_tools(model):
+    async def question(manager):
+        async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
+            await managed.chat_completion(messages=[], tools=[{}])
+
+    with pytest.raises(UsageError, match="knows no tools"):
+        ask([config_of(model)], question)
+
+
+def test_masks_of_a_chat(model):
+    tokenizer = load_tokenizer("byte")
+    chat = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "3"},
+        {"role": "assistant", "content": "four"},
+    ]
+    last = tokenize_for_trainer(tokenizer, chat)
+    every = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True, include_messages=True)
+    assert last["tokens"] == every["tokens"] == list(tokenizer.apply_chat_template(chat))
+    assert every["messages"] == chat and "messages" not in last
+
+    def trained(masks):
+        return tokenizer.decode([token for token in masks if token != -100], skip_special_tokens=True)
+
+    assert "four" in trained(last["masks"]) and "two" not in trained(last["masks"])
+    assert "four" in trained(every["masks"]) and "two" in trained(every["masks"])
+    assert "3" not in trained(every["masks"])
+
+
+def test_servers_of_this_machine_and_of_a_slurm_job(tmp_path, monkeypatch):
+    urls = [config.base_url for config in servers_of(ServerBaseline(), slurm=False)]
+    assert urls == [f"http://localhost:{port}/v1" for port in (9004, 9005, 9006, 9007)]
+    one = APIServerConfig(base_url="http://x/v1", model_name="m")
+    assert servers_of(one, slurm=False) == [one]
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    assert servers_of([one], slurm=True) == [one]
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("INFER_TP", "4")
+    found = servers_of([one], slurm=True)
+    assert [config.base_url for config in found] == ["http://n2:9000/v1", "http://n2:9001/v1"]
+    assert {config.model_name for config in found} == {"m"}
+
+
+def test_what_no_server_can_be_is_refused():
+    with pytest.raises(UsageError, match="made-up answers.*not offered"):
+        ServerManager([APIServerConfig(base_url="http://x/v1")], testing=True)
+    with pytest.raises(UsageError, match="needs a base_url"):
+        ServerManager([APIServerConfig()])
+    with pytest.raises(UsageError, match="list of server configs is empty"):
+        ServerManager([])
+    with pytest.raises(ValueError, match="no option 'base_ulr'. Did you mean 'base_url'"):
+        APIServerConfig(base_ulr="x")

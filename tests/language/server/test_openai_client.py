@@ -1,0 +1,267 @@
+"""The `openai` package against a policy server."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import openai
+import pytest
+
+from rlframe.language import SamplingParams, generate
+from rlframe.language.model import transformer
+from rlframe.language.model.tokenizers import ByteTokenizer
+from tests.language.server.serving import TINY, client_of, params_of, serving_policy
+
+TOKENIZER = ByteTokenizer()
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving_policy() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with client_of(server) as one:
+        yield one
+
+
+def greedy(prompt, count):
+    (found,) = generate(params_of(0), TINY, [prompt], 0, SamplingParams(max_tokens=count, temperature=0.0))
+    return found
+
+
+def ask(client, **options):
+    return client.completions.create(**{"model": "policy", "prompt": PROMPT, "max_tokens": 8, **options})
+
+
+def with_ids(**options):
+    return {"logprobs": 1, "extra_body": {"return_token_ids": True, "ignore_eos": True}, **options}
+
+
+@pytest.mark.system
+def test_a_completion_is_the_model_s(client):
+    answer = ask(client, temperature=0, **with_ids())
+    (choice,) = answer.choices
+    expected = greedy(PROMPT, 8)
+    assert choice.token_ids == expected.tokens and choice.prompt_token_ids == PROMPT
+    assert choice.logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=1e-4)
+    assert choice.text == TOKENIZER.decode(expected.tokens, skip_special_tokens=True)
+    assert (choice.finish_reason, answer.policy_version, answer.model) == ("length", 0, "policy")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 8, 11)
+
+
+def test_log_probabilities_are_those_that_a_learner_computes(client):
+    (choice,) = ask(client, seed=5, **with_ids()).choices
+    computed = transformer.token_log_probs(params_of(0), TINY, np.array([PROMPT + choice.token_ids]))
+    assert choice.logprobs.token_logprobs == pytest.approx(computed[0, len(PROMPT) - 1 :].tolist(), abs=1e-4)
+
+
+def test_tokens_of_logprobs_are_texts_with_their_places_or_ids(client):
+    (choice,) = ask(client, seed=5, **with_ids()).choices
+    assert choice.logprobs.tokens == [TOKENIZER.decode([token]) for token in choice.token_ids]
+    lengths = [len(text) for text in choice.logprobs.tokens]
+    assert choice.logprobs.text_offset == [sum(lengths[:at]) for at in range(len(lengths))]
+    as_ids = with_ids(extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True})
+    (again,) = ask(client, seed=5, **as_ids).choices
+    assert again.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+
+
+def test_prompts_are_texts_or_tokens_one_or_many(client):
+    text, tokens = "ab", [97, 98]
+    answers = [
+        [choice.text for choice in ask(client, prompt=prompt, temperature=0, max_tokens=4).choices]
+        for prompt in (text, tokens, [text, text], [tokens, tokens])
+    ]
+    assert answers[0] == answers[1] and len(answers[0]) == 1
+    assert answers[2] == answers[3] == answers[0] * 2
+
+
+def test_n_answers_to_each_prompt_differ_and_are_in_order(client):
+    answer = ask(client, prompt=[[1, 2], [3, 4]], n=3, seed=1, **with_ids())
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.prompt_token_ids for choice in answer.choices] == [[1, 2]] * 3 + [[3, 4]] * 3
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 6
+    assert answer.usage.completion_tokens == sum(len(choice.token_ids) for choice in answer.choices)
+
+
+def test_a_seed_repeats_its_answers(client):
+    def tokens(**options):
+        return [choice.token_ids for choice in ask(client, n=2, **with_ids(**options)).choices]
+
+    assert tokens(seed=3) == tokens(seed=3) != tokens(seed=4)
+    assert tokens() != tokens()
+
+
+def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client):
+    (whole,) = ask(client, seed=11, max_tokens=32, **with_ids()).choices
+    middle = next(at for at in range(4, 30) if all(33 <= token < 127 for token in whole.token_ids[at : at + 2]))
+    stop = TOKENIZER.decode(whole.token_ids[middle : middle + 2])
+    assert stop not in TOKENIZER.decode(whole.token_ids[: middle + 1])
+    for streams in (False, True):
+        answer = ask(client, seed=11, max_tokens=32, stop=["never said", stop], stream=streams, **with_ids())
+        choices = [event.choices[0] for event in answer] if streams else answer.choices
+        text = "".join(choice.text for choice in choices)
+        assert text == TOKENIZER.decode(whole.token_ids[:middle], skip_special_tokens=True)
+        assert [token for choice in choices for token in choice.token_ids] == whole.token_ids[: middle + 2]
+        assert sum(len(choice.logprobs.token_logprobs) for choice in choices) == middle + 2
+        assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
+
+
+def test_a_stop_token_ends_the_tokens_and_is_no_text(client):
+    (whole,) = ask(client, seed=11, max_tokens=32, **with_ids()).choices
+    stop = whole.token_ids[5]
+    body = {"return_token_ids": True, "ignore_eos": True, "stop_token_ids": [stop]}
+    (choice,) = ask(client, seed=11, max_tokens=32, extra_body=body).choices
+    place = whole.token_ids.index(stop)
+    assert choice.token_ids == whole.token_ids[: place + 1]
+    assert choice.text == TOKENIZER.decode(whole.token_ids[:place], skip_special_tokens=True)
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+def test_echo_puts_the_prompt_before_the_answer(client):
+    plain, echoed = (ask(client, prompt="ab", temperature=0, echo=echo).choices[0].text for echo in (False, True))
+    assert echoed == "ab" + plain
+
+
+def test_a_stream_says_what_a_whole_answer_says(client):
+    (whole,) = ask(client, seed=2, max_tokens=24, **with_ids()).choices
+    events = list(ask(client, seed=2, max_tokens=24, stream=True, stream_options={"include_usage": True}, **with_ids()))
+    *pieces, usage = events
+    choices = [event.choices[0] for event in pieces]
+    assert len(choices) > 4, "it is no stream"
+    assert "".join(choice.text for choice in choices) == whole.text
+    assert [token for choice in choices for token in choice.token_ids] == whole.token_ids
+    assert choices[0].prompt_token_ids == PROMPT and not hasattr(choices[1], "prompt_token_ids")
+    log_probs = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    assert log_probs == pytest.approx(whole.logprobs.token_logprobs, abs=1e-4)
+    offsets = [value for choice in choices for value in choice.logprobs.text_offset]
+    assert offsets == whole.logprobs.text_offset
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert usage.choices == [] and usage.usage.completion_tokens == 24
+    assert {event.policy_version for event in events} == {0} and len({event.id for event in events}) == 1
+
+
+def test_a_stream_has_all_of_n_answers(client):
+    whole = ask(client, seed=2, n=3, **with_ids()).choices
+    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for event in ask(client, seed=2, n=3, stream=True, **with_ids()):
+        found[event.choices[0].index] += event.choices[0].token_ids
+    assert list(found.values()) == [choice.token_ids for choice in whole]
+
+
+def test_a_chat_is_answered_by_its_template(client):
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    plain = [messages[0], {"role": "user", "content": "hi"}]
+    prompt = TOKENIZER.apply_chat_template(plain, add_generation_prompt=True)
+    options = {"model": "policy", "messages": messages, "temperature": 0, "max_completion_tokens": 6}
+    body = {"return_token_ids": True, "ignore_eos": True}
+    answer = client.chat.completions.create(**options, logprobs=True, extra_body=body)
+    (choice,) = answer.choices
+    expected = greedy(prompt, 6)
+    assert choice.token_ids == expected.tokens and answer.prompt_token_ids == prompt
+    assert choice.message.role == "assistant"
+    assert choice.message.content == TOKENIZER.decode(expected.tokens, skip_special_tokens=True)
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(expected.log_probs, abs=1e-4)
+    assert [one.token for one in choice.logprobs.content] == [TOKENIZER.decode([token]) for token in expected.tokens]
+    assert (answer.object, answer.usage.prompt_tokens, answer.policy_version) == ("chat.completion", len(prompt), 0)
+    # An answer as the package has it is a turn of the next question.
+    turns = [*messages, choice.message.model_dump(exclude={"role"}) | {"role": "assistant"}, plain[1]]
+    again = client.chat.completions.create(**{**options, "messages": turns})
+    assert again.usage.prompt_tokens > len(prompt) + 6
+
+    events = list(client.chat.completions.create(**options, stream=True, extra_body=body))
+    assert "".join(event.choices[0].delta.content or "" for event in events) == choice.message.content
+    assert events[0].choices[0].delta.role == "assistant" and events[0].object == "chat.completion.chunk"
+    assert events[-1].choices[0].finish_reason == "length"
+
+
+def test_models_are_listed(client):
+    assert [one.id for one in client.models.list()] == ["policy"]
+    assert client.models.retrieve("policy").max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"prompt": [1] * 512}, "The prompt has 512 tokens; with max_tokens 8 that is more than the 512"),
+        ({"prompt": [5, 9999]}, "The prompt has the token 9999; the model's vocabulary is 0 to 263"),
+        ({"prompt": []}, "prompt must be a text, a list of texts"),
+        ({"prompt": ["a", 1]}, "prompt must be a text, a list of texts"),
+        ({"prompt": ""}, "The prompt is empty"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"n": 65}, "65 answers are asked for at once, of which there may be 64"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"logprobs": 5}, "logprobs=5 is not offered"),
+        ({"echo": True, "logprobs": 1}, "echo with logprobs is not offered"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not offered"),
+        ({"best_of": 4}, "best_of is not offered"),
+        ({"stop": [""]}, "stop has at most 16 strings, of which none is empty"),
+        ({"extra_body": {"temprature": 1}}, "There is no option 'temprature'. Did you mean 'temperature'?"),
+        ({"extra_body": {"stop_token_ids": list(range(20))}}, "stop_tokens; EngineConfig.max_stop_tokens is 8"),
+        ({"extra_body": {"stop_token_ids": [10**20]}}, "stop_tokens must be token ids"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_a_sentence(client, options, sentence):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **options)
+    assert sentence in caught.value.body["message"]
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"best_of": 4}, "best_of"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"n": 0}, "n"),
+        ({"temperature": -1}, None),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_the_field(client, options, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **options)
+    assert caught.value.param == param
+
+
+def test_too_many_answers_are_refused_before_anything_is_made_for_each(client):
+    tracemalloc.start()
+    try:
+        with pytest.raises(openai.BadRequestError, match="100000 answers are asked for at once"):
+            ask(client, n=100_000)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20  # bytes; the server is a thread of this process
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_asks_for_nothing_is_taken(client):
+    assert ask(client, frequency_penalty=0, best_of=1, user="me", logit_bias={}, suffix=None).choices
+    assert ask(client, extra_body={"top_k": 10**20}).choices
+
+
+def test_a_chat_that_cannot_be_is_refused(client):
+    def chat(**options):
+        messages = [{"role": "user", "content": "hi"}]
+        return client.chat.completions.create(**{"model": "policy", "messages": messages, **options})
+
+    with pytest.raises(openai.BadRequestError, match="The role must be one of system, user"):
+        chat(messages=[{"role": "wizard", "content": "hi"}])
+    with pytest.raises(openai.BadRequestError, match="top_logprobs is not offered"):
+        chat(logprobs=True, top_logprobs=3)
+    with pytest.raises(openai.BadRequestError, match="tools is not offered"):
+        chat(tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="There is no model 'gpt'; this server has 'policy'") as caught:
+        ask(client, model="gpt")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
+        client.embeddings.create(model="policy", input="x")

@@ -1,0 +1,152 @@
+"""`rlframe serve policy` as a process: what it prints, what it serves, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import jax
+import openai
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.language.model import transformer, weights
+from rlframe.language.model.tokenizers import ByteTokenizer
+from rlframe.programs import policy
+from tests.extras import needs
+from tests.language.server.serving import LONG, TINY, params_of
+from tests.ports import free_address
+from tests.trajectories.serving import ROOT
+from tests.waiting import wait_until
+
+DEADLINE = 120.0
+
+
+@pytest.fixture()
+def folder(tmp_path):
+    """A published model of random weights."""
+    weights.save(tmp_path / "model", TINY, params_of(0))
+    ByteTokenizer().save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "rlframe", "serve", "policy", *map(str, arguments)]
+
+
+def client_of(url):
+    return openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE, max_retries=0)
+
+
+@contextlib.contextmanager
+def running(folder, *arguments):
+    """(process, url) for the time of the `with`."""
+    with open(folder.parent / "log", "wb") as log:
+        process = subprocess.Popen(
+            command(folder, "--port", 0, *arguments),
+            cwd=folder.parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            assert selector.select(DEADLINE), "it does not say where it listens"
+        line = process.stdout.readline()
+        assert line.startswith("Policy at http://"), (folder.parent / "log").read_text()
+        yield process, line.split()[2]
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+        process.stdout.close()
+
+
+def refusal(folder, *arguments):
+    """The sentence with which the command ends at once."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command(*arguments), cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_published_folder_is_served_until_a_signal_and_what_is_under_way_is_answered(folder, number):
+    weights.save(folder, LONG, params_of(0))
+    options = {"model": "mine", "prompt": "ab", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+    with running(folder, "--model-name", "mine", "--length", 4096) as (process, url):
+        with client_of(url) as client:
+            first = client.completions.create(**options)  # which compiles
+            assert (first.policy_version, first.usage.completion_tokens) == (0, 3000)
+            stream = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+            next(stream)
+            process.send_signal(number)
+            assert list(stream)[-1].usage.completion_tokens == 3000
+        assert process.wait(DEADLINE) == 0
+    assert (folder.parent / "log").read_text() == ""
+
+
+@pytest.mark.system
+def test_what_takes_too_long_does_not_hold_up_the_end(folder):
+    weights.save(folder, LONG, params_of(0))
+    with running(folder) as (process, url), client_of(url) as client:
+        stream = client.completions.create(
+            model="policy", prompt="ab", max_tokens=30_000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 0
+        assert time.monotonic() - began < 60
+        stream.close()
+
+
+@pytest.mark.system
+def test_a_learner_by_its_address_is_followed(folder):
+    needs("launchpad")
+    from tests import serving
+    from tests.language.server.serving import Learner
+
+    address = free_address()
+    with running(folder, "--learner", address) as (_, url), client_of(url) as client:
+        options = {"model": "policy", "prompt": "ab", "max_tokens": 8, "temperature": 0}
+        assert client.completions.create(**options).policy_version == 0
+        with serving.serving(Learner(version=5), address):
+            wait_until(
+                lambda: httpx.get(f"{url}/policy", timeout=DEADLINE).json()["version"] == 5,
+                "the learner is not followed",
+            )
+        assert client.completions.create(**options).policy_version == 5
+
+
+def test_bytes_are_not_guessed_where_a_model_has_thousands_of_tokens(tmp_path):
+    published = dataclasses.replace(TINY, vocab_size=32_000)
+    weights.save(tmp_path, published, transformer.init(jax.random.key(0), published))
+    with pytest.raises(UsageError, match="has no tokenizer.json, and its model 32000 tokens"):
+        policy.of_folder(str(tmp_path), None, None, None)
+    assert policy.of_folder(str(tmp_path), "byte", None, None).tokenizer == "byte"
+    weights.save(tmp_path, TINY, params_of(0))
+    assert policy.of_folder(str(tmp_path), None, None, None).tokenizer == "byte"
+
+
+@pytest.mark.system
+def test_input_that_cannot_be_is_one_sentence(tmp_path, folder):
+    assert "Name the folder of a model, or a run by --run-dir" in refusal(tmp_path)
+    assert "There is no run in nothing" in refusal(tmp_path, "--run-dir", "nothing")
+    assert "A learner is at HOST:PORT, got 'here'" in refusal(tmp_path, folder, "--learner", "here")
+    assert "Did you mean '--model-name'" in refusal(tmp_path, folder, "--model-nam", "x")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"Port {port} of 127.0.0.1 is in use" in refusal(tmp_path, folder, "--port", port)
