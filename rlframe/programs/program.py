@@ -57,6 +57,7 @@ def train(
         with contextlib.ExitStack() as undo:
             if not resume:
                 undo.callback(directory.remove)
+                directory.write_config(described, notes or {})  # first: a run that is killed early can be resumed
             run = Run(
                 described,
                 agent_of(described),
@@ -70,7 +71,8 @@ def train(
                 say_updates(described, run.agent.replay_spec, progress)
             engine = make_engine(described, directory, listen)
             topology_of(described)(engine, run)
-            directory.write_config(described, notes or {})
+            if resume:
+                directory.write_config(described, notes or {})
             coordinator = engine.handle_of("coordinator") if described.topology == "elastic" else None
             served.enter_context(serve_control_of(directory.path, control, coordinator))
             more = list(open_loggers(directory.path)) if open_loggers is not None else []

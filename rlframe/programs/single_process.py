@@ -59,6 +59,7 @@ def train(
     ):
         if not resume:
             undo.callback(directory.remove)  # until training has begun
+            directory.write_config(described, notes or {})  # first: a run that is killed early can be resumed
         parts = assemble(described, str(directory.checkpoints))
         run = _Run(described, directory, parts, stop, progress, profile)
         try:
@@ -67,7 +68,8 @@ def train(
             run.start(resume)
             more = list(open_loggers(directory.path)) if open_loggers is not None else []
             run.open_loggers([*more, *([CallbackLogger(callback)] if callback else [])])
-            directory.write_config(described, notes or {})
+            if resume:
+                directory.write_config(described, notes or {})
             served.enter_context(serve_control_of(directory.path, control))
             undo.pop_all()
             until = min(described.steps, stop_at or described.steps)

@@ -48,9 +48,11 @@ def train(
         with contextlib.ExitStack() as undo:
             if not resume:
                 undo.callback(directory.remove)
+                directory.write_config(described, notes or {})  # first: a run that is killed early can be resumed
             until = min(described.steps, stop_at or described.steps)
             run = _open(described, directory, until)
-            directory.write_config(described, notes or {})
+            if resume:
+                directory.write_config(described, notes or {})
             more = list(open_loggers(directory.path)) if open_loggers is not None else []
             undo.pop_all()
         loggers = [
