@@ -21,7 +21,7 @@ _PUBLIC = {
     "ReverbReplayBuffer": "rlframe.replay.reverb",
     "SharedMemReplayBuffer": "rlframe.replay",
     "SyncEnv": "rlframe.envs",
-    "launch": "rlframe.programs.launching.launcher",
+    "launch": "rlframe.engines.launching.launcher",
 }
 
 __all__ = list(_PUBLIC)

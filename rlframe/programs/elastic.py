@@ -29,7 +29,7 @@ from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.programs.assemble import Evaluations, make_pool, replay_capacity
 from rlframe.programs.census import Census
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.launching.launcher import ON_CPU
+from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.programs.topologies import Run, add_reverb, learner_config
 from rlframe.replay import SharedMemReplayBuffer

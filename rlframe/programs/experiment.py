@@ -13,7 +13,7 @@ from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs import naming
 from rlframe.programs.jsonable import from_jsonable, to_jsonable
-from rlframe.programs.launching.supervisor import GRACE
+from rlframe.engines.base import GRACE
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.types import ReplaySpec, Sequence
 
@@ -153,7 +153,7 @@ class Experiment:
                     f"{name}={value!r} is for the topology {' or '.join(topologies)}: {self.topology} does not read "
                     f"it. Leave it at {default!r}, or choose another topology."
                 )
-        check_is_of_launchpad(self)
+        check_engine_reads(self)
 
     def _check_async(self) -> None:
         if self.wait_num is not None and not self.async_envs:
@@ -201,23 +201,22 @@ class Experiment:
         return self.log_every or min(max(self.steps // 100, 1), 10_000)
 
 
-def check_is_of_launchpad(described: Any) -> None:
-    """Raises UsageError where an experiment asks another engine for what only launchpad does."""
-    if described.engine == "launchpad":
-        return
+def check_engine_reads(described: Any) -> None:
+    """Raises UsageError where an experiment tells its engine what that does not read."""
+    read = naming.engine_class(described.engine).options
     for name in ("max_restarts", "hang_timeout", "grace_seconds"):
-        default = getattr(Experiment, name)
-        value = getattr(described, name)
-        if value != default:
+        value, default = getattr(described, name), getattr(Experiment, name)
+        if value != default and name not in read:
+            by = [each for each in naming.ENGINES if name in naming.engine_class(each).options]
             raise UsageError(
-                f"{name}={value} is for the engine launchpad: the engine {described.engine} does not read it. Leave it "
-                f"at {default}, or choose another engine."
+                f"{name}={value} is for the engine {' or '.join(by)}: the engine {described.engine} does not read it. "
+                f"Leave it at {default}, or choose another engine."
             )
 
 
 def peer_deadline(described: Any) -> float:
     """Seconds for which a node of the experiment's program waits for another: for ever where none may hang for ever."""
-    watched = described.engine == "launchpad" and described.hang_timeout > 0
+    watched = "hang_timeout" in naming.engine_class(described.engine).options and described.hang_timeout > 0
     return math.inf if watched else handles.DEADLINE
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from rlframe import extras, handles
 from rlframe.actors import Actor
+from rlframe.engines import Engine
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.programs.assemble import make_pool
 from rlframe.programs.door import ATTEND_EVERY, OPEN_GROUPS, Limits, Shared, installed
-from rlframe.programs.engines.launchpad import LaunchpadEngine
+from rlframe.programs.program import make_engine
 
 _LONGER = 60.0  # seconds by which actors wait longer for the run's machine than the guest, which ends them all
 
@@ -64,13 +65,15 @@ class Admission:
         return handles.Remote([self.addresses["monitor"]], "monitor of the run", deadline, stop)
 
 
-def guests(engine: LaunchpadEngine, admission: Admission, num_inferencers: int) -> None:
+def guests(engine: Engine, admission: Admission, num_inferencers: int) -> None:
     """The wiring: as that of `light_env`, with a learner and a replay that are elsewhere."""
+    from rlframe.replay.reverb import ReverbReplayBuffer
+
     described, agent = admission.shared.described, admission.shared.agent
     deadline = admission.deadline + _LONGER
     cfg = InferencerConfig(seed=described.seed, learner_deadline=deadline)
     learner = handles.Remote([admission.addresses["learner"]], "learner", deadline)
-    replay_buffer = engine.reverb_at(admission.addresses["replay"])
+    replay_buffer = ReverbReplayBuffer(agent, admission.addresses["replay"])
     inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(num_inferencers)]
     env, num_envs = admission.shared.env, described.envs_per_pool
     env_builder = functools.partial(make_pool, described, num_envs, described.env_kwargs, env=env)
@@ -157,6 +160,6 @@ def join(address: str, *, num_actors: int = 2, num_inferencers: int = 1, deadlin
         raise UsageError(f"num_inferencers must be at least 1, got {num_inferencers}.")
     admission = Admission(address, num_actors, deadline)
     described = admission.shared.described
-    engine = LaunchpadEngine(described.max_restarts, decides="guest", hang_timeout=described.hang_timeout)
+    engine = make_engine(described, logs=None)
     guests(engine, admission, num_inferencers)
     return engine.run()

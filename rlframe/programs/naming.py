@@ -8,19 +8,48 @@ import importlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlframe.errors import UsageError, suggest
 
-# name -> (module, class). A class of the user's own needs no entry: it is named by its file.
+if TYPE_CHECKING:
+    from rlframe.engines import Engine
+
+# Name -> what it means, as `load_object` takes it. What is a user's own needs no entry: it is named by its file.
 AGENTS = {
-    "dqn": ("rlframe.agents.dqn", "DQN"),
-    "grpo": ("rlframe.agents.grpo", "GRPO"),
-    "impala": ("rlframe.agents.impala", "IMPALA"),
-    "ppo": ("rlframe.agents.ppo", "PPO"),
+    "dqn": "rlframe.agents.dqn:DQN",
+    "grpo": "rlframe.agents.grpo:GRPO",
+    "impala": "rlframe.agents.impala:IMPALA",
+    "ppo": "rlframe.agents.ppo:PPO",
 }
+ENGINES = {
+    "launchpad": "rlframe.engines.launchpad:LaunchpadEngine",
+    "threads": "rlframe.engines.threads:ThreadsEngine",
+}
+
+
+def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Class") -> Any:
+    """The class or function that a name of `table`, or one of the user's own, means.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in table and ":" not in name:
+        raise UsageError(
+            f"There is no {what} {name!r}; there are {', '.join(sorted(table))}, or one of your own as {form}."
+            f"{suggest(name, table)}"
+        )
+    return load_object(table.get(name, name), what)
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The `rlframe.engines.Engine` that a name or `file.py:Class` means. Raises UsageError if there is none."""
+    found = find(name, ENGINES, "engine")
+    if not (isinstance(found, type) and hasattr(found, "add") and hasattr(found, "run")):
+        raise UsageError(f"{name} is {found!r}, which is no rlframe.engines.Engine: that has add(), run() and others.")
+    return found
 
 
 def agent_class(name: str) -> type:
@@ -29,16 +58,7 @@ def agent_class(name: str) -> type:
     Raises:
         UsageError: there is none, or it is no Agent.
     """
-    if ":" in name:
-        found = load_object(name, "agent")
-    elif name in AGENTS:
-        module, attribute = AGENTS[name]
-        found = getattr(importlib.import_module(module), attribute)
-    else:
-        raise UsageError(
-            f"There is no agent {name!r}; there are {', '.join(sorted(AGENTS))}, or one of your own as file.py:Class."
-            f"{suggest(name, AGENTS)}"
-        )
+    found = find(name, AGENTS, "agent")
     from rlframe.agents import Agent
 
     if not (isinstance(found, type) and issubclass(found, Agent)):

@@ -14,12 +14,14 @@ from typing import Any
 
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
+from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.errors import ProgramError
 from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
-from rlframe.programs import logs
+from rlframe.programs import naming
 from rlframe.programs.assemble import make_agent, make_pool
 from rlframe.programs.census import Census
 from rlframe.programs.control import Control, serve_control_of
+from rlframe.programs.door import OPEN_GROUPS
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import Result, RunDir, open_session, rows_after
 from rlframe.programs.run_status import StatusFile
@@ -69,7 +71,7 @@ def train(
             )
             if not resume:
                 say_updates(described, run.agent.replay_spec, progress)
-            engine = make_engine(described, directory, listen)
+            engine = make_engine(described, directory.logs, listen)
             topology_of(described)(engine, run)
             if resume:
                 directory.write_config(described, notes or {})
@@ -146,23 +148,17 @@ def topology_of(described: Experiment) -> Callable[[Any, Run], None]:
     return TOPOLOGIES[described.topology]
 
 
-def make_engine(described: Any, directory: RunDir, listen: int | None = None) -> Any:
-    """The engine that the experiment asks for."""
-    if described.engine == "threads":
-        from rlframe.programs.engines.threads import ThreadsEngine
+def make_engine(described: Any, logs: pathlib.Path | None, listen: int | None = None) -> Engine:
+    """The engine that the experiment asks for.
 
-        return ThreadsEngine()
-    from rlframe.programs.engines.launchpad import LaunchpadEngine
-
-    decides = "coordinator" if described.topology == "elastic" else "monitor"
-    return LaunchpadEngine(
-        described.max_restarts,
-        decides=decides,
-        listen=listen,
-        logs=directory.logs,
-        hang_timeout=described.hang_timeout,
-        grace=described.grace_seconds,
-    )
+    Args:
+        described: the experiment.
+        logs: the directory in which the nodes' lines are kept; None: nowhere.
+        listen: port of the first of the nodes that other machines may call, whose ports follow each other.
+    """
+    ports = {} if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
+    asked = {name: getattr(described, name) for name in ("max_restarts", "hang_timeout", "grace_seconds")}
+    return naming.engine_class(described.engine)(EngineOptions(**asked, ports=ports, logs=logs))
 
 
 class _Rows:

@@ -40,7 +40,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.progress = self.path / "progress.json"  # of a program of several processes: what its monitor counted
         self.status = self.path / "status.json"  # see `rlframe.programs.run_status`
-        self.logs = self.path / "logs"  # what each process printed: see `rlframe.programs.logs`
+        self.logs = self.path / "logs"  # what each process printed: see `rlframe.engines.logs`
         self.warmup = self.path / "warmup"  # the weights that a language model's supervised steps led to
 
     def open_logs(self, resume_at: int | None) -> Logger:

@@ -1,7 +1,7 @@
 """The programs of several processes, each wiring on a screen.
 
 They are made of the objects of a single-process run, constructed with the same arguments; an engine
-(`rlframe.programs.engines`) decides what runs them.
+(`rlframe.engines`) decides what runs them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import functools
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from rlframe.actors import Actor
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
+from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.programs.assemble import CHECKPOINTS_KEPT, make_pool, replay_capacity
@@ -52,29 +53,6 @@ class Run:
     def session(self) -> str:
         """Names the session among those of its run."""
         return f"{self.began!r}"
-
-
-class Engine(Protocol):
-    """What runs the nodes of a program."""
-
-    def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Adds a node, which constructs an object and calls its `run()`.
-
-        Args:
-            group: learner, inferencer, actor or monitor; of these the program is over when the last has ended.
-            constructor: of the object.
-            *args: its arguments; some may be what `add` gave for other nodes.
-            **kwargs: the same.
-
-        Returns:
-            What stands for the node in the arguments of others.
-        """
-
-    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """Adds a Reverb server of `tables`, whose checkpoints lie in `path`."""
-
-    def own(self, resource: Any) -> Any:
-        """Returns `resource`, whose `close()` is called when the program is over."""
 
 
 def heavy_env(engine: Engine, run: Run) -> None:

@@ -12,7 +12,7 @@ import launchpad as lp
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
 from rlframe.errors import RlframeError
-from rlframe.programs.launching.launcher import ON_CPU, GroupPolicy, launch
+from rlframe.engines.launching.launcher import ON_CPU, GroupPolicy, launch
 from rlframe.replay.reverb import ReverbReplayBuffer
 
 NUM_ACTORS = {"heavy_env": 2, "distributed": 1}  # each process with TensorFlow takes seconds to start
@@ -60,7 +60,7 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
     if topology == "heavy_env":
         replay = memory = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS[topology])
     else:
-        from rlframe.programs.launching.reverb_node import CheckpointedReverbNode
+        from rlframe.engines.launching.reverb_node import CheckpointedReverbNode
 
         tables = ReverbReplayBuffer.tables(agent, block=NUM_ENVS)
         with program.group("replay"):

@@ -22,7 +22,7 @@ from rlframe.programs import door, join
 from rlframe.programs.door import Door, Shared, installed
 from rlframe.programs.experiment import make_experiment
 from rlframe.programs.join import Admission, Guest, guests
-from rlframe.programs.launching.ports import check_free
+from rlframe.engines.launching.ports import check_free
 from rlframe.programs.run import train
 from rlframe.programs.topologies import Run
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
@@ -67,9 +67,6 @@ class Wiring:
         if group == "actor":
             self.of_actors.append(kwargs)
         return group
-
-    def reverb_at(self, address: str) -> str:
-        return address
 
 
 def test_a_guests_actors_have_the_seed_of_the_runs_own_which_is_another_in_each_session(monkeypatch):

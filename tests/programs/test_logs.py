@@ -10,15 +10,16 @@ import sys
 
 import pytest
 
-from rlframe.programs import logs, make_experiment, train
-from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines import logs
+from rlframe.programs import make_experiment, train
+from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
 from tests.programs.running import ROOT
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
 WARNS = """
 import logging, sys
-from rlframe.programs import logs
+from rlframe.engines import logs
 logs.set_up("actor/0")
 print("plain")
 logging.getLogger("rlframe.somewhere").warning("it is cold")

@@ -15,7 +15,7 @@ from rlframe.errors import CheckpointError, ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
-from rlframe.programs.engines.threads import ThreadsEngine
+from rlframe.engines.threads import ThreadsEngine
 from rlframe.programs.experiment import Experiment
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}
@@ -162,4 +162,5 @@ def test_a_second_ctrl_c_at_any_time_has_ended_threads_well_only_if_those_that_s
     engine = ThreadsEngine()
     engine.add("learner", Node, "ends")
     engine.add("actor", Node, how)
+    engine.add("monitor", Node, "waits")
     assert engine.run() == signal.SIGINT

@@ -8,7 +8,7 @@ import pathlib
 import threading
 from typing import TextIO
 
-from rlframe.programs.logs import shown
+from rlframe.engines.logs import shown
 
 _EVERY = 0.1  # seconds
 _AT_ONCE = 1 << 16  # bytes of one file per look, so that one that says much does not hold up the others

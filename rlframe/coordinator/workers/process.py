@@ -24,8 +24,8 @@ from typing import Any
 from rlframe.coordinator.workers.records import Record, Records, load_maker, this_host
 from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
-from rlframe.programs import logs
-from rlframe.programs.launching.supervisor import FOR_GOOD
+from rlframe.engines import logs
+from rlframe.engines.launching.supervisor import FOR_GOOD
 from rlframe.transport import DEFAULT, Transport
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served

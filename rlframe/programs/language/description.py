@@ -7,8 +7,8 @@ from typing import Any, Literal, Union
 
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import TIMEOUT
-from rlframe.programs.experiment import MAX_SEED, EngineName, check_is_of_launchpad
-from rlframe.programs.launching.supervisor import GRACE
+from rlframe.programs.experiment import MAX_SEED, EngineName, check_engine_reads
+from rlframe.engines.base import GRACE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LanguageExperiment:
                 f"A language model learns under the topology light_env, got {self.topology!r}. (Over several machines: "
                 "start the four services by hand, as docs/llm.md shows.)"
             )
-        check_is_of_launchpad(self)
+        check_engine_reads(self)
 
     @property
     def warmup_steps(self) -> int:

@@ -90,8 +90,8 @@ def _run(run: LanguageRun, directory: RunDir, watch: Any) -> int | None:
     described = run.described
     if described.warmup_steps:
         if not directory.warmup.exists():
-            engine, group = _engine_of_one(described, directory)
-            engine.add(group, WarmUp, run)
+            engine = make_engine(described, directory.logs)
+            engine.add("learner", WarmUp, run)  # a program of one node, with the learner's cores and accelerators
             number = engine.run(watch)
             if number is not None or not directory.warmup.exists():
                 return number
@@ -99,25 +99,9 @@ def _run(run: LanguageRun, directory: RunDir, watch: Any) -> int | None:
         run = dataclasses.replace(
             run, agent=make_agent(dataclasses.replace(described, agent_config=config), None, None)
         )
-    engine = make_engine(described, directory)
+    engine = make_engine(described, directory.logs)
     light_env(engine, run)
     return engine.run(watch)
-
-
-def _engine_of_one(described: LanguageExperiment, directory: RunDir) -> tuple[Any, str]:
-    """An engine for one node, with the learner's cores and accelerators, and the group that it is to be in."""
-    if described.engine == "threads":
-        return make_engine(described, directory), "monitor"
-    from rlframe.programs.engines.launchpad import LaunchpadEngine
-
-    engine = LaunchpadEngine(
-        described.max_restarts,
-        decides="learner",
-        logs=directory.logs,
-        hang_timeout=described.hang_timeout,
-        grace=described.grace_seconds,
-    )
-    return engine, "learner"
 
 
 def _read_result(directory: RunDir, run: LanguageRun) -> Result:

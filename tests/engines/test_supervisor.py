@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from rlframe.errors import ProgramError
-from rlframe.programs.launching import supervisor
-from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching import supervisor
+from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
 from tests.waiting import wait_until
 
 PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
@@ -167,7 +167,7 @@ LAUNCHER = """
 import signal, sys
 for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
     signal.signal(ignored_under_nohup, signal.SIG_DFL)
-from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
 code = sys.argv[1]
 print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")], grace=60.0).run())
 """

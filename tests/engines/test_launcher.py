@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def start(what: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.programs.launched", what],
+        [sys.executable, "-m", "tests.engines.launched", what],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         stdout=subprocess.PIPE,

@@ -20,17 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
-from rlframe.coordinator.states import WorkerState
 from rlframe.errors import ProgramError
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.heartbeat import Pulse, interval_of
-from rlframe.programs.logs import NodeLogs, shown
-from rlframe.programs.node_status import node_status
-from rlframe.programs.stopping import leave_terminal, stop_signals
+from rlframe.engines.logs import NodeLogs, shown
+from rlframe.engines.base import GRACE, Watch, node_status
+from rlframe.engines.stopping import leave_terminal, stop_signals
 
-Watch = Callable[[bool, list[dict[str, Any]]], None]
-
-GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
 _HEALTHY = 900.0  # seconds of life after which a death is as the first; those in which it hung do not count
 _KEPT_LINES = 80  # of each node's output, for its traceback
@@ -243,9 +239,9 @@ class Supervisor:
 
     def _status_of(self, node: NodeProcess) -> dict[str, Any]:
         running = self._running.get(node.name)
-        state = WorkerState.LOST if node.name in self._restart_at else WorkerState.GONE
+        state = "LOST" if node.name in self._restart_at else "GONE"  # as a `WorkerState` of a coordinator is called
         pid = None if running is None else running.process.pid
-        status = node_status(node.name, self._starts[node.name] - 1, pid, state if pid is None else WorkerState.BUSY)
+        status = node_status(node.name, self._starts[node.name] - 1, pid, state if pid is None else "BUSY")
         if running is not None and running.pulse is not None:
             status.update(phase=running.pulse.phase, silent_for=round(running.pulse.silent))
         return status

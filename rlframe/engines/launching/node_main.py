@@ -1,4 +1,4 @@
-"""The entry of a node's process: `python -m rlframe.programs.launching.node_main DESCRIPTOR INDEX NAME`.
+"""The entry of a node's process: `python -m rlframe.engines.launching.node_main DESCRIPTOR INDEX NAME`.
 
 Does what Launchpad's own entry does, and dies with the launcher, carries its role in its title, and lets
 no program linger on the disk: the pickled functions come through a descriptor.
@@ -17,8 +17,8 @@ from typing import Any
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat, progress
 from rlframe.interprocess.processes import die_with_parent
-from rlframe.programs import logs
-from rlframe.programs.launching.supervisor import FOR_GOOD
+from rlframe.engines import logs
+from rlframe.engines.launching.supervisor import FOR_GOOD
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 

@@ -15,10 +15,11 @@ from typing import Any, TextIO
 
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
-from rlframe.programs.launching.node_main import LAUNCHER_PID
-from rlframe.programs.launching.ports import KnownAddress, open_ports
-from rlframe.programs.launching.supervisor import GRACE, STOP_SIGNAL, NodeProcess, Supervisor, Watch
-from rlframe.programs.logs import NodeLogs
+from rlframe.engines.base import GRACE, Watch
+from rlframe.engines.launching.node_main import LAUNCHER_PID
+from rlframe.engines.launching.ports import KnownAddress, open_ports
+from rlframe.engines.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
+from rlframe.engines.logs import NodeLogs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ def launch(
 
 
 def _command(descriptor: int, index: int, name: str) -> list[str]:
-    code = "import sys; sys.path[:] = {path!r}; from rlframe.programs.launching.node_main import main; main()"
+    code = "import sys; sys.path[:] = {path!r}; from rlframe.engines.launching.node_main import main; main()"
     path = [entry or os.getcwd() for entry in sys.path]
     return [sys.executable, "-c", code.format(path=path), str(descriptor), str(index), name]
 

@@ -1,4 +1,4 @@
-"""A program of small nodes for tests/programs/test_launcher.py: `python launched.py WHAT`, which launches it."""
+"""A program of small nodes for tests/engines/test_launcher.py: `python launched.py WHAT`, which launches it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import launchpad as lp
 
 from rlframe.errors import RlframeError
-from rlframe.programs.launching.launcher import GroupPolicy, launch
+from rlframe.engines.launching.launcher import GroupPolicy, launch
 
 
 class Server:

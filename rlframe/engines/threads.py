@@ -12,25 +12,28 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import ProgramError
-from rlframe.programs.engines import SAVING_GROUPS
-from rlframe.programs.node_status import node_status
-from rlframe.programs.stopping import StopSignal
+from rlframe.engines.base import SAVING_GROUPS, Engine, EngineOptions, Watch, deciding_group, node_status
+from rlframe.engines.stopping import StopSignal
 
 _log = logging.getLogger(__name__)
 
 _JOIN_WITHIN = 30.0  # seconds that the nodes have to end
 
 
-class ThreadsEngine:
+class ThreadsEngine(Engine):
     """Constructs the objects at once, and runs each in a thread of this process."""
 
-    def __init__(self) -> None:
+    in_process = True
+
+    def __init__(self, options: EngineOptions | None = None) -> None:
+        del options
         self._nodes: list[tuple[str, Any]] = []
+        self._addresses: dict[str, str] = {}  # of Reverb servers, by group
         self._resources: list[Any] = []
         self._ended: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `rlframe.programs.topologies.Engine`."""
+        """See `Engine`."""
         try:
             node = constructor(*args, **kwargs)
         except BaseException:
@@ -40,30 +43,30 @@ class ThreadsEngine:
         return node
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """See `rlframe.programs.topologies.Engine`. Nothing is kept in `path`: the server ends with this process."""
+        """See `Engine`. Nothing is kept in `path`: the server ends with this process."""
         with extras.needed("--replay reverb", "reverb"):
             import reverb
 
-        server = self.own(_Server(reverb.Server(tables(), port=None)))
-        return reverb.Client(f"localhost:{server.port}")
+        server = self.own(_ReverbServer(reverb.Server(tables(), port=None)))
+        self._addresses[group] = f"localhost:{server.port}"
+        return reverb.Client(self._addresses[group])
 
     def own(self, resource: Any) -> Any:
-        """See `rlframe.programs.topologies.Engine`."""
+        """See `Engine`."""
         self._resources.append(resource)
         return resource
 
-    def run(self, watch: Callable[[bool, list[dict[str, Any]]], None] | None = None) -> int | None:
-        """Runs until the monitor's thread has ended, or one has failed.
+    def address_of(self, group: str) -> str:
+        """See `Engine`; of a Reverb server, the one thing here that other processes can reach."""
+        return self._addresses[group]
 
-        Args:
-            watch: is told that this one process is all there is.
+    def handle_of(self, group: str) -> Any:
+        """See `Engine`: the object itself."""
+        return next(node for label, node in self._nodes if label == group)
 
-        Returns:
-            The number of the signal that ended it, or None.
-
-        Raises:
-            ProgramError: a node raised; or, when it was stopped by a signal, one that saves did not end well.
-        """
+    def run(self, watch: Watch | None = None) -> int | None:
+        """See `Engine`; `watch` is told that this one process is all there is."""
+        decides = deciding_group(group for group, _ in self._nodes)
         failure: ProgramError | None = None
         is_complete, patience = False, _JOIN_WITHIN
         if watch is not None:
@@ -84,7 +87,7 @@ class ThreadsEngine:
                         continue
                     if error is not None:
                         failure = _failed(group, "failed", error)
-                    is_complete = error is None and group == "monitor"
+                    is_complete = error is None and group == decides
                     if failure is not None or is_complete:
                         break
             except KeyboardInterrupt:  # a second Ctrl-C already
@@ -141,7 +144,7 @@ def _failed(group: str, how: str, error: BaseException) -> ProgramError:
     return failure
 
 
-class _Server:
+class _ReverbServer:
     """A Reverb server as a resource."""
 
     def __init__(self, server: Any) -> None:

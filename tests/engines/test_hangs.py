@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from rlframe.errors import ProgramError
-from rlframe.programs.launching import supervisor
-from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching import supervisor
+from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def test_nothing_is_killed_where_it_is_turned_off():
 
 LAUNCHER = """
 import sys
-from rlframe.programs.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
 nodes = [NodeProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
 print(Supervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """

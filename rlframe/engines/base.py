@@ -1,0 +1,111 @@
+"""The contract of an engine: all that a topology and a session ask of what runs their nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Protocol
+
+from rlframe.interprocess.heartbeat import TIMEOUT
+
+GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
+
+# What a session does with the state of its nodes: (whether they are being ended, `node_status` of each).
+Watch = Callable[[bool, list[dict[str, Any]]], None]
+
+# The groups whose nodes save when they end. Of a run that was stopped, everything is saved only if they ended well.
+SAVING_GROUPS = ("learner", "replay", "coordinator")
+
+# The groups whose end is the program's, the first that it has; where it has none, it ends with its last node.
+_DECIDING_GROUPS = ("coordinator", "monitor", "guest", "learner")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """What a session tells an engine. Each reads those that it names in `Engine.options`, and `logs`."""
+
+    max_restarts: int = 3  # how often each node may die and be started again
+    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
+    grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
+    ports: Mapping[str, int] = dataclasses.field(default_factory=dict)  # group -> port of its first node
+    logs: pathlib.Path | None = None  # the directory in which the nodes' lines are kept; None: nowhere
+
+
+class Engine(Protocol):
+    """Runs the nodes of one program: places them, connects them, and ends them together.
+
+    A class of this kind is made with `EngineOptions`, and named by `--engine`. What `add` gives for a node is the
+    engine's own, and good as an argument of its other nodes: an object, or a handle that `rlframe.handles.resolve`
+    knows.
+
+    Attributes:
+        options: names of the `EngineOptions` that it reads; the others stay at their defaults.
+        requires: extras of this package that it needs.
+        in_process: whether its nodes are in the process that calls `run`, and share its memory.
+        operator: name of the operator that starts workers which come and go while a program runs; None: nothing does.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ()
+    in_process: ClassVar[bool] = False
+    operator: ClassVar[str | None] = None
+
+    def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Adds a node, which constructs an object and calls its `run()`, and `stop()` when the program ends.
+
+        Args:
+            group: learner, inferencer, actor or monitor, say; the program ends as `deciding_group` says.
+            constructor: of the object.
+            *args: its arguments; some may be what `add` gave for other nodes.
+            **kwargs: the same.
+
+        Returns:
+            What stands for the node in the arguments of others.
+        """
+
+    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
+        """Adds a Reverb server of `tables`, whose checkpoints lie in `path`."""
+
+    def own(self, resource: Any) -> Any:
+        """Returns `resource`, whose `close()` is called when the program is over."""
+
+    def address_of(self, group: str) -> str:
+        """The address of the first node of a group, for who is no node of this program."""
+
+    def handle_of(self, group: str) -> Any:
+        """What calls the first node of a group from the process that calls `run`."""
+
+    def run(self, watch: Watch | None = None) -> int | None:
+        """Runs the program to its end.
+
+        Args:
+            watch: is told how the nodes are, whenever that changes.
+
+        Returns:
+            The number of the signal that ended it, or None where it ended by itself.
+
+        Raises:
+            ProgramError: a node failed for good, or had not saved what it should when the program was stopped.
+        """
+
+
+def deciding_group(groups: Iterable[str]) -> str | None:
+    """The group of a program whose end is the program's; None: it ends with its last node."""
+    there = set(groups)
+    return next((group for group in _DECIDING_GROUPS if group in there), None)
+
+
+def node_status(name: str, incarnation: int, pid: int | None, state: str = "BUSY") -> dict[str, Any]:
+    """The node `actor/0`, restarted `incarnation` times, in the form of a worker in `Coordinator.status`."""
+    role, _, index = name.partition("/")
+    return {
+        "worker_id": name,
+        "role": role,
+        "index": int(index or 0),
+        "incarnation": incarnation,
+        "state": state,
+        "host": socket.gethostname(),
+        "pid": pid,
+    }

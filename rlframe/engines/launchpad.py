@@ -1,0 +1,105 @@
+"""The engine of real processes on this machine: a Launchpad program, run by `rlframe.launch`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rlframe import extras, handles
+from rlframe.engines.base import SAVING_GROUPS, Engine, EngineOptions, Watch, deciding_group
+from rlframe.engines.launching.launcher import ON_CPU, GroupPolicy, launch
+from rlframe.engines.launching.ports import check_free, pick_free
+from rlframe.engines.logs import NodeLogs
+from rlframe.interprocess.progress import STARTING
+
+
+class LaunchpadEngine(Engine):
+    """Builds `program`, a `launchpad.Program`, to which more nodes may be added before `run`.
+
+    Args:
+        options: see `EngineOptions`.
+
+    Raises:
+        UsageError: one of the ports that are asked for is in use.
+    """
+
+    options = ("max_restarts", "hang_timeout", "grace_seconds", "ports")
+    requires = ("launchpad",)
+    operator = "local"
+
+    def __init__(self, options: EngineOptions) -> None:
+        with extras.needed("--engine launchpad", "launchpad"):
+            import launchpad as lp
+
+        self.program = lp.Program("rlframe")
+        self._asked = options
+        self._logs = NodeLogs(options.logs)
+        self._ports = dict(options.ports)
+        check_free(self._ports)
+        self._resources: list[Any] = []
+
+    def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `Engine`."""
+        import launchpad as lp
+
+        with self.program.group(group):
+            return self.program.add_node(lp.CourierNode(functools.partial(_start, constructor), *args, **kwargs))
+
+    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
+        """See `Engine`."""
+        with extras.needed("--replay reverb", "reverb"):
+            from rlframe.engines.launching.reverb_node import CheckpointedReverbNode
+
+        with self.program.group(group):
+            node = CheckpointedReverbNode(tables, path, at_end=self._asked.grace_seconds / 2.0)
+            return self.program.add_node(node)
+
+    def own(self, resource: Any) -> Any:
+        """See `Engine`."""
+        self._resources.append(resource)
+        return resource
+
+    def address_of(self, group: str) -> str:
+        """See `Engine`: "host:port"."""
+        return f"localhost:{self._ports.setdefault(group, pick_free())}"
+
+    def handle_of(self, group: str) -> handles.Remote:
+        """See `Engine`."""
+        return handles.Remote([self.address_of(group)], group)
+
+    def run(self, watch: Watch | None = None) -> int | None:
+        """See `Engine`; as `rlframe.launch`."""
+        try:
+            policies = {label: self._policy(label) for label in self.program.groups}
+            return launch(
+                self.program,
+                policies,
+                ports=self._ports,
+                logs=self._logs,
+                hang_timeout=self._asked.hang_timeout,
+                watch=watch,
+                grace=self._asked.grace_seconds,
+            )
+        finally:
+            for resource in self._resources:
+                resource.close()
+
+    def _policy(self, label: str) -> GroupPolicy:
+        # The accelerators are the learner's, and the cores that others leave: more threads than cores slow each other.
+        env = {"NPROC": str(self._cores_left())} if label == "learner" else ON_CPU
+        max_restarts = 0 if label == "guest" else self._asked.max_restarts  # it has its own deadline
+        decides, saves = label == deciding_group(self.program.groups), label in SAVING_GROUPS
+        return GroupPolicy(max_restarts=max_restarts, decides=decides, saves=saves, env=env)
+
+    def _cores_left(self) -> int:
+        idle = ("learner", deciding_group(self.program.groups))
+        busy = sum(len(nodes) for label, nodes in self.program.groups.items() if label not in idle)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores - busy)
+
+
+def _start(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with STARTING:
+        return constructor(*args, **kwargs)
