@@ -52,6 +52,8 @@ class Engine(Protocol):
     in_process: ClassVar[bool] = False
     operator: ClassVar[str | None] = None
 
+    def __init__(self, options: EngineOptions) -> None: ...
+
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Adds a node, which constructs an object and calls its `run()`, and `stop()` when the program ends.
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.errors import ProgramError
 from rlframe.engines.base import SAVING_GROUPS, Engine, EngineOptions, Watch, deciding_group, node_status
 from rlframe.engines.stopping import StopSignal
+from rlframe.errors import ProgramError
 
 _log = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.coordinator.workers.process import SILENCE
 from rlframe.coordinator.workers.records import save_workers
+from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.programs.assemble import Evaluations, make_pool, replay_capacity
 from rlframe.programs.census import Census
 from rlframe.programs.experiment import Experiment
-from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.programs.topologies import Run, add_reverb, learner_config
 from rlframe.replay import SharedMemReplayBuffer

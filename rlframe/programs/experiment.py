@@ -9,11 +9,11 @@ import pathlib
 from typing import Any, Literal, Union
 
 from rlframe import handles
+from rlframe.engines.base import GRACE
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs import naming
 from rlframe.programs.jsonable import from_jsonable, to_jsonable
-from rlframe.engines.base import GRACE
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.types import ReplaySpec, Sequence
 

@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rlframe.engines import logs
+from rlframe.engines.base import node_status
+from rlframe.engines.stopping import StopSignal
 from rlframe.errors import CheckpointError, CutShortError, EnvError
 from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
-from rlframe.engines import logs
 from rlframe.programs import run_checkpoint
 from rlframe.programs.assemble import Evaluations, Parts, assemble
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.experiment import Experiment
-from rlframe.engines.base import node_status
 from rlframe.programs.profile import Profile
 from rlframe.programs.run_dir import Result, RunDir, open_session
 from rlframe.programs.run_status import StatusFile
-from rlframe.engines.stopping import StopSignal
 from rlframe.programs.updates import first_update, say_updates
 from rlframe.programs.window import Window
 from rlframe.types import Logs

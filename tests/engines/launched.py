@@ -9,8 +9,8 @@ from typing import Any
 
 import launchpad as lp
 
-from rlframe.errors import RlframeError
 from rlframe.engines.launching.launcher import GroupPolicy, launch
+from rlframe.errors import RlframeError
 
 
 class Server:

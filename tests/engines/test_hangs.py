@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rlframe.errors import ProgramError
 from rlframe.engines.launching import supervisor
 from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]

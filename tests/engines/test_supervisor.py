@@ -14,9 +14,9 @@ import threading
 import psutil
 import pytest
 
-from rlframe.errors import ProgramError
 from rlframe.engines.launching import supervisor
 from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
 PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for

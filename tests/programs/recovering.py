@@ -11,8 +11,8 @@ import launchpad as lp
 
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
-from rlframe.errors import RlframeError
 from rlframe.engines.launching.launcher import ON_CPU, GroupPolicy, launch
+from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer
 
 NUM_ACTORS = {"heavy_env": 2, "distributed": 1}  # each process with TensorFlow takes seconds to start

@@ -17,9 +17,9 @@ import httpx
 
 from rlframe.cli import main
 from rlframe.coordinator.control.address import read_control
+from rlframe.engines.base import node_status
 from rlframe.programs import make_experiment, train
 from rlframe.programs.control import Control, RunTarget, serve_control_of
-from rlframe.engines.base import node_status
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.run_lock import RunLock
 from rlframe.programs.run_status import StatusFile

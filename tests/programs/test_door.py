@@ -16,13 +16,13 @@ import pytest
 
 from rlframe import SyncEnv
 from rlframe.actors import Actor
+from rlframe.engines.launching.ports import check_free
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.programs import door, join
 from rlframe.programs.door import Door, Shared, installed
 from rlframe.programs.experiment import make_experiment
 from rlframe.programs.join import Admission, Guest, guests
-from rlframe.engines.launching.ports import check_free
 from rlframe.programs.run import train
 from rlframe.programs.topologies import Run
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from rlframe.engines import logs
-from rlframe.programs import make_experiment, train
 from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.programs import make_experiment, train
 from tests.programs.running import ROOT
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"

@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from rlframe.agents.networks import MLPConfig
+from rlframe.engines.threads import ThreadsEngine
 from rlframe.errors import CheckpointError, ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
-from rlframe.engines.threads import ThreadsEngine
 from rlframe.programs.experiment import Experiment
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}

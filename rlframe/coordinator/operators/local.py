@@ -19,9 +19,9 @@ from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Seen, 
 from rlframe.coordinator.operators.reconciling import ReconcilingOperator
 from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
 from rlframe.coordinator.workers.records import Record, Records, this_host
-from rlframe.interprocess.processes import ProcessId
 from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.engines.launching.supervisor import FOR_GOOD
+from rlframe.interprocess.processes import ProcessId
 
 _EVERY = 0.1  # seconds between two looks at the processes
 _GRACE = CLOSING + 2.0  # seconds from SIGTERM to SIGKILL: a worker that cannot close ends itself before

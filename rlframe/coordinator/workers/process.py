@@ -22,10 +22,10 @@ from types import FrameType
 from typing import Any
 
 from rlframe.coordinator.workers.records import Record, Records, load_maker, this_host
-from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
-from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.engines import logs
 from rlframe.engines.launching.supervisor import FOR_GOOD
+from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
+from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.transport import DEFAULT, Transport
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served

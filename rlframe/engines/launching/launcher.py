@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from rlframe.errors import UsageError, suggest
-from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.engines.base import GRACE, Watch
 from rlframe.engines.launching.node_main import LAUNCHER_PID
 from rlframe.engines.launching.ports import KnownAddress, open_ports
 from rlframe.engines.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
 from rlframe.engines.logs import NodeLogs
+from rlframe.errors import UsageError, suggest
+from rlframe.interprocess.heartbeat import TIMEOUT
 
 
 @dataclasses.dataclass(frozen=True)

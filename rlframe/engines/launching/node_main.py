@@ -14,11 +14,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from rlframe.engines import logs
+from rlframe.engines.launching.supervisor import FOR_GOOD
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat, progress
 from rlframe.interprocess.processes import die_with_parent
-from rlframe.engines import logs
-from rlframe.engines.launching.supervisor import FOR_GOOD
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
 

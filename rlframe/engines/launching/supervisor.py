@@ -16,16 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
+from rlframe.engines.base import GRACE, Watch, node_status
+from rlframe.engines.logs import NodeLogs, shown
+from rlframe.engines.stopping import leave_terminal, stop_signals
 from rlframe.errors import ProgramError
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.heartbeat import Pulse, interval_of
-from rlframe.engines.logs import NodeLogs, shown
-from rlframe.engines.base import GRACE, Watch, node_status
-from rlframe.engines.stopping import leave_terminal, stop_signals
 
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
 _HEALTHY = 900.0  # seconds of life after which a death is as the first; those in which it hung do not count

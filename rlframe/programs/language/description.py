@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, Union
 
+from rlframe.engines.base import GRACE
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs.experiment import MAX_SEED, EngineName, check_engine_reads
-from rlframe.engines.base import GRACE
 
 
 @dataclasses.dataclass(frozen=True)
