@@ -44,8 +44,8 @@ def run(arguments: list[str]) -> int:
     if options.tokenizer is not None:
         extras.require("--tokenizer", "trajectories", "tokenizers")
     with extras.needed(PROG, "trajectories"):
-        from rlframe.trajectories.serving import serve
-    from rlframe.trajectories.settings import Settings
+        from rlframe.trajectories.service.serving import serve
+    from rlframe.trajectories.service.settings import Settings
 
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in names})

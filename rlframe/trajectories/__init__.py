@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 from rlframe import extras
 
 if TYPE_CHECKING:
-    from rlframe.trajectories.buffer import TrajectoryBuffer
-    from rlframe.trajectories.client import AsyncClient, Client
-    from rlframe.trajectories.groups import Group
+    from rlframe.trajectories.client.buffer import TrajectoryBuffer
+    from rlframe.trajectories.client.client import AsyncClient, Client
+    from rlframe.trajectories.client.groups import Group
     from rlframe.types import TokenBatch
 
 # Public name -> module. Resolved on first use (PEP 562): not everyone has what the service and its clients need.
 _PUBLIC = {
-    "AsyncClient": "rlframe.trajectories.client",
-    "Client": "rlframe.trajectories.client",
-    "Group": "rlframe.trajectories.groups",
+    "AsyncClient": "rlframe.trajectories.client.client",
+    "Client": "rlframe.trajectories.client.client",
+    "Group": "rlframe.trajectories.client.groups",
     "TokenBatch": "rlframe.types",
-    "TrajectoryBuffer": "rlframe.trajectories.buffer",
+    "TrajectoryBuffer": "rlframe.trajectories.client.buffer",
 }
 
 __all__ = ["AsyncClient", "Client", "Group", "TokenBatch", "TrajectoryBuffer"]

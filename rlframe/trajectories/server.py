@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlframe.http.token_file import no_token_means
-from rlframe.trajectories.app import make_app
-from rlframe.trajectories.settings import CAN, Settings
+from rlframe.trajectories.service.app import make_app
+from rlframe.trajectories.service.settings import CAN, Settings
 
 _settings = Settings.from_environment()
 if _settings.no_token:

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from rlframe.coordinator.control.serving import serve_control
-from rlframe.trajectories.serving import TrajectoryServer
-from rlframe.trajectories.settings import Settings
+from rlframe.trajectories.service.serving import TrajectoryServer
+from rlframe.trajectories.service.settings import Settings
 from tests.coordinator.control.coordinators import ScriptedCoordinator
 from tests.language.server.serving import serving_policy
 from tests.trajectories.api import Api, group

@@ -14,8 +14,8 @@ needs("trajectories", "envs")
 
 from rlframe.errors import UsageError
 from rlframe.language.server import PolicyServerConfig
-from rlframe.trajectories.serving import TrajectoryServer
-from rlframe.trajectories.settings import Settings
+from rlframe.trajectories.service.serving import TrajectoryServer
+from rlframe.trajectories.service.settings import Settings
 from tests.http.services import COMPLETION, Target, control, policy, trajectories
 from tests.trajectories.serving import outer_address
 

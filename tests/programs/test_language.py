@@ -25,8 +25,8 @@ from rlframe.programs.language.run import train
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.language.warmup import WarmUp
 from rlframe.programs.run_dir import RunDir
-from rlframe.trajectories.serving import TrajectoryServer
-from rlframe.trajectories.settings import Settings
+from rlframe.trajectories.service.serving import TrajectoryServer
+from rlframe.trajectories.service.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
 from tests.small_disk import small_disk
 

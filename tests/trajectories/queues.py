@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlframe.trajectories.queue import Queue
+from rlframe.trajectories.queue.queue import Queue
 
 SETTINGS = {
     "wandb_group": "group",

@@ -17,7 +17,7 @@ from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.config import EvalHandlingEnum
 from rlframe.language.environments.membership import Membership
 from rlframe.language.environments.tracking import WandbRun
-from rlframe.trajectories.replies import EnvStatus
+from rlframe.trajectories.client.replies import EnvStatus
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv

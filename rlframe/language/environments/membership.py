@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageError
 from rlframe.language.environments.config import BaseEnvConfig
 from rlframe.language.environments.files import write_atomically
-from rlframe.trajectories.caller import new_key
-from rlframe.trajectories.client import AsyncClient
-from rlframe.trajectories.groups import Group
-from rlframe.trajectories.replies import EnvStatus, Info, RegisteredEnv, WandbInfo
+from rlframe.trajectories.client.caller import new_key
+from rlframe.trajectories.client.client import AsyncClient
+from rlframe.trajectories.client.groups import Group
+from rlframe.trajectories.client.replies import EnvStatus, Info, RegisteredEnv, WandbInfo
 
 _LEAVE = 5.0  # seconds for the last words
 _PAUSE = 1.0  # seconds before what could not be taken for `service_timeout` seconds is sent again

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlframe.language.environments.types import ScoredDataGroup, ScoredDataItem
-from rlframe.trajectories.groups import Group
+from rlframe.trajectories.client.groups import Group
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlframe.trajectories.groups import IGNORED
+from rlframe.trajectories.client.groups import IGNORED
 
 
 def tokenize_for_trainer(

@@ -18,8 +18,8 @@ from rlframe.programs.language.session import HOST, LanguageRun
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.topologies import Engine
 from rlframe.trajectories import Client, TrajectoryBuffer
-from rlframe.trajectories.serving import TrajectoryServer
-from rlframe.trajectories.settings import Settings
+from rlframe.trajectories.service.serving import TrajectoryServer
+from rlframe.trajectories.service.settings import Settings
 
 ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of environments, for those that save something
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlframe.errors import UsageError
 from rlframe.language.environments.servers.server import APIServer
-from rlframe.trajectories.groups import IGNORED
+from rlframe.trajectories.client.groups import IGNORED
 
 _NO_LOGPROB = 1.0  # by convention, where nothing was sampled
 

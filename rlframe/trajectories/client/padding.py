@@ -1,0 +1,91 @@
+"""Groups of sequences of any lengths as rectangular arrays, of few different shapes."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlframe.trajectories.client.groups import IGNORED, Group
+from rlframe.types import TokenBatch
+
+_SHORTEST = 64  # tokens
+
+_log = logging.getLogger(__name__)
+
+
+def bucket_lengths(max_token_len: int) -> list[int]:
+    """The lengths that batches are padded to: powers of two and the middles between, up to `max_token_len`.
+
+    So padding is less than half of the longest sequence, and an update is compiled a bounded number of times: 21 for
+    sequences of up to 65,536 tokens.
+    """
+    lengths, length = [], _SHORTEST
+    while length < max_token_len:
+        lengths += [length, length + length // 2]
+        length *= 2
+    return [length for length in lengths if length < max_token_len] + [max_token_len]
+
+
+def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
+    """The arrays of `groups`, as long as the smallest of `buckets` that holds the longest sequence.
+
+    Sequences longer than the last bucket are cut to it: for the tokens that are left, what is learned stays right.
+
+    Returns:
+        (batch, number of sequences that were cut).
+    """
+    full = np.concatenate([group.lengths for group in groups])
+    lengths = np.minimum(full, buckets[-1])
+    length = buckets[bisect.bisect_left(buckets, lengths.max())]
+    shape = (len(lengths), length)
+    scores = np.concatenate([group.scores for group in groups]).astype(np.float32)
+    present = np.arange(length) < lengths[:, None]
+    masks = _fill([row for group in groups for row in group.masks], shape, np.int32)
+    mask = ((masks != IGNORED) & present).astype(np.float32)
+    advantages = np.repeat(scores[:, None], length, axis=1)
+    sizes = [len(group) for group in groups]
+    start = 0
+    for group in groups:
+        if group.advantages is not None:
+            advantages[start : start + len(group)] = _fill(group.advantages, (len(group), length), np.float32)
+        start += len(group)
+    batch = TokenBatch(
+        tokens=_fill([row for group in groups for row in group.tokens], shape, np.int32),
+        mask=mask,
+        advantages=advantages * mask,
+        has_advantages=np.repeat([group.advantages is not None for group in groups], sizes),
+        scores=scores,
+        inference_logprobs=_optional("inference_logprobs", groups, mask),
+        ref_logprobs=_optional("ref_logprobs", groups, mask),
+        lengths=lengths,
+        group=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
+    )
+    return batch, int((full > lengths).sum())
+
+
+def _optional(name: str, groups: Sequence[Group], mask: np.ndarray) -> np.ndarray | None:
+    having = [group for group in groups if getattr(group, name) is not None]
+    if len(having) < len(groups):
+        if having:
+            without = sorted({str(group.env_id) for group in groups if getattr(group, name) is None})
+            _log.warning(
+                "A batch is without %s: only %d of its %d groups have them. They are missing from environment %s.",
+                name,
+                len(having),
+                len(groups),
+                ", ".join(without),
+            )
+        return None
+    return _fill([row for group in groups for row in getattr(group, name)], mask.shape, np.float32) * mask
+
+
+def _fill(rows: Sequence[np.ndarray], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    filled = np.zeros(shape, dtype)
+    for target, row in zip(filled, rows):
+        count = min(len(row), shape[1])
+        target[:count] = row[:count]
+    return filled

@@ -1,0 +1,65 @@
+"""Batches of the trajectory service, drawn ahead by a thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from rlframe.replay.dataset import WAKE, Dataset
+from rlframe.trajectories.client.client import Client
+from rlframe.types import Batch
+
+if TYPE_CHECKING:
+    from rlframe.trajectories.client.buffer import TrajectoryBuffer
+
+
+class Prefetched(Dataset):
+    """An endless iterator of batches. Use it as a context manager, or close it.
+
+    Exactly `prefetch` batches are leased ahead of the one that the reader has: each one more is a batch older when it
+    is learned from.
+
+    Args:
+        buffer: whose batches.
+        client: of the thread's own; it is closed with the dataset.
+    """
+
+    def __init__(self, buffer: TrajectoryBuffer, client: Client, prefetch: int, timeout: float | None) -> None:
+        self._trajectories, self._client = buffer, client
+        self._room = threading.Semaphore(max(1, prefetch))
+        self._lock = threading.Lock()  # of the two below
+        self._read: int | None = None  # the reader has this batch
+        self._ahead: set[int] = set()
+        super().__init__(buffer, prefetch, timeout)
+
+    def __next__(self) -> Batch:
+        """See `Dataset`. The batch before is done with."""
+        self._trajectories.finish(self._read)
+        batch = super().__next__()
+        self._read = int(batch.keys[0, 1])
+        with self._lock:
+            self._ahead.discard(self._read)
+        self._room.release()
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread and gives back what it drew ahead. Calling it twice does nothing."""
+        super().close()
+        with self._lock:
+            ahead, self._ahead = sorted(self._ahead), set()
+        self._trajectories.give_back(ahead)
+        self._client.close()
+
+    def _draw(self) -> Batch | None:
+        if not self._room.acquire(timeout=WAKE):
+            return None
+        batch = self._trajectories.draw(self._client, WAKE)
+        if batch is None:
+            self._room.release()
+            return None
+        with self._lock:
+            self._ahead.add(int(batch.keys[0, 1]))
+        return batch
+
+    def _interrupt(self) -> None:
+        self._client.stop()

@@ -1,0 +1,261 @@
+"""The queue of one run: what environments send becomes batches of exactly `batch_size` sequences.
+
+Plain data in, plain data out: no payloads, no clock, no randomness. Service processes that apply the same commands in
+the same order hold the same queue and give the same answers, so every change is one method of `COMMANDS`, with
+arguments that MessagePack can carry. Times are seconds and never run backwards here, whosever clock they come from.
+
+A unit is a group of its environment's group size, or several odd ones of that environment which sum to it. A batch
+takes the minimum shares first, then the oldest units, passing over those after which it could not be filled exactly.
+Units of one size from one environment are never reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.errors import UsageError
+from rlframe.trajectories.queue import views
+from rlframe.trajectories.queue.answers import Added, Registered, RegisteredEnv, Registration
+from rlframe.trajectories.queue.envs import check_env
+from rlframe.trajectories.queue.epoch import Epoch
+from rlframe.trajectories.queue.lanes import Group
+from rlframe.trajectories.queue.leases import Batch
+from rlframe.trajectories.queue.queue_reads import QueueReads
+
+
+class Queue(QueueReads):
+    """The state of one run. Ids of batches count on through all epochs, those of environments do not."""
+
+    COMMANDS = (
+        *("register", "reset", "note_trainer", "register_env", "disconnect_env", "heartbeat", "add", "take"),
+        *("ack", "nack", "renew", "expire", "pause", "resume", "set_policy_version"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_batch = 0
+
+    # Commands.
+
+    def apply(self, command: str, arguments: Mapping[str, Any]) -> Any:
+        """One command of a log."""
+        if command not in self.COMMANDS:
+            raise UsageError(f"{command!r} is no command of the queue; these are: {', '.join(sorted(self.COMMANDS))}.")
+        return getattr(self, command)(**arguments)
+
+    def register(self, settings: Mapping[str, Any], uuid: str, now: float) -> Registered:
+        """The trainer's settings (see `Registration`). The same again are confirmed; others start a new epoch.
+
+        What was sent before the first register, or since a reset, is kept. `uuid` is the caller's name for the
+        settings, given back whenever they are confirmed. Raises `UsageError` for settings that cannot be.
+        """
+        registration = Registration.of(settings)
+        epoch = self._begin(now)
+        if epoch.registration not in (None, registration):
+            epoch = self._new_epoch()
+        if epoch.registration is None:
+            epoch.registration = registration
+            epoch.uuid = uuid
+            epoch.step = registration.starting_step
+        return Registered(epoch.uuid, self._epoch_number)
+
+    def reset(self, now: float) -> None:
+        """Starts a new epoch without a registration."""
+        self._begin(now)
+        self._new_epoch()
+
+    def note_trainer(self) -> None:
+        """The trainer asked for a batch: environments may register from now on."""
+        epoch = self._begin()
+        epoch.started = epoch.registration is not None
+
+    def register_env(
+        self,
+        desired_name: str,
+        max_token_length: int,
+        weight: float,
+        group_size: int,
+        min_batch_allocation: float | None,
+        resume_token: str | None,
+        token: str | None,
+        now: float,
+    ) -> RegisteredEnv | None:
+        """An environment joins, or comes back with the `resume_token` it was given: with the same id and name.
+
+        `group_size` is in sequences, `min_batch_allocation` the part of each batch that is its own, `token` what a new
+        environment can come back with, made by the caller.
+        None: it has to wait for the trainer to start. Raises `UsageError` for values that cannot be.
+        """
+        check_env(max_token_length, weight, group_size, min_batch_allocation)
+        epoch = self._begin(now)
+        if not epoch.started:
+            return None
+        known = epoch.envs.known(resume_token)
+        if known is not None:
+            epoch.leave(known)
+        env = epoch.envs.register(
+            known,
+            token,
+            desired_name=desired_name,
+            max_token_length=max_token_length,
+            weight=weight,
+            group_size=group_size,
+            min_batch_allocation=min_batch_allocation,
+            last_heard=self._now,
+        )
+        epoch.hear(env, self._now)
+        epoch.rebuffer(env)
+        return RegisteredEnv(env.env_id, env.wandb_name, epoch.step, env.resume_token)
+
+    def disconnect_env(self, env_id: int) -> bool:
+        """The environment leaves; what it sent stays. False where there is no such environment."""
+        epoch = self._begin()
+        env = epoch.envs.get(env_id)
+        if env is not None:
+            epoch.leave(env)
+            env.connected = False
+        return env is not None
+
+    def heartbeat(self, env_id: int, now: float) -> bool:
+        """A sign of life; `add` is one too. False where there is no such environment."""
+        epoch = self._begin(now)
+        env = epoch.envs.get(env_id)
+        if env is not None:
+            epoch.hear(env, self._now)
+        return env is not None
+
+    def add(
+        self,
+        group_id: int,
+        sequences: int,
+        tokens: int,
+        size_bytes: int,
+        env_id: int | None,
+        policy_version: int | None,
+        key: str | None,
+        now: float,
+    ) -> Added:
+        """One group.
+
+        Args:
+            group_id: the caller's, such as where its payload lies; it rises from one group to the next.
+            size_bytes: of the payload, for `Status.stored_bytes`.
+            policy_version: that the group was sampled from. Where the trainer bounds staleness, giving it asks for
+                pacing: a group that would be too old by its turn is refused.
+            key: idempotency key; one that was used before gets the answer that it got then.
+
+        Raises `UsageError` for a group without sequences, and for an id that does not rise.
+        """
+        if sequences < 1:
+            raise UsageError(f"A group has at least one sequence; got {sequences}.")
+        if group_id < self._next_group:
+            raise UsageError(f"Ids of groups rise: from {self._next_group} on; got {group_id}.")
+        epoch = self._begin(now)
+        env = epoch.envs.get(env_id)
+        if env is not None:
+            epoch.hear(env, self._now)
+        known = epoch.answers.get(key, self._now) if key is not None else None
+        if known is not None:
+            epoch.tally.duplicates += 1
+            return known
+        refusal = views.refusal(epoch, env_id, sequences, policy_version)
+        if refusal is not None:
+            epoch.tally.refused += 1
+            return refusal
+        answer = epoch.add(Group(group_id, sequences, size_bytes, policy_version, self._now), env_id, tokens)
+        self._next_group = group_id + 1
+        if key is not None:
+            epoch.answers.put(key, answer, self._now)
+        return answer
+
+    def take(
+        self,
+        now: float,
+        lease_seconds: float | None = None,
+        consumer: str | None = None,
+        request: str | None = None,
+        policy_version: int | None = None,
+    ) -> Batch | None:
+        """The next batch, or None while there is not enough.
+
+        Args:
+            lease_seconds: for how long it is the consumer's, until `ack`; None: it is acknowledged at once.
+            consumer, request: with both, the same request again gets the same batch again, until the consumer's next,
+                for an hour.
+            policy_version: that the trainer has now; as `set_policy_version`.
+        """
+        epoch = self._begin(now)
+        if epoch.registration is None:
+            return None
+        epoch.started = True
+        if policy_version is not None:
+            epoch.policy_version = policy_version
+        until = None if lease_seconds is None else self._now + lease_seconds
+        batch = epoch.take(self._next_batch, self._now, until, consumer, request)
+        if batch is not None:
+            self._next_batch = max(self._next_batch, batch.batch_id + 1)
+        return batch
+
+    def ack(self, batch_id: int) -> bool:
+        """The batch is done with. False where it is not leased, nor waits to be delivered again."""
+        epoch = self._begin()
+        batch = epoch.leases.settle(batch_id)
+        if batch is not None:
+            epoch.forget(batch.group_ids, batch.size_bytes)
+        return batch is not None
+
+    def nack(self, batch_id: int, consumer: str | None = None) -> bool:
+        """A leased batch goes to the next who asks; with `consumer`, only where it is (still) his."""
+        return self._begin().leases.give_back(batch_id, consumer)
+
+    def renew(self, batch_id: int, lease_seconds: float, now: float, consumer: str | None = None) -> bool:
+        """A leased batch is its consumer's for so many seconds from now on. False where it is not (his) any more."""
+        return self._begin(now).leases.renew(batch_id, consumer, self._now + lease_seconds)
+
+    def expire(self, now: float) -> list[int]:
+        """Takes back batches whose leases have ended, and shares of environments that are silent, as every command with
+        a time does; `due` says whether there is a need. Returns the ids of the batches."""
+        return self._begin(now).leases.expired
+
+    def pause(self) -> None:
+        """Every environment is told to hold, until `resume`."""
+        self._begin().paused = True
+
+    def resume(self) -> None:
+        """Ends `pause`."""
+        self._begin().paused = False
+
+    def set_policy_version(self, version: int) -> None:
+        """The version that the trainer has now; staleness counts from it."""
+        self._begin().policy_version = version
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything, as plain data that MessagePack can carry; no later command changes anything in it. Quick: what is
+        long is a list of what does not change."""
+        ids = {"now": self._now, "next_group": self._next_group, "next_batch": self._next_batch}
+        return {"format": 3, "number": self._epoch_number, **ids, "epoch": self._epoch.to_state()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Becomes the queue that `get_state` was called on."""
+        if state["format"] != 3:
+            raise UsageError(f"The state of the queue is of format {state['format']}; this version reads format 3.")
+        self._epoch_number, self._now = state["number"], state["now"]
+        self._next_group, self._next_batch = state["next_group"], state["next_batch"]
+        self._epoch = Epoch.from_state(state["epoch"])
+
+    def _begin(self, now: float | None = None) -> Epoch:
+        """What every command does first."""
+        epoch = self._epoch
+        epoch.forgotten = []
+        if now is not None:
+            self._now = max(self._now, now)
+            epoch.lapse(self._now)
+        return epoch
+
+    def _new_epoch(self) -> Epoch:
+        gone = [*self._epoch.forgotten, *self._epoch.held()]
+        self._epoch = Epoch()
+        self._epoch.forgotten = gone
+        self._epoch_number += 1
+        return self._epoch

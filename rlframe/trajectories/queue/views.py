@@ -1,0 +1,229 @@
+"""What a queue tells of itself, and what follows from it. Nothing here changes it."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from rlframe.trajectories.queue.answers import Added, EnvReport, EnvStatus, Report, Staleness, Status, Waiting
+from rlframe.trajectories.queue.envs import Env
+from rlframe.trajectories.queue.forming import Share, scaled
+from rlframe.trajectories.queue.lanes import Group, Lane
+from rlframe.trajectories.queue.packing import fillable, usable
+
+if TYPE_CHECKING:
+    from rlframe.trajectories.queue.epoch import Epoch
+
+# Batches that are queued, as an environment is told that should hold. The published client pauses at its
+# `max_batches_offpolicy` (3 unless configured), and quits for good where current_step and these exceed its steps.
+HOLD_BATCHES = 64
+MAX_WAITING = 100  # sentences about what waits, in one answer
+
+
+def share_of(epoch: Epoch, env: Env) -> int:
+    """The sequences of each batch that an environment asked for."""
+    assert epoch.registration is not None
+    return int(epoch.registration.batch_size * (env.min_batch_allocation or 0))
+
+
+def shares(epoch: Epoch) -> list[Share]:
+    """The minimum shares of the live environments, as they asked for them."""
+    envs = (epoch.envs.all[env_id] for env_id in sorted(epoch.envs.sharing))
+    return [Share(env.env_id, env.group_size, share_of(epoch, env)) for env in envs]
+
+
+def staleness(epoch: Epoch, group: Group) -> int | None:
+    """Policy versions by which a group is older than the trainer's, None where either is unknown."""
+    if epoch.policy_version is None or group.policy_version is None:
+        return None
+    return epoch.policy_version - group.policy_version
+
+
+def formable(epoch: Epoch) -> bool:
+    """Whether the units that are queued can fill a batch, minimum shares and staleness aside."""
+    return epoch.registration is not None and fillable(epoch.registration.batch_size, epoch.lanes.counts)
+
+
+def flowing(epoch: Epoch) -> list[int]:
+    """The unit sizes in the queue that can be part of an exact batch, with as many as may come of what is sent."""
+    counts = epoch.lanes.counts
+    if epoch.registration is None:
+        return list(counts)
+    batch_size = epoch.registration.batch_size
+    coming = usable(batch_size, dict.fromkeys([*counts, *epoch.envs.sizes], batch_size))
+    return [size for size in counts if size in coming]
+
+
+def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: int | None) -> Added | None:
+    """Why a group should not be queued, or None. Staleness is foreseen with one new version per batch."""
+    registration = epoch.registration
+    if registration is None:
+        return None
+    if sequences > registration.batch_size:
+        reason = f"The group has {sequences} sequences, a batch {registration.batch_size}: it can never be served."
+        return Added("refused", reason=reason, too_large=True)
+    if registration.max_staleness is None or policy_version is None or epoch.policy_version is None:
+        return None
+    limit = f"the trainer takes at most {registration.max_staleness}"
+    age = epoch.policy_version - policy_version
+    if age > registration.max_staleness:
+        return Added("refused", reason=f"The group is {age} policy versions old; {limit}.", too_old=True)
+    age += _batches_ahead(epoch, env_id)
+    if age <= registration.max_staleness:
+        return None
+    return Added("refused", reason=f"By its turn the group would be {age} policy versions old; {limit}.")
+
+
+def status(epoch: Epoch, number: int) -> Status:
+    sizes = set(flowing(epoch))
+    groups = epoch.lanes.groups
+    return Status(
+        epoch=number,
+        current_step=epoch.step,
+        queue_size=sum(groups.values()),
+        set_aside=tuple((size, groups[size]) for size in sorted(groups) if size not in sizes),
+        buffered=epoch.buffered,
+        leased=epoch.leases.groups,
+        stored_bytes=epoch.stored_bytes,
+        live_envs=epoch.envs.live,
+        policy_version=epoch.policy_version,
+        started=epoch.started,
+        paused=epoch.paused,
+    )
+
+
+def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
+    env = epoch.envs.get(env_id)
+    registration = epoch.registration
+    if env is None or registration is None:
+        return None
+    batch_size = registration.batch_size
+    sizes = flowing(epoch)
+    total = _sequences(epoch, sizes)
+    full = formable(epoch)
+    largest = max(sizes, default=1)
+    own = sum(len(lane.units) * lane.size for lane in epoch.lanes.of_env(env_id))
+    # What others sent does not make this environment wait where, for all that is there, no batch can be formed: the
+    # batch may be waiting for this very environment.
+    others = epoch.lanes.packed(largest, sizes, without=env_id) if full or total < batch_size else 0
+    queue_size = (own + others) // env.largest_group
+    self_queue_size = own // env.largest_group
+    hold = hold or epoch.paused or _ahead_of_trainer(epoch, env, own, total if full else 0)
+    if hold:
+        steps_left = registration.num_steps - epoch.step
+        batches = min(HOLD_BATCHES, steps_left) if steps_left > 0 else HOLD_BATCHES
+        held = batches * batch_size // env.largest_group
+        queue_size, self_queue_size = max(queue_size, held), max(self_queue_size, held)
+    return EnvStatus(
+        current_step=epoch.step,
+        queue_size=queue_size,
+        env_weight=epoch.envs.weight_of(env),
+        unallocated_fraction=epoch.envs.unallocated_fraction,
+        self_queue_size=self_queue_size,
+        max_group_size=largest,
+        hold=hold,
+    )
+
+
+def report(epoch: Epoch, now: float, envs: int) -> Report:
+    tally = epoch.tally
+    oldest = epoch.lanes.oldest_added()
+    shown = sorted(epoch.envs.latest(envs), key=lambda env: env.env_id)
+    return Report(
+        envs=[_env_report(epoch, env, now) for env in shown],
+        registered_envs=len(epoch.envs.all),
+        oldest_age=None if oldest is None else now - oldest,
+        waiting=waiting(epoch),
+        groups_added=tally.added,
+        sequences_added=tally.added_sequences,
+        tokens_added=tally.added_tokens,
+        queued_sequences=_sequences(epoch, list(epoch.lanes.counts)),
+        batches_served=tally.batches,
+        groups_served=tally.groups,
+        sequences_served=tally.sequences,
+        batches_out=epoch.leases.outstanding,
+        batches_returned=epoch.leases.returned,
+        batches_kept=epoch.leases.kept,
+        redelivered=tally.redelivered,
+        discarded=tally.discarded,
+        refused=tally.refused,
+        duplicates=tally.duplicates,
+        staleness=Staleness(tally.aged, tally.staleness_sum / max(1, tally.aged), tally.staleness_largest),
+    )
+
+
+def _sequences(epoch: Epoch, sizes: list[int]) -> int:
+    return sum(size * epoch.lanes.counts[size] for size in sizes)
+
+
+def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
+    """The batches before that of a group which comes now. What others sent does not count where a batch may be waiting
+    for this very sender: none can be formed of all that is there, or it has a minimum share (and may have to send more
+    than that, for the batch to be exact)."""
+    assert epoch.registration is not None
+    batch_size = epoch.registration.batch_size
+    sizes = flowing(epoch)
+    own = sum(len(lane.units) * lane.size for lane in epoch.lanes.of_env(env_id) if lane.size in sizes)
+    total = _sequences(epoch, sizes) if formable(epoch) else 0
+    ahead = max(own, total) // batch_size
+    share = share_of(epoch, epoch.envs.all[env_id]) if env_id in epoch.envs.sharing else 0
+    return min(ahead, own // share if own >= batch_size else 0) if share else ahead
+
+
+def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
+    """Whether a group that this environment starts now would be too old by its turn, with the trainer's bound."""
+    registration = epoch.registration
+    assert registration is not None
+    if registration.max_staleness is None:
+        return False
+    batches = registration.max_staleness + 1
+    if env.env_id in epoch.envs.sharing:  # batches wait for it, so only what it has itself may make it wait
+        return own >= max(registration.batch_size, batches * share_of(epoch, env))
+    return max(own, total) >= batches * registration.batch_size
+
+
+def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
+    lanes = epoch.lanes.of_env(env.env_id)
+    odd = epoch.buffers.get(env.env_id)
+    return EnvReport(
+        env_id=env.env_id,
+        wandb_name=env.wandb_name,
+        connected=env.connected,
+        live=env.live,
+        weight=epoch.envs.weight_of(env),
+        group_size=env.group_size,
+        min_batch_allocation=env.min_batch_allocation,
+        added_groups=env.added_groups,
+        added_sequences=env.added_sequences,
+        added_tokens=env.added_tokens,
+        served_groups=env.served_groups,
+        served_sequences=env.served_sequences,
+        served_share=env.served_sequences / max(1, epoch.tally.sequences),
+        queued_groups=sum(lane.groups for lane in lanes),
+        queued_sequences=sum(len(lane.units) * lane.size for lane in lanes),
+        buffered_groups=odd.groups if odd else 0,
+        oldest_age=max((now - lane.head.added_at for lane in lanes), default=None),
+        unheard=now - env.last_heard,
+    )
+
+
+def waiting(epoch: Epoch) -> list[Waiting]:
+    if epoch.registration is None:
+        return []
+    batch_size = epoch.registration.batch_size
+    found: list[Waiting] = []
+    aside = epoch.lanes.of_sizes(sorted(set(epoch.lanes.counts) - set(flowing(epoch))))
+    for lane in heapq.nsmallest(MAX_WAITING, aside, key=Lane.key):
+        why = f"set aside: with the sizes that are sent, no sum is exactly batch_size {batch_size}"
+        if lane.size > batch_size:
+            why = f"set aside: larger than batch_size {batch_size}"
+        found.append(Waiting(lane.env_id, lane.size, lane.groups, why))
+    for env_id in heapq.nsmallest(MAX_WAITING, (env_id for env_id, odd in epoch.buffers.items() if odd.groups)):
+        odd, size = epoch.buffers[env_id], epoch.envs.all[env_id].group_size
+        why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
+        found.append(Waiting(env_id, size, odd.groups, why))
+    for share in scaled(batch_size, shares(epoch)):
+        if share.sequences and not epoch.lanes.of_env(share.env_id):
+            why = f"every batch waits for its minimum share of {share.sequences} sequences"
+            found.append(Waiting(share.env_id, share.unit_size, 0, why))
+    return found[:MAX_WAITING]

@@ -1,0 +1,131 @@
+"""Groups come in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from rlframe.http.middleware import MSGPACK, answer, retry_later
+from rlframe.trajectories.queue.answers import Added
+from rlframe.trajectories.service import models
+from rlframe.trajectories.service.checks import InvalidGroupError
+from rlframe.trajectories.service.endpoints.common import (
+    KEY_PARAMETER,
+    REPLAYED,
+    WRITES,
+    idempotency_key,
+    invalid,
+    raw_body,
+    reference,
+    run_of,
+    service_of,
+)
+from rlframe.trajectories.service.service import Service
+from rlframe.trajectories.service.wire import Parsed, parse_group, parse_groups
+
+router = APIRouter(tags=["groups"])
+RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves
+TOO_OLD: dict[int | str, dict[str, Any]] = {
+    409: {"model": models.TooOld, "description": "Sampled from an older policy than the trainer takes."}
+}
+_PACING = 5  # seconds after which a group that came too early may be tried again
+
+
+@router.post(
+    "/scored_data",
+    response_model=models.Received,
+    responses=WRITES | TOO_OLD,
+    openapi_extra={**raw_body(reference(models.Item)), "parameters": [KEY_PARAMETER]},
+)
+async def scored_data(request: Request) -> Response:
+    """One group: sequences for one prompt. Once this is answered with received or buffered, it is kept."""
+    service, run, key = service_of(request), run_of(request), idempotency_key(request)
+    body = await request.body()
+    async with service.turn:
+        await asyncio.sleep(0)  # short requests come between two groups, not after all that have arrived
+        group = parse_group(body, _is_packed(request))
+    _check_size(service, run, group)
+    added = await _add(service, run, group, key)
+    if added.status == "refused":
+        return _refused(added)
+    content: dict[str, Any] = {"status": added.status}
+    if added.status == "buffered":
+        content["buffer_size"] = added.buffer_size
+    return answer(content, headers=REPLAYED if added.duplicate else None)
+
+
+@router.post(
+    "/scored_data_list",
+    response_model=models.ListReceived,
+    responses=WRITES | TOO_OLD,
+    openapi_extra={
+        **raw_body({"type": "array", "items": reference(models.Item)}),
+        "parameters": [KEY_PARAMETER],
+    },
+)
+async def scored_data_list(request: Request) -> Response:
+    """Several groups: all are checked before the first is taken. The i-th has the key KEY/i."""
+    service, run, key = service_of(request), run_of(request), idempotency_key(request)
+    body = await request.body()
+    groups: list[Parsed] = []
+    async with service.turn:
+        for i, group in enumerate(parse_groups(body, _is_packed(request))):
+            _check_size(service, run, group, i)
+            groups.append(group)
+            await asyncio.sleep(0)
+    service.check_room(sum(len(group.payload) for group in groups))
+    adding = [_add(service, run, group, key and f"{key}/{i}") for i, group in enumerate(groups)]
+    added = await asyncio.gather(*adding)
+    taken = [one for one in added if one.status != "refused"]
+    refused = [one for one in added if one.status == "refused" and not one.too_old]
+    too_old = [one for one in added if one.too_old]
+    if added and not taken:
+        return _refused((refused or too_old)[0])
+    content: dict[str, Any] = {"status": "received", "groups_processed": len(taken)}
+    buffered = [one.buffer_size for one in added if one.status == "buffered"]
+    if buffered:
+        content |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+    if refused:
+        content |= {"refused": len(refused), "error": refused[0].reason}
+    if too_old:
+        content["too_old"] = len(too_old)
+    return answer(content, headers=REPLAYED if added and all(one.duplicate for one in added) else None)
+
+
+def _is_packed(request: Request) -> bool:
+    return request.headers.get("content-type", "").startswith(MSGPACK)
+
+
+def _check_size(service: Service, run: str, group: Parsed, *loc: int) -> None:
+    """Refuses what no batch can hold, before it is stored."""
+    trainer = service.queue(run).registration
+    if trainer is not None and group.sequences > trainer.batch_size:
+        message = f"The group has {group.sequences} sequences, a batch {trainer.batch_size}: it can never be served."
+        raise InvalidGroupError((*loc, "tokens"), message, "too_long")
+
+
+async def _add(service: Service, run: str, group: Parsed, key: str | None) -> Added:
+    service.check_room(len(group.payload))
+    return await service.submit(
+        run,
+        "add",
+        group.payload,
+        sequences=group.sequences,
+        tokens=group.tokens,
+        size_bytes=len(group.payload),
+        env_id=group.env_id,
+        policy_version=group.policy_version,
+        key=key,
+    )
+
+
+def _refused(added: Added) -> Response:
+    reason = added.reason or ""
+    if added.too_large:
+        return invalid(("body", "tokens"), reason, "too_long")
+    if added.too_old:
+        return answer({"status": "too old", "error": reason}, 409)
+    return retry_later(reason, "too early", _PACING)

@@ -1,0 +1,127 @@
+"""What the live page shows, and Prometheus reads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+import rlframe
+from rlframe.http.middleware import answer
+from rlframe.trajectories.queue.answers import Registration, Report, Status
+from rlframe.trajectories.service.decoding import Decode
+from rlframe.trajectories.service.endpoints.common import INVALID, run_of, service_of
+from rlframe.trajectories.service.latest import KEPT
+from rlframe.trajectories.service.previews import GroupPreview, preview
+from rlframe.trajectories.service.prometheus import Metrics, RunState, Scrape
+from rlframe.trajectories.service.service import Service
+
+MAX_ENVS = 10_000  # in one report
+
+
+@dataclass(frozen=True)
+class ServiceReport:
+    """What all runs share. `failed` says what is wrong with the store, null where nothing is."""
+
+    version: str
+    durability: str
+    stored_bytes: int
+    max_bytes: int
+    nearly_full: bool
+    failed: str | None
+
+
+@dataclass(frozen=True)
+class LiveReport(Report):
+    """Counts are of this epoch; ages and silences, and `now`, the service's clock, in seconds."""
+
+    registration: Registration | None
+    status: Status
+    run: str
+    runs: list[str]
+    now: float
+    service: ServiceReport
+
+
+@dataclass(frozen=True)
+class Previews:
+    decoded: bool  # whether tokens are text; else they are ids
+    groups: list[GroupPreview]
+
+
+def live_router(decode: Decode | None) -> APIRouter:
+    """`decode`: ids to text, None: ids are shown."""
+    router = APIRouter(tags=["live page"])
+
+    @router.get("/report", response_model=LiveReport, responses=INVALID)
+    async def report(
+        request: Request,
+        envs: Annotated[int, Query(ge=1, le=MAX_ENVS, description="At most so many, those that are live first.")] = 200,
+    ) -> Response:
+        """All that the live page shows, but for trajectories."""
+        return answer(_report(service_of(request), run_of(request), envs))
+
+    @router.get("/previews", response_model=Previews, responses=INVALID)
+    async def previews(request: Request, count: Annotated[int, Query(ge=1, le=KEPT)] = 5) -> Response:
+        """The groups that were sent last, newest first: as much of each as fits a page, in text."""
+        payloads = await service_of(request).latest_groups(run_of(request), count)
+
+        def read() -> bytes:
+            return msgspec.json.encode(Previews(decode is not None, [preview(one, decode) for one in payloads]))
+
+        content = await asyncio.get_running_loop().run_in_executor(None, read)
+        return Response(content, media_type="application/json")
+
+    return router
+
+
+def metrics_router(metrics: Metrics) -> APIRouter:
+    router = APIRouter(tags=["service"])
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @router.get("/metrics", response_class=Response, responses={200: text})
+    async def read_metrics(request: Request) -> Response:
+        """The state of all runs, and durations of requests, as Prometheus reads them."""
+        scrape = _scrape(service_of(request))  # here, where nothing changes meanwhile; the text may take longer
+        content = await asyncio.get_running_loop().run_in_executor(None, metrics.text, scrape)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def _report(service: Service, run: str, count: int) -> LiveReport:
+    queue = service.queue(run)
+    now = time.time()
+    return LiveReport(
+        **vars(queue.report(now, count)),
+        registration=queue.registration,
+        status=queue.status(),
+        run=run,
+        runs=service.runs,
+        now=now,
+        service=ServiceReport(
+            version=rlframe.__version__,
+            durability=service.store.durability,
+            stored_bytes=service.stored_bytes + service.pending_bytes,
+            max_bytes=service.max_bytes,
+            nearly_full=service.nearly_full,
+            failed=None if service.failed is None else str(service.failed),
+        ),
+    )
+
+
+def _scrape(service: Service) -> Scrape:
+    now = time.time()
+    queues = {name: service.queue(name) for name in service.runs}
+    return Scrape(
+        runs={name: RunState(queue.status(), queue.report(now, envs=0)) for name, queue in queues.items()},
+        stored_bytes=service.stored_bytes,
+        max_bytes=service.max_bytes,
+        writing_bytes=service.pending_bytes,
+        failed=service.failed is not None,
+    )

@@ -1,0 +1,107 @@
+"""What a trainer tells and asks, but for its batches."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from rlframe.http.middleware import answer
+from rlframe.trajectories.queue.answers import Registration
+from rlframe.trajectories.service import models
+from rlframe.trajectories.service.endpoints.common import UNAVAILABLE, WRITES, run_of, service_of
+
+router = APIRouter(tags=["trainer"])
+
+
+@router.post("/register", response_model=models.Registered, responses=WRITES)
+async def register(registration: models.Registration, request: Request) -> Response:
+    """The trainer's settings. The same again are confirmed; others start queue, environments and step afresh."""
+    settings = registration.model_dump()
+    Registration.of(settings)
+    name = str(uuid.uuid4().int)  # 128 bits, which MessagePack cannot carry as a number
+    registered = await service_of(request).submit(run_of(request), "register", settings=settings, uuid=name)
+    return answer({"uuid": int(registered.uuid)})
+
+
+@router.get("/wandb_info", response_model=models.WandbInfo)
+async def wandb_info(request: Request) -> Response:
+    """Group and project of the registration; nulls before."""
+    known = service_of(request).queue(run_of(request)).registration
+    return answer({"group": known and known.wandb_group, "project": known and known.wandb_project})
+
+
+@router.get("/info", response_model=models.Info)
+async def info(request: Request) -> Response:
+    """Sizes of the registration; -1 before."""
+    known = service_of(request).queue(run_of(request)).registration
+    return answer(
+        {"batch_size": known.batch_size if known else -1, "max_token_len": known.max_token_len if known else -1}
+    )
+
+
+@router.get("/status", response_model=models.Status)
+async def status(request: Request) -> Response:
+    """The step, what is queued, and what waits for what."""
+    queue = service_of(request).queue(run_of(request))
+    now = queue.status()
+    return answer(
+        {
+            "current_step": now.current_step,
+            "queue_size": now.queue_size,
+            "set_aside": sum(groups for _, groups in now.set_aside),
+            "waiting_for": [waiting.why for waiting in queue.waiting()],
+            "buffered": now.buffered,
+            "leased": now.leased,
+            "epoch": now.epoch,
+            "paused": now.paused,
+            "policy_version": now.policy_version,
+            "stored_bytes": now.stored_bytes,
+        }
+    )
+
+
+@router.post("/policy-version", response_model=models.Versioned, responses=WRITES)
+async def policy_version(body: models.PolicyVersion, request: Request) -> Response:
+    """The version that the trainer has now; staleness counts from it."""
+    await service_of(request).submit(run_of(request), "set_policy_version", version=body.policy_version)
+    return answer({"status": "success", "policy_version": body.policy_version})
+
+
+@router.post("/pause", response_model=models.Success, responses=UNAVAILABLE)
+async def pause(request: Request) -> Response:
+    """Tells every environment to hold, for an evaluation."""
+    await service_of(request).submit(run_of(request), "pause")
+    return answer({"status": "success"})
+
+
+@router.post("/resume", response_model=models.Success, responses=UNAVAILABLE)
+async def resume(request: Request) -> Response:
+    """Ends a pause."""
+    await service_of(request).submit(run_of(request), "resume")
+    return answer({"status": "success"})
+
+
+def reset_router(enabled: bool) -> APIRouter:
+    """/reset_data, which may be turned off."""
+    reset = APIRouter(tags=["trainer"])
+
+    async def reset_data(request: Request) -> Response:
+        """Forgets the registration, the environments, and every group of this run."""
+        if not enabled:
+            return answer({"detail": "Resets are turned off (--no-reset)."}, 403)
+        await service_of(request).submit(run_of(request), "reset")
+        return PlainTextResponse("Reset successful")
+
+    responses: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Reset successful"},
+        403: {"description": "Resets are turned off."},
+        **UNAVAILABLE,
+    }
+    for method in ("GET", "POST"):
+        reset.add_api_route(
+            "/reset_data", reset_data, methods=[method], responses=responses, response_class=PlainTextResponse
+        )
+    return reset

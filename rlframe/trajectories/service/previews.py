@@ -1,0 +1,135 @@
+"""Groups as people look at them: as much of each as fits a page, in text, with what is masked set apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Union
+
+import msgspec
+
+from rlframe.trajectories.service.decoding import Decode, ids_as_text
+from rlframe.trajectories.service.wire import as_json, is_packed
+
+MASKED = -100
+MAX_BYTES = 4 << 20  # of a payload; decoding a larger one would keep others waiting
+MAX_SEQUENCES = 16
+MAX_TOKENS = 1000  # of a sequence, from its beginning, and as many from its end
+MAX_CHARACTERS = 20_000  # of a message
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that follow each other and are all masked, or all not."""
+
+    text: str
+    masked: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class SequencePreview:
+    """`left_out` tokens follow after the first `before_gap` pieces; 0: none."""
+
+    score: float
+    tokens: int
+    trained_tokens: int  # not masked
+    pieces: list[Piece]
+    before_gap: int
+    left_out: int
+    messages: list[Message] | None
+
+
+@dataclass(frozen=True)
+class GroupPreview:
+    """`sequences` are the first `MAX_SEQUENCES` of `size`; none of a group of more than `MAX_BYTES`."""
+
+    env_id: int | None
+    policy_version: int | None
+    size: int | None  # None: too large to be looked at
+    stored_bytes: int
+    sequences: list[SequencePreview]
+
+
+class _Group(msgspec.Struct, gc=False):
+    """What is shown of a stored group."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    messages: Union[list[list[dict[str, Any]]], None] = None
+    env_id: Union[int, None] = None
+    policy_version: Union[int, None] = None
+
+
+_decode_group = msgspec.json.Decoder(_Group).decode
+
+
+def preview(payload: bytes, decode: Decode | None) -> GroupPreview:
+    """A stored group (see `wire`) as it is shown.
+
+    Args:
+        decode: ids to text; None: the ids are shown.
+    """
+    if len(payload) > MAX_BYTES:
+        return GroupPreview(None, None, None, len(payload), [])
+    group = _decode_group(as_json(payload) if is_packed(payload) else payload)
+    messages = group.messages or []
+    sequences = [
+        _sequence(score, tokens, masks, messages[i] if i < len(messages) else None, decode or ids_as_text)
+        for i, (tokens, masks, score) in enumerate(zip(group.tokens, group.masks, group.scores))
+        if i < MAX_SEQUENCES
+    ]
+    return GroupPreview(group.env_id, group.policy_version, len(group.tokens), len(payload), sequences)
+
+
+def _sequence(
+    score: float, tokens: list[int], masks: list[int], messages: list[dict[str, Any]] | None, decode: Decode
+) -> SequencePreview:
+    left_out = max(0, len(tokens) - 2 * MAX_TOKENS)
+    head = len(tokens) if not left_out else MAX_TOKENS
+    pieces = list(_pieces(tokens[:head], masks[:head], decode))
+    before_gap = len(pieces)
+    if left_out:
+        pieces += _pieces(tokens[-MAX_TOKENS:], masks[-MAX_TOKENS:], decode)
+    return SequencePreview(
+        score=score,
+        tokens=len(tokens),
+        trained_tokens=len(tokens) - masks.count(MASKED),
+        pieces=pieces,
+        before_gap=before_gap,
+        left_out=left_out,
+        messages=None if messages is None else [_message(message) for message in messages],
+    )
+
+
+def _pieces(tokens: Sequence[int], masks: Sequence[int], decode: Decode) -> Iterator[Piece]:
+    before: Sequence[int] = ()
+    for masked, members in groupby(range(len(tokens)), lambda i: masks[i] == MASKED):
+        indices = list(members)
+        ids = tokens[indices[0] : indices[-1] + 1]
+        yield Piece(_text_after(before, ids, decode), masked)
+        before = ids
+
+
+def _text_after(before: Sequence[int], ids: Sequence[int], decode: Decode) -> str:
+    """What `ids` add to the text of `before`: by themselves, many tokenizers drop the space that they begin with."""
+    if before:
+        prefix, text = decode(before), decode([*before, *ids])
+        if text.startswith(prefix):
+            return text[len(prefix) :]
+    return decode(ids)
+
+
+def _message(message: dict[str, Any]) -> Message:
+    content = message["content"]
+    text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
+    if len(text) > MAX_CHARACTERS:
+        text = f"{text[:MAX_CHARACTERS]}… ({len(text) - MAX_CHARACTERS:,} more characters)"
+    return Message(str(message["role"]), text)

@@ -1,0 +1,252 @@
+"""Groups of sequences as they come over the wire: decoded, checked, and brought into the form in which they are stored.
+
+A group that was sent as JSON is stored as JSON with all keys of the published contract: what a consumer gets is a join
+of stored bytes. One that was sent as MessagePack is stored as it came. The first byte tells which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple, Union
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from rlframe.trajectories.service import shapes
+from rlframe.trajectories.service.checks import (
+    FLOATS,
+    INTS,
+    InvalidGroupError,
+    check,
+    explained,
+    lengths_of,
+    nested_too_deep,
+    not_unicode,
+)
+
+Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+EnvId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Version = Annotated[int, Meta(ge=-(2**53), le=2**53)]  # as in `models`
+Ints = list[list[Token]]
+Floats = list[list[float]]
+_Optional = Union[None, UnsetType]
+
+
+class _Group(Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
+    """What is alike in every form of a group. Its arrays, [sequences][tokens], are added by each."""
+
+    messages: list[list[dict[str, Any]]] | _Optional = UNSET
+    generation_params: dict[str, Any] | _Optional = UNSET
+    overrides: list[dict[str, Any]] | _Optional = UNSET
+    group_overrides: dict[str, Any] | _Optional = UNSET
+    images: Any = UNSET
+    env_id: EnvId | _Optional = UNSET
+    distill_token_ids: list[Ints] | _Optional = UNSET
+    distill_logprobs: list[Floats] | _Optional = UNSET
+    policy_version: Version | _Optional = UNSET
+
+
+class Group(_Group, kw_only=True):
+    """A group as JSON."""
+
+    tokens: Ints
+    masks: Ints
+    scores: list[float]
+    advantages: Floats | _Optional = UNSET
+    ref_logprobs: Floats | _Optional = UNSET
+    inference_logprobs: Floats | _Optional = UNSET
+
+
+class _TextGroup(_Group, kw_only=True):
+    """A group as JSON whose arrays stay text."""
+
+    tokens: Raw
+    masks: Raw
+    scores: list[float]
+    advantages: Raw | UnsetType = UNSET
+    ref_logprobs: Raw | UnsetType = UNSET
+    inference_logprobs: Raw | UnsetType = UNSET
+
+
+class PackedGroup(_Group, kw_only=True):
+    """A group as MessagePack, in which the arrays may be bytes: little-endian int32 or float32, all sequences end to
+    end. `lengths` says in int32 how many tokens each has."""
+
+    tokens: Ints | bytes
+    masks: Ints | bytes
+    scores: list[float] | bytes
+    advantages: Floats | bytes | _Optional = UNSET
+    ref_logprobs: Floats | bytes | _Optional = UNSET
+    inference_logprobs: Floats | bytes | _Optional = UNSET
+    lengths: bytes | _Optional = UNSET
+
+
+REQUIRED = ("tokens", "masks", "scores")
+OPTIONAL = (
+    *("advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs", "overrides"),
+    *("group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"),
+)
+KEYS = REQUIRED + OPTIONAL  # of an item in a batch
+
+_json_group = msgspec.json.Decoder(Group)
+_text_group = msgspec.json.Decoder(_TextGroup)
+_packed_group = msgspec.msgpack.Decoder(PackedGroup)
+_json_members = msgspec.json.Decoder(dict[str, Raw])
+_packed_members = msgspec.msgpack.Decoder(dict[str, Raw])
+_json_list = msgspec.json.Decoder(list[Raw])
+_packed_list = msgspec.msgpack.Decoder(list[Raw])
+_json = msgspec.json.Encoder()
+_packed = msgspec.msgpack.Encoder()
+
+
+class Parsed(NamedTuple):
+    """What the queue has to know of a group, and what is stored of it."""
+
+    sequences: int
+    tokens: int
+    env_id: int | None
+    policy_version: int | None
+    payload: bytes
+
+
+def parse_group(body: bytes, packed: bool) -> Parsed:
+    """Decodes and checks one group.
+
+    Args:
+        body: JSON, or MessagePack where `packed`.
+
+    Raises:
+        InvalidGroupError: with the path to the first field that is wrong.
+    """
+    try:
+        return _parse_packed(body) if packed else _parse_json(body.strip())
+    except RecursionError:
+        raise nested_too_deep() from None
+    except UnicodeDecodeError as error:
+        raise not_unicode(error) from None
+
+
+def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
+    """Decodes and checks a list of groups, one after the other; as `parse_group`, with its place before each path."""
+    try:
+        items = (_packed_list if packed else _json_list).decode(body)
+    except RecursionError:
+        raise nested_too_deep() from None
+    except UnicodeDecodeError as error:
+        raise not_unicode(error) from None
+    except msgspec.DecodeError as error:
+        raise explained(error, body, packed) from None
+    for i, item in enumerate(items):
+        try:
+            yield parse_group(bytes(item), packed)
+        except InvalidGroupError as error:
+            raise InvalidGroupError((i, *error.loc), str(error), error.kind) from None
+
+
+def _parse_json(body: bytes) -> Parsed:
+    try:
+        group: _TextGroup | Group = _text_group.decode(body)
+        lengths = _text_lengths(group)
+        if lengths is None:  # a closer look, for whoever is to be told what is wrong
+            group = _json_group.decode(body)
+            lengths = lengths_of(group)
+    except msgspec.ValidationError as error:
+        if "unknown field" not in str(error):
+            raise explained(error, body, packed=False) from None
+        return _parse_json(_json.encode(_known(_json_members.decode(body), Group)))
+    except msgspec.DecodeError as error:
+        raise explained(error, body, packed=False) from None
+    check(group, lengths)
+    absent = [name for name in OPTIONAL if getattr(group, name) is UNSET]
+    if absent:
+        nulls = "".join(f',"{name}":null' for name in absent)
+        body = b"".join((memoryview(body)[:-1], nulls.encode(), b"}"))  # one copy
+    return _parsed(group, lengths, body)
+
+
+def _text_lengths(group: Any) -> list[int] | None:
+    """Tokens of each sequence, where every array has this shape and holds what it should; else None."""
+    lengths = shapes.lengths(bytes(group.tokens), integers=True)
+    if lengths is None or shapes.lengths(bytes(group.masks), integers=True) != lengths:
+        return None
+    for name in FLOATS:
+        value = getattr(group, name)
+        text = b"null" if value is UNSET else bytes(value)  # a `Raw` is equal to nothing
+        if text not in (b"null", b"[]") and shapes.lengths(text, integers=False) != lengths:
+            return None
+    return lengths
+
+
+def _parse_packed(body: bytes) -> Parsed:
+    try:
+        group = _packed_group.decode(body)
+    except msgspec.ValidationError as error:
+        if "unknown field" not in str(error):
+            raise explained(error, body, packed=True) from None
+        return _parse_packed(_packed.encode(_known(_packed_members.decode(body), PackedGroup)))
+    except msgspec.DecodeError as error:
+        raise explained(error, body, packed=True) from None
+    lengths = lengths_of(group)
+    check(group, lengths)
+    return _parsed(group, lengths, body)
+
+
+def _known(members: dict[str, Raw], group: type[Struct]) -> dict[str, Raw]:
+    return {name: text for name, text in members.items() if name in group.__struct_fields__}
+
+
+def _parsed(group: _Group, lengths: list[int], payload: bytes) -> Parsed:
+    env_id = None if group.env_id is UNSET else group.env_id
+    version = None if group.policy_version is UNSET else group.policy_version
+    return Parsed(len(lengths), sum(lengths), env_id, version, payload)
+
+
+# What consumers get
+
+
+def is_packed(payload: bytes) -> bool:
+    return payload[:1] != b"{"
+
+
+def join_json(payloads: Iterable[bytes]) -> bytes:
+    """A JSON array of items."""
+    return b"[" + b",".join(map(as_json, payloads)) + b"]"
+
+
+def join_packed(payloads: Sequence[bytes]) -> bytes:
+    """A MessagePack array of items."""
+    return _packed.encode([Raw(as_packed(payload)) for payload in payloads])
+
+
+def as_packed(payload: bytes) -> bytes:
+    """A stored group as MessagePack: as it came, or with lists."""
+    if is_packed(payload):
+        return payload
+    try:
+        return _packed.encode(msgspec.json.decode(payload))  # in half the time that it takes with types
+    except OverflowError:  # where a float is meant, an integer may have more than the 64 bits of MessagePack's
+        return _packed.encode(_json_group.decode(payload))
+
+
+def as_json(payload: bytes) -> bytes:
+    """A stored group as JSON, with all keys."""
+    if not is_packed(payload):
+        return payload
+    group = _packed_group.decode(payload)
+    lengths = lengths_of(group)
+    item: dict[str, Any] = {}
+    for name in KEYS:
+        value = getattr(group, name)
+        if isinstance(value, bytes):
+            numbers = np.frombuffer(value, "<i4" if name in INTS else "<f4").tolist()
+            value = numbers if name == "scores" else _split(numbers, lengths)
+        item[name] = None if value is UNSET else value
+    if group.policy_version is not UNSET:
+        item["policy_version"] = group.policy_version
+    return _json.encode(item)
+
+
+def _split(values: list[Any], lengths: list[int]) -> list[list[Any]]:
+    ends = np.cumsum(lengths).tolist()
+    return [values[end - length : end] for end, length in zip(ends, lengths)]

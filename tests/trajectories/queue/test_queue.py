@@ -1,0 +1,582 @@
+"""The rules of the queue, one hand-worked example each."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from msgspec import msgpack
+
+from rlframe.errors import UsageError
+from rlframe.trajectories.queue import idempotency
+from rlframe.trajectories.queue.queue import Queue
+from tests.trajectories.queues import SETTINGS, add, batch_of, join, send, started
+
+# Batches.
+
+
+def test_a_batch_is_exactly_full_and_oldest_first():
+    queue = started()
+    assert send(queue, 4, 4, 4, 4, 4) == [0, 1, 2, 3, 4]
+    first = queue.take(0.0)
+    assert (first.batch_id, first.group_ids, first.step, first.sequences, first.size_bytes) == (0, (0, 1), 0, 8, 200)
+    assert batch_of(queue) == [2, 3]
+    assert batch_of(queue) is None
+    assert queue.status().current_step == 2
+    assert queue.status().queue_size == 1
+
+
+def test_mixed_sizes_pack_exactly_and_the_oldest_that_does_not_fit_waits():
+    queue = started()
+    a, b = join(queue, 3).env_id, join(queue, 4).env_id
+    send(queue, 3, env_id=a)  # 0: with it, 5 would have to be filled from 4s
+    send(queue, 4, 4, env_id=b)
+    assert batch_of(queue) == [1, 2]
+    assert batch_of(queue) is None
+    send(queue, 5)
+    assert batch_of(queue) == [0, 3]
+
+
+def test_what_can_never_fill_is_set_aside_and_reported_and_flows_when_its_complement_can_come():
+    queue = started()
+    send(queue, 5, 5, 4, 4)
+    assert batch_of(queue) == [2, 3]
+    assert queue.status().set_aside == ((5, 2),)
+    assert queue.status().queue_size == 2
+    (waiting,) = queue.report(0.0).waiting
+    assert (waiting.env_id, waiting.size, waiting.groups) == (None, 5, 2)
+    assert "batch_size 8" in waiting.why
+    env = join(queue, 3)
+    assert queue.status().set_aside == ()
+    send(queue, 3, env_id=env.env_id)
+    assert batch_of(queue) == [0, 4]
+
+
+def test_data_before_register_is_kept_and_what_is_too_large_then_is_set_aside():
+    queue = Queue()
+    assert send(queue, 4, 9, 4) == [0, 1, 2]
+    assert queue.take(0.0) is None
+    assert queue.status().queue_size == 3
+    queue.register(SETTINGS, "uuid", 0.0)
+    assert batch_of(queue) == [0, 2]
+    assert queue.status().set_aside == ((9, 1),)
+    assert "larger than batch_size 8" in queue.report(0.0).waiting[0].why
+
+
+def test_a_group_larger_than_a_batch_is_refused_once_that_is_known():
+    queue = started()
+    refused = add(queue, 9, 90, 100, None, None, None, 0.0)
+    assert (refused.status, refused.group_id, refused.too_large) == ("refused", None, True)
+    assert "9 sequences, a batch 8" in refused.reason
+    assert queue.status().stored_bytes == 0
+    with pytest.raises(UsageError, match="at least one sequence"):
+        add(queue, 0, 0, 100, None, None, None, 0.0)
+    queue.add(5, 4, 40, 100, None, None, None, 0.0)
+    with pytest.raises(UsageError, match="from 6 on; got 5"):
+        queue.add(5, 4, 40, 100, None, None, None, 0.0)
+
+
+# Odd groups.
+
+
+def test_odd_groups_are_buffered_until_they_sum_to_the_group_size():
+    queue = started()
+    env_id = join(queue, 4).env_id
+    answers = [add(queue, size, 0, 100, env_id, None, None, 0.0) for size in (3, 2, 1)]
+    assert [(answer.status, answer.buffer_size) for answer in answers] == [("buffered", n) for n in (3, 5, 2)]
+    assert (queue.status().queue_size, queue.status().buffered) == (2, 1)  # 3 + 1 are a unit of two groups
+    assert "2 sequences in groups of odd sizes" in queue.report(0.0).waiting[0].why
+    assert add(queue, 4, 0, 100, env_id, None, None, 0.0).status == "received"
+    assert batch_of(queue) == [0, 2, 3]
+
+
+def test_a_group_larger_than_the_group_size_is_a_unit_of_its_own():
+    queue = started()
+    env_id = join(queue, 4).env_id
+    answer = add(queue, 8, 0, 100, env_id, None, None, 0.0)
+    assert (answer.status, answer.buffer_size) == ("buffered", 0)
+    assert batch_of(queue) == [0]
+
+
+def test_coming_back_with_another_group_size_packs_the_buffer_again():
+    queue = started()
+    env = join(queue, 8, token="a")
+    send(queue, 2, 2, 3, env_id=env.env_id)
+    assert queue.status().buffered == 3
+    join(queue, 4, resume="a")
+    assert (queue.status().buffered, queue.status().queue_size) == (1, 2)
+
+
+# Minimum shares.
+
+
+def test_minimum_shares_go_first_and_the_rest_is_oldest_first():
+    queue = started(batch_size=16)
+    a, b = join(queue, 4).env_id, join(queue, 4, minimum=0.5).env_id
+    send(queue, 4, 4, 4, 4, 4, env_id=a)
+    send(queue, 4, 4, 4, env_id=b)
+    assert batch_of(queue) == [0, 1, 5, 6]
+
+
+def test_a_batch_waits_for_a_share_until_its_environment_lapses_and_again_when_it_is_heard():
+    queue = started(lapse_after=10.0)
+    a, b = join(queue, 4).env_id, join(queue, 4, minimum=0.5).env_id
+    send(queue, 4, 4, 4, 4, env_id=a)
+    assert batch_of(queue, now=10.0) is None
+    assert not queue.may_take(10.0)
+    assert any(w.env_id == b and "minimum share of 4" in w.why for w in queue.report(10.0).waiting)
+    queue.heartbeat(b, 9.0)  # of a clock that is behind: time does not run backwards
+    assert batch_of(queue, now=20.0) is None
+    assert queue.due(20.1)
+    assert queue.may_take(20.1)
+    assert batch_of(queue, now=20.1) == [0, 1]
+    assert queue.heartbeat(b, 21.0)
+    assert batch_of(queue, now=21.0) is None
+    queue.disconnect_env(b)
+    assert batch_of(queue, now=21.0) == [2, 3]
+    assert not queue.heartbeat(7, 21.0)
+
+
+def test_shares_that_are_more_than_a_batch_are_scaled_down():
+    queue = started(batch_size=12)
+    ids = [join(queue, 2, minimum=minimum).env_id for minimum in (1.0, 0.5)]
+    for env_id in ids:
+        send(queue, *[2] * 6, env_id=env_id)
+    assert batch_of(queue) == [0, 1, 2, 3, 6, 7]  # 12 and 6 of 12: 8 and 4
+
+
+def test_shares_round_up_to_whole_units_where_that_stays_exact():
+    queue = started(batch_size=8)
+    a, b = join(queue, 3, minimum=0.25).env_id, join(queue, 5).env_id
+    send(queue, 5, env_id=b)
+    send(queue, 3, env_id=a)
+    assert batch_of(queue) == [0, 1]
+    queue = started(batch_size=8)
+    a, b = join(queue, 3, minimum=0.25).env_id, join(queue, 4).env_id
+    send(queue, 3, env_id=a)
+    send(queue, 4, 4, env_id=b)
+    assert batch_of(queue) == [1, 2]  # 5 after a 3 could never be filled by 3s and 4s
+
+
+def test_a_share_does_not_wait_for_what_nobody_who_has_one_sends():
+    queue = started(batch_size=8)
+    a, b = join(queue, 4, minimum=0.5).env_id, join(queue, 8).env_id
+    send(queue, 8, env_id=b)
+    send(queue, 4, env_id=a)
+    assert batch_of(queue) is None  # its second 4 may come
+    send(queue, 4, env_id=a)
+    assert batch_of(queue) == [1, 2]
+
+
+def test_an_attempt_that_has_to_wait_leaves_the_order_as_it_was():
+    queue = started()
+    a, b = join(queue, 2, minimum=0.5).env_id, join(queue, 4, minimum=0.5).env_id
+    send(queue, *[2] * 5, env_id=a)
+    assert batch_of(queue) is None
+    send(queue, 4, env_id=b)
+    assert batch_of(queue) == [0, 1, 5]
+
+
+# Environments.
+
+
+def test_environments_wait_for_the_trainer_and_are_named_in_turn():
+    queue = Queue()
+    assert join(queue) is None
+    queue.note_trainer()
+    queue.register({**SETTINGS, "starting_step": 7}, "uuid", 0.0)
+    assert join(queue) is None
+    queue.note_trainer()
+    send(queue, 8)
+    queue.take(0.0)
+    first, second = join(queue, name="math", token="a"), join(queue, name="math", token="b")
+    other = join(queue, name="code", token="c")
+    assert [env.wandb_name for env in (first, second, other)] == ["math_0", "math_1", "code_0"]
+    assert [env.env_id for env in (first, second, other)] == [0, 1, 2]
+    assert first.starting_step == 8
+    queue.disconnect_env(0)
+    again = join(queue, name="math", resume="a", token="d")
+    assert (again.env_id, again.wandb_name, again.resume_token) == (0, "math_0", "a")
+    assert queue.report(0.0).envs[0].live
+    assert join(queue, name="math", resume="lost", token="e").wandb_name == "math_2"
+
+
+@pytest.mark.parametrize("wrong", [{"group_size": 0}, {"weight": float("nan")}, {"minimum": 1.5}, {"length": -1}])
+def test_an_environment_that_cannot_be_is_refused(wrong):
+    with pytest.raises(UsageError):
+        join(started(), **wrong)
+
+
+def test_the_numbers_of_status_env():
+    queue = started(batch_size=32)
+    a = join(queue, 4, length=100, weight=3.0, minimum=0.25).env_id
+    b = join(queue, 8, length=100, weight=1.0, minimum=0.25).env_id
+    c = join(queue, 2, length=0, weight=1.0).env_id
+    send(queue, 4, 4, 4, env_id=a)
+    send(queue, 8, 8, 8, env_id=b)
+    send(queue, 2, env_id=c)
+    status = queue.env_status(a)
+    # its own 12; b: 24 - 8; c: 2 in packs of 8; in groups of 4
+    assert status.queue_size == (12 + 16 + 8) // 4
+    assert (status.self_queue_size, status.max_group_size, status.current_step) == (3, 8, 0)
+    assert (status.env_weight, status.unallocated_fraction) == (0.75, 0.5)
+    # its own 24; a: 12 in packs of 8, less 8; c: 8
+    assert queue.env_status(b).queue_size == (24 + 8 + 8) // 8
+    assert queue.env_status(c).env_weight == 0.01
+    assert queue.env_status(c).queue_size == (2 + 8 + 16) // 2
+    queue.disconnect_env(a)
+    assert queue.env_status(b).env_weight == 1.0
+    assert queue.env_status(b).unallocated_fraction == 0.75
+    assert queue.env_status(b).queue_size == (24 + 16 + 8) // 8  # the share of a is no longer reserved
+    assert queue.env_status(9) is None
+
+
+def test_what_cannot_flow_does_not_make_others_pause():
+    queue = started()
+    five, three = join(queue, 5).env_id, join(queue, 3).env_id
+    send(queue, *[5] * 100, env_id=five)
+    assert queue.env_status(three).queue_size == 0  # the batch waits for this very environment
+    assert queue.env_status(five).queue_size == 100
+    send(queue, 3, env_id=three)
+    assert queue.env_status(three).queue_size == (3 + 500) // 3
+
+
+def test_pause_tells_every_environment_to_hold_and_never_to_quit():
+    queue = started(num_steps=100)
+    env_id = join(queue, 4).env_id
+    assert not queue.env_status(env_id).hold
+    queue.pause()
+    status = queue.env_status(env_id)
+    assert (status.hold, status.queue_size, status.self_queue_size) == (True, 64 * 8 // 4, 64 * 8 // 4)
+    queue.resume()
+    assert queue.env_status(env_id).queue_size == 0
+    assert queue.env_status(env_id, hold=True).queue_size == 128
+    queue = started(num_steps=100, starting_step=90)
+    queue.pause()
+    status = queue.env_status(join(queue, 4).env_id)
+    assert status.current_step + status.queue_size * 4 // 8 == 100  # a client quits above its number of steps
+
+
+def test_a_report_is_of_as_many_environments_as_were_asked_for_those_heard_of_last():
+    queue = started(lapse_after=10.0)
+    for now in range(6):
+        join(queue, now=float(now))
+    queue.heartbeat(1, 6.0)
+    queue.disconnect_env(5)
+    send(queue, 4, now=7.0)
+    reports = [queue.report(12.0, envs) for envs in (0, 2, 5, 6)]
+    assert [[env.env_id for env in report.envs] for report in reports] == [[], [1, 4], [0, 1, 2, 3, 4], list(range(6))]
+    assert {(report.registered_envs, report.oldest_age) for report in reports} == {(6, 5.0)}
+    queue.expire(14.5)
+    assert [env.env_id for env in queue.report(14.5, 2).envs] == [1, 4]
+    assert queue.report(14.5, 3).envs[1].live is False
+
+
+# Epochs.
+
+
+def test_the_same_registration_is_confirmed_and_another_starts_afresh():
+    queue = started()
+    join(queue)
+    send(queue, 4, 4, 4)
+    assert queue.register(SETTINGS, "other", 0.0).uuid == "uuid"
+    assert batch_of(queue, lease_seconds=5.0) == [0, 1]
+    registered = queue.register({**SETTINGS, "batch_size": 4, "starting_step": 3}, "other", 0.0)
+    assert (registered.uuid, registered.epoch) == ("other", 1)
+    assert queue.forgotten == [2, 0, 1]
+    status = queue.status()
+    assert (status.current_step, status.queue_size, status.leased, status.stored_bytes) == (3, 0, 0, 0)
+    assert not status.started
+    assert send(queue, 4) == [3]
+    assert batch_of(queue) == [3]
+
+
+def test_a_reset_forgets_and_what_comes_after_it_is_kept_for_the_next_register():
+    queue = started()
+    send(queue, 4)
+    queue.reset(0.0)
+    assert queue.forgotten == [0]
+    assert queue.registration is None
+    send(queue, 8)
+    assert queue.register(SETTINGS, "uuid", 0.0).epoch == 1
+    assert queue.forgotten == []
+    assert batch_of(queue) == [1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"max_stalenes": 1}, "Did you mean 'max_staleness'"),
+        ({"stale": "drop"}, "'keep' or 'discard'"),
+        ({"stale": "discard"}, "needs max_staleness"),
+        ({"lapse_after": 0}, "lapse_after"),
+    ],
+)
+def test_a_registration_that_cannot_be_changes_nothing(wrong, message):
+    queue = started()
+    before = queue.get_state()
+    with pytest.raises(UsageError, match=message):
+        queue.register({**SETTINGS, **wrong}, "uuid", 5.0)
+    with pytest.raises(UsageError, match="has to say"):
+        queue.register({}, "uuid", 5.0)
+    assert queue.get_state() == before
+
+
+# Idempotency and leases.
+
+
+def test_a_repeated_key_gets_the_first_answer():
+    queue = started()
+    env_id = join(queue, 8).env_id
+    first = add(queue, 3, 0, 100, env_id, None, "key", 0.0)
+    send(queue, 2, env_id=env_id)
+    again = add(queue, 3, 0, 100, env_id, None, "key", 1.0)
+    assert again.duplicate
+    assert (again.status, again.buffer_size) == (first.status, first.buffer_size) == ("buffered", 3)
+    assert queue.status().buffered == 2
+    assert add(queue, 3, 0, 100, env_id, None, "key", idempotency.MAX_AGE).duplicate
+    assert not add(queue, 3, 0, 100, env_id, None, "key", 2 * idempotency.MAX_AGE).duplicate
+
+
+def test_the_last_keys_are_known_and_those_long_before_are_forgotten(monkeypatch):
+    monkeypatch.setattr(idempotency, "MAX_KEYS", 2)
+    queue = started()
+    for key in "abc":
+        send(queue, 1, key=key)
+    assert add(queue, 1, 0, 1, None, None, "b", 0.0).duplicate
+    for key in "de":
+        send(queue, 1, key=key)
+    assert add(queue, 1, 0, 1, None, None, "c", 0.0).duplicate
+    assert not add(queue, 1, 0, 1, None, None, "a", 0.0).duplicate
+    restored = Queue()
+    restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
+    for key, known in {"a": True, "c": True, "d": True, "e": True, "b": False}.items():
+        assert add(restored, 1, 0, 1, None, None, key, 0.0).duplicate == known
+
+
+def test_a_leased_batch_comes_back_whole_before_new_ones_and_is_no_new_step():
+    queue = started()
+    send(queue, 4, 4, 4, 4)
+    first = queue.take(0.0, lease_seconds=10.0, consumer="a")
+    assert (first.lease_until, first.delivery) == (10.0, 1)
+    assert queue.forgotten == []
+    assert not queue.due(9.9)
+    assert queue.due(10.0)
+    assert queue.expire(10.0) == [first.batch_id]
+    again = queue.take(11.0, lease_seconds=10.0, consumer="b")
+    assert (again.batch_id, again.group_ids, again.step, again.delivery) == (0, (0, 1), 0, 2)
+    assert not queue.nack(0, consumer="a")  # it is no longer his
+    assert queue.nack(0, consumer="b")
+    assert queue.ack(0)  # late, but done is done
+    assert queue.forgotten == [0, 1]
+    assert not queue.ack(0)
+    assert batch_of(queue, now=11.0) == [2, 3]
+    assert queue.forgotten == [2, 3]
+    assert (queue.status().current_step, queue.status().stored_bytes) == (2, 0)
+
+
+def test_a_renewed_lease_ends_later():
+    queue = started()
+    send(queue, 8)
+    queue.take(0.0, lease_seconds=10.0, consumer="a")
+    assert not queue.renew(0, 10.0, 5.0, consumer="b")
+    assert queue.renew(0, 10.0, 5.0, consumer="a")
+    assert not queue.due(14.9)
+    assert queue.take(12.0, 5.0, consumer="b") is None
+    assert queue.expire(15.0) == [0]
+    assert not queue.renew(0, 10.0, 15.0, consumer="a")  # nobody's now
+    for now in range(1000):
+        queue.take(20.0 + now, 5.0) if now == 0 else queue.renew(0, 5.0, 20.0 + now)
+    assert len(queue.get_state()["epoch"]["leases"][0]) == 1
+    assert queue.due(1024.0) and not queue.due(1023.9)
+
+
+def test_the_same_request_gets_the_same_batch():
+    queue = started()
+    send(queue, 8, 8, 8, 8)
+    first = queue.take(0.0, consumer="a", request="1")
+    assert queue.take(0.0, consumer="a", request="1") == first
+    assert queue.forgotten == []  # a third time is possible
+    leased = queue.take(0.0, 5.0, consumer="a", request="2")
+    assert queue.forgotten == [0]
+    assert leased.group_ids == (1,)
+    assert queue.take(1.0, 5.0, consumer="a", request="2") == leased
+    back = queue.take(6.0, 5.0, consumer="a", request="2")  # expired meanwhile, and nobody else took it
+    assert (back.batch_id, back.delivery, back.lease_until) == (1, 2, 11.0)
+    queue.nack(1)
+    assert queue.take(6.0, 5.0, consumer="b", request="1").batch_id == 1
+    assert queue.take(6.0, 5.0, consumer="a", request="2").batch_id == 2
+
+
+def test_a_batch_without_a_lease_is_kept_for_its_request_for_an_hour():
+    queue = started()
+    send(queue, 8, 8, 8)
+    first = queue.take(0.0, consumer="a", request="1")
+    assert queue.report(0.0).batches_kept == 1
+    assert not queue.due(3599.0) and queue.take(3599.0, consumer="a", request="1") == first
+    queue.take(100.0, 1e6, consumer="b", request="1")
+    restored = Queue()
+    restored.set_state(queue.get_state())
+    for one in (queue, restored):
+        assert one.due(3600.0)
+        assert one.expire(3600.0) == []  # no lease ended
+        assert one.forgotten == [0]
+        assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
+        assert not one.due(3600.0)
+    assert batch_of(queue, 3600.0, consumer="a", request="1") == [2]
+    queue.reset(7300.0)  # the hour of b's request, and of a's second one, is over
+    assert sorted(queue.forgotten) == [1, 2]
+
+
+# Staleness.
+
+
+def test_staleness_is_counted_per_group():
+    queue = started()
+    send(queue, 4, version=3)
+    send(queue, 4)
+    batch = queue.take(0.0, policy_version=5)
+    assert batch.staleness == (2, None)
+    queue.set_policy_version(6)
+    send(queue, 8, version=6)
+    assert queue.take(0.0).staleness == (0,)
+    assert queue.report(0.0).staleness == type(queue.report(0.0).staleness)(groups=2, mean=1.0, largest=2)
+
+
+def test_a_group_that_would_be_too_old_by_its_turn_is_refused_and_its_environment_held():
+    queue = started(max_staleness=1)
+    env_id = join(queue, 8).env_id
+    queue.set_policy_version(4)
+    send(queue, 8, env_id=env_id, version=3)
+    assert not queue.env_status(env_id).hold
+    refused = add(queue, 8, 0, 100, env_id, 3, None, 0.0)  # one version old, one batch ahead
+    assert (refused.status, refused.too_large) == ("refused", False)
+    assert "2 policy versions old; the trainer takes at most 1" in refused.reason
+    assert send(queue, 8, env_id=env_id) == [1]  # who does not say is not refused
+    assert queue.env_status(env_id).hold
+    queue.take(0.0)
+    assert not queue.env_status(env_id).hold
+
+
+def test_staleness_never_refuses_a_group_that_a_batch_waits_for():
+    queue = started(max_staleness=0)
+    queue.set_policy_version(1)
+    five, three = join(queue, 5).env_id, join(queue, 3).env_id
+    send(queue, 5, 5, env_id=five)
+    send(queue, 3, env_id=three, version=1)
+    assert batch_of(queue) == [0, 2]
+    queue = started(max_staleness=0)
+    queue.set_policy_version(1)
+    eight, four = join(queue, 8).env_id, join(queue, 4, minimum=0.5).env_id
+    send(queue, 8, 8, env_id=eight)
+    assert batch_of(queue) is None
+    send(queue, 4, 4, env_id=four, version=1)  # an 8 does not go with its share: it has to send all
+    assert add(queue, 4, 0, 100, four, 1, None, 0.0).status == "refused"
+    assert batch_of(queue) == [2, 3]
+
+
+def test_staleness_never_holds_an_environment_that_a_batch_waits_for():
+    queue = started(max_staleness=0)
+    five, three = join(queue, 5).env_id, join(queue, 3).env_id
+    send(queue, *[5] * 10, env_id=five)
+    assert queue.env_status(five).hold
+    assert not queue.env_status(three).hold
+    four, eight = join(queue, 4, minimum=0.5).env_id, join(queue, 8).env_id
+    send(queue, 8, 8, env_id=eight)
+    send(queue, 4, env_id=four)
+    assert queue.env_status(eight).hold
+    assert not queue.env_status(four).hold
+
+
+def test_only_with_discard_are_groups_dropped_that_are_too_old():
+    for stale, expected in (("keep", [0, 1]), ("discard", [3, 4])):
+        queue = started(max_staleness=1, stale=stale)
+        send(queue, 4, 4, 4, version=1)
+        send(queue, 4, version=2)
+        send(queue, 4)
+        assert batch_of(queue, policy_version=3) == expected
+    assert queue.report(0.0).discarded == 3
+    assert sorted(queue.forgotten) == [0, 1, 2, 3, 4]
+    assert queue.status().stored_bytes == 0
+
+
+def test_a_fresh_group_that_shared_a_unit_with_one_too_old_is_kept():
+    queue = started(max_staleness=1, stale="discard")
+    env_id = join(queue, 4).env_id
+    send(queue, 3, env_id=env_id, version=1)
+    send(queue, 1, env_id=env_id, version=2)
+    send(queue, 4, env_id=env_id, version=2)
+    assert batch_of(queue, policy_version=3) is None
+    assert queue.forgotten == [0]
+    send(queue, 3, env_id=env_id)
+    assert batch_of(queue) == [2, 1, 3]
+
+
+# State and work.
+
+
+def test_state_is_plain_and_a_restored_queue_goes_on():
+    queue = started(max_staleness=3, stale="discard")
+    env_id = join(queue, 4, minimum=0.5, token="a").env_id
+    send(queue, 4, 1, 4, 2, 4, env_id=env_id, version=1, key=None)
+    send(queue, 8, 4, key="k")
+    queue.take(1.0, 5.0, "a", "1", 2)
+    restored = Queue()
+    restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
+    assert restored.get_state() == queue.get_state()
+    for q in (queue, restored):
+        q.nack(0)
+    assert restored.env_status(env_id) == queue.env_status(env_id)
+    assert restored.report(2.0) == queue.report(2.0)
+    while (batch := queue.take(3.0)) is not None:
+        assert restored.take(3.0) == batch
+    assert restored.take(3.0) is None
+    with pytest.raises(UsageError, match="format 2"):
+        restored.set_state({**queue.get_state(), "format": 2})
+
+
+def test_only_commands_are_replayed():
+    with pytest.raises(UsageError, match="no command"):
+        Queue().apply("set_state", {})
+
+
+def steps_of(function) -> int:
+    """Bytecodes that a call executes: work, without a clock."""
+    steps = 0
+
+    def trace(frame, event, _):
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+def test_the_length_of_the_queue_makes_no_difference_to_the_work():
+    work = []
+    for groups in (400, 8_000):
+        queue = started()
+        envs = [join(queue, 4 if i % 2 else 8, minimum=0.5 if i == 3 else None).env_id for i in range(20)]
+        for i in range(groups):
+            send(queue, 4 if i % 2 else 8, env_id=envs[i % 20], version=0)
+        queue.env_status(0), queue.take(0.0), queue.take(0.0)
+        calls = {
+            "add": lambda queue=queue: send(queue, 4, env_id=1),
+            "odd": lambda queue=queue: send(queue, 2, env_id=1),
+            "take": lambda queue=queue: queue.take(0.0),
+            "env_status": lambda queue=queue: queue.env_status(5),
+            "status": lambda queue=queue: queue.status(),
+            "may_take": lambda queue=queue: queue.may_take(0.0),
+        }
+        work.append({name: steps_of(call) for name, call in calls.items()})
+    short, long = work
+    for name, steps in long.items():
+        assert steps < 1.3 * short[name] + 100, work

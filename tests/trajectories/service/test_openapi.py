@@ -1,0 +1,53 @@
+"""Requests that schemathesis makes from the OpenAPI document, valid and not: no 500, and answers are as described."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from rlframe.trajectories.service.app import make_app
+from rlframe.trajectories.service.settings import Settings
+from tests.trajectories.serving import ServiceProcess, running_service
+
+schema = schemathesis.openapi.from_dict(make_app(Settings(store="memory")).openapi())
+DESCRIBED = [status_code_conformance, content_type_conformance, response_schema_conformance]
+FUZZ = hypothesis.settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[ServiceProcess]:
+    with running_service(tmp_path_factory.mktemp("openapi")) as running:
+        yield running
+
+
+@schemathesis.serializer("application/msgpack")
+def _to_msgpack(_, value):
+    try:
+        return msgspec.msgpack.encode(value)
+    except OverflowError:  # numbers of more than 64 bits
+        return b"\xc1"
+
+
+def check(service: ServiceProcess, case: schemathesis.Case) -> None:
+    if case.query and "wait" in case.query:
+        case.query["wait"] = 0
+    response = case.call(base_url=service.url, timeout=60.0)
+    assert response.status_code < 500 or response.status_code == 503, response.text[:500]
+    case.validate_response(response, checks=DESCRIBED)
+
+
+@pytest.mark.system
+@schema.parametrize()
+@hypothesis.settings(FUZZ, max_examples=300)
+def test_every_answer_is_as_described(case, service):
+    check(service, case)

@@ -1,0 +1,102 @@
+"""Groups as people look at them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.trajectories.service.decoding import load_decode
+from rlframe.trajectories.service.previews import MAX_BYTES, MAX_SEQUENCES, MAX_TOKENS, Message, Piece, preview
+from tests.extras import needs
+
+needs("tokenizers")
+import tokenizers
+
+
+def stored(**fields: Any) -> bytes:
+    return json.dumps({"tokens": [[1]], "masks": [[1]], "scores": [0.0], **fields}).encode()
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: pathlib.Path) -> str:
+    """In the manner of SentencePiece: a word carries the space before it, and the first one of a text loses its."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, unk_token="<s>"))
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.add_special_tokens(["<s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+def test_tokens_are_split_where_the_mask_changes() -> None:
+    shown = preview(stored(tokens=[[5, 6, 7, 8, 9]], masks=[[-100, -100, 7, 8, -100]], scores=[0.5]), None)
+    (sequence,) = shown.sequences
+    assert sequence.pieces == [Piece("5 6 ", True), Piece("7 8 ", False), Piece("9 ", True)]
+    assert (sequence.score, sequence.tokens, sequence.trained_tokens, sequence.left_out) == (0.5, 5, 2, 0)
+
+
+def test_text_is_that_of_the_whole_sequence(tokenizer_file: str) -> None:
+    decode = load_decode(tokenizer_file)
+    shown = preview(stored(tokens=[[3, 0, 1, 2, 1]], masks=[[-100, -100, 1, 2, -100]]), decode)
+    pieces = shown.sequences[0].pieces
+    assert pieces == [Piece("<s> a", True), Piece(" bc", False), Piece(" b", True)]
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_shown_as_numbers(tokenizer_file: str) -> None:
+    shown = preview(stored(tokens=[[0, 77, -1]], masks=[[0, 77, -1]]), load_decode(tokenizer_file))
+    assert shown.sequences[0].pieces == [Piece("0 77 -1 ", False)]
+
+
+def test_beginning_and_end_of_a_long_sequence_are_shown() -> None:
+    length = 2 * MAX_TOKENS + 3
+    masks = [-100] * 2 + [0] * (length - 2)
+    (sequence,) = preview(stored(tokens=[list(range(length))], masks=[masks]), None).sequences
+    assert (sequence.tokens, sequence.trained_tokens, sequence.left_out) == (length, length - 2, 3)
+    before, after = sequence.pieces[: sequence.before_gap], sequence.pieces[sequence.before_gap :]
+    assert [piece.masked for piece in before] == [True, False]
+    assert before[1].text.split()[-1] == str(MAX_TOKENS - 1)
+    assert after[0].text.split()[0] == str(MAX_TOKENS + 3) and after[0].text.split()[-1] == str(length - 1)
+
+
+def test_messages_are_text_whatever_their_content() -> None:
+    messages = [
+        [
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": "x" * 30_000},
+        ]
+    ]
+    shown = preview(stored(messages=messages), None).sequences[0].messages
+    assert shown is not None
+    assert shown[0] == Message("user", '[{"type":"text","text":"hello"}]')
+    assert shown[1].content == "x" * 20_000 + "… (10,000 more characters)"
+
+
+def test_many_sequences_and_great_groups_are_cut() -> None:
+    count = MAX_SEQUENCES + 4
+    shown = preview(stored(tokens=[[1]] * count, masks=[[1]] * count, scores=[0.0] * count), None)
+    assert (shown.size, len(shown.sequences)) == (count, MAX_SEQUENCES)
+    great = preview(stored(messages=[[{"role": "user", "content": "x" * MAX_BYTES}]]), None)
+    assert (great.size, great.sequences) == (None, []) and great.stored_bytes > MAX_BYTES
+
+
+def test_binary_groups_are_read_too() -> None:
+    tokens, masks = np.array([1, 2, 3], "<i4").tobytes(), np.array([-100, 2, 3], "<i4").tobytes()
+    lengths, scores = np.array([2, 1], "<i4").tobytes(), np.array([0.5, 1], "<f4").tobytes()
+    packed = {"tokens": tokens, "masks": masks, "lengths": lengths, "scores": scores, "env_id": 4, "policy_version": 9}
+    shown = preview(msgspec.msgpack.encode(packed), None)
+    assert (shown.env_id, shown.policy_version) == (4, 9)
+    assert [one.pieces for one in shown.sequences] == [[Piece("1 ", True), Piece("2 ", False)], [Piece("3 ", False)]]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: pathlib.Path) -> None:
+    assert load_decode(None) is None
+    with pytest.raises(UsageError, match="none.json cannot be read"):
+        load_decode(str(tmp_path / "none.json"))
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(UsageError, match="broken.json cannot be read"):
+        load_decode(str(tmp_path / "broken.json"))
