@@ -1,19 +1,16 @@
 """A param store in memory that the processes of one machine share.
 
 Each policy has one slot more than versions that are kept or pinned: what is put goes into a slot of none of these.
-A slot's count is odd while it is written, so who reads copies first and looks afterwards whether the count has moved.
-Who dies while it writes leaves an odd count behind: that slot is no version, and the next to put takes it.
+A slot holds version -1 while it is written, so who reads copies first and looks afterwards whether it was written to.
+Who dies while it writes leaves that behind: the slot is no version, and the next to put takes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
-import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,24 +28,23 @@ from rlframe.coordinator.param_store import (
     check_rises,
 )
 from rlframe.errors import PeerError, StoppedError, UnavailableError, UsageError
-from rlframe.interprocess import locks, memory
+from rlframe.interprocess import memory
 from rlframe.interprocess.futex import Futex, fence
+from rlframe.interprocess.memory import Fields, Name, Seqlock, SharedArrays
 from rlframe.packing import Packing
 from rlframe.types import Tree
 
 _LABEL = "rlframe-policies"
-_FUTEX = 8  # the word that wakes who waits for a version; of any policy
-_SLOTS = 16  # the word at which the slots' begin
-_COUNT, _VERSION, _HPARAMS, _PINNED = 0, 1, 2, 3  # words of a slot: see above; the version; bytes of its hparams; 1
-_LINE = 8  # words of a slot: a line of the cache
-_WHICH, _PAIRS = 0, (1, 3)  # words of a policy, after those of all slots: which of the pairs is its attempt, 1 or 2
+_LINE = 8  # words of a slot, and of a policy: a line of the cache
+_STATE, _PINNED = slice(0, Seqlock.words(2)), 5  # words of a slot: (version + 1, bytes of its hparams); 1 if pinned
+_ATTEMPT = slice(0, Seqlock.words(2))  # words of a policy: (its attempt)
 _LOCK_TIMEOUT = 30.0  # seconds; a put takes milliseconds
 
 
 class _Plan(NamedTuple):
     """What all processes must know of a store."""
 
-    name: memory.Name
+    name: Name
     template: Tree  # of jax.ShapeDtypeStruct
     policy_ids: tuple[str, ...]
     kept: int
@@ -77,9 +73,9 @@ class SharedParamStore(ParamStore):
         if not memory.SUPPORTED:
             raise UsageError("SharedParamStore needs Linux on x86-64 or 64-bit ARM. Use FileParamStore instead.")
         template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), template)
-        size = _layout(Packing(template), len(policy_ids), kept)[1]
-        self.__setstate__(_Plan(memory.create(_LABEL, size), template, tuple(policy_ids), kept))
-        self._finalizer = weakref.finalize(self, memory.destroy, self._plan.name)
+        self._created = SharedArrays.create(_LABEL, _fields(Packing(template), len(policy_ids), kept))
+        assert self._created.name is not None
+        self.__setstate__(_Plan(self._created.name, template, tuple(policy_ids), kept))
 
     @classmethod
     def of(cls, agent: Any, policy_ids: Sequence[str] = ("main",), kept: int = 4) -> SharedParamStore:
@@ -185,10 +181,10 @@ class SharedParamStore(ParamStore):
 
     def close(self) -> None:
         """Where the store was made: nothing is put any more, and nobody waits. What is there can be read."""
-        finalizer = getattr(self, "_finalizer", None)  # a copy has none
-        if finalizer is not None and finalizer.alive:
+        created = getattr(self, "_created", None)  # a copy has none
+        if created is not None and not created.closed:
             here = self._memory
-            finalizer()
+            created.close()
             here.changed.wake()
 
     def _slots(self, policy_id: str) -> range:
@@ -242,29 +238,27 @@ class _Memory:
     def __init__(self, plan: _Plan) -> None:
         self.packing = Packing(plan.template)
         policies = len(plan.policy_ids)
-        offsets, size = _layout(self.packing, policies, plan.kept)
         try:
-            self._descriptor, mapped = memory.attach(plan.name, _LABEL, size)
+            self._memory = SharedArrays.attach(plan.name, _LABEL, _fields(self.packing, policies, plan.kept))
         except OSError as error:
             raise UnavailableError(
                 f"The param store of process {plan.name.maker.pid} cannot be opened: that process has ended or closed "
                 f"it, or runs as another user or on another machine ({type(error).__name__}). Start the program anew."
             ) from None
-        weakref.finalize(self, os.close, self._descriptor)
-        self._words = memoryview(mapped)[: 8 * (_SLOTS + _LINE * (len(offsets) + policies))].cast("q")
-        self._policies = _SLOTS + _LINE * len(offsets)
-        self._bytes = memoryview(mapped)
-        self.changed = Futex(mapped, 8 * _FUTEX)
-        self._hparams = [slot[0] for slot in offsets]
-        self._arrays: list[list[np.ndarray]] = [
-            [np.ndarray(shape, dtype, mapped, at) for (shape, dtype), at in zip(self.packing.packed_shapes, slot[1:])]
-            for slot in offsets
+        arrays = self._memory.arrays
+        self.changed = Futex(memoryview(arrays["changed"]))
+        self._attempts = [Seqlock(memoryview(row)[_ATTEMPT]) for row in arrays["policies"]]
+        self._slots = [memoryview(row) for row in arrays["slots"]]
+        self._states = [Seqlock(words[_STATE]) for words in self._slots]
+        self._hparams = arrays["hparams"]
+        self._arrays = [
+            [arrays[f"{slot}/{i}"] for i in range(len(self.packing.packed_shapes))] for slot in range(len(self._slots))
         ]
 
     @property
     def closed(self) -> bool:
         """Whether its maker has closed it."""
-        return self._words[memory.CLOSED] == 1
+        return self._memory.closed
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Held by one process at a time."""
@@ -275,72 +269,49 @@ class _Memory:
                 "meanwhile. Let it go on, or kill it."
             )
 
-        return locks.held(self._descriptor, _LOCK_TIMEOUT, overdue)
+        return self._memory.lock(_LOCK_TIMEOUT, overdue)
 
     def opened(self, policy: int) -> Attempt | None:
         """The attempt that has opened a policy; the caller holds the right to write."""
-        at = self._policies + _LINE * policy
-        which = self._words[at + _WHICH]
-        if not which:
-            return None
-        pair = at + _PAIRS[which - 1]
-        return Attempt(self._words[pair], self._words[pair + 1])
+        attempt = self._attempts[policy]
+        return Attempt(*attempt.read()) if attempt.count else None
 
     def open(self, policy: int, attempt: Attempt) -> None:
         """Sets it; the caller holds the right to write, and may die at any word."""
-        at = self._policies + _LINE * policy
-        other = 1 if self._words[at + _WHICH] == 2 else 2
-        pair = at + _PAIRS[other - 1]
-        self._words[pair], self._words[pair + 1] = attempt
-        fence()
-        self._words[at + _WHICH] = other
+        self._attempts[policy].write(*attempt)
 
     def state(self, slot: int) -> int:
         """The version in a slot; -1 where there is none, or it is being written."""
-        at = _SLOTS + _LINE * slot
-        while True:  # again only where it was written to meanwhile
-            count = self._words[at + _COUNT]
-            fence()
-            version = self._words[at + _VERSION] if count and not count & 1 else -1
-            fence()
-            if self._words[at + _COUNT] == count:
-                return version
+        return self._states[slot].read()[0] - 1
 
     def is_pinned(self, slot: int) -> bool:
         """Whether what is in a slot is to stay."""
-        return self._words[_SLOTS + _LINE * slot + _PINNED] == 1
+        return self._slots[slot][_PINNED] == 1
 
     def pin(self, slot: int, pinned: bool) -> None:
         """Says whether it is; the caller holds the right to write."""
-        self._words[_SLOTS + _LINE * slot + _PINNED] = int(pinned)
+        self._slots[slot][_PINNED] = int(pinned)
 
     def write(self, slot: int, version: int, packed: list[np.ndarray], hparams: bytes) -> None:
         """Puts a version into a slot; the caller holds the right to write."""
-        at, words = _SLOTS + _LINE * slot, self._words
-        words[at + _COUNT] |= 1  # odd already where somebody died here
-        count = words[at + _COUNT]
-        fence()
-        words[at + _VERSION], words[at + _HPARAMS], words[at + _PINNED] = version, len(hparams), 0
-        low = self._hparams[slot]
-        self._bytes[low : low + len(hparams)] = hparams
+        self._states[slot].write(0, 0)
+        self._slots[slot][_PINNED] = 0
+        self._hparams[slot, : len(hparams)] = np.frombuffer(hparams, np.uint8)
         for here, array in zip(self._arrays[slot], packed):
             here[...] = array
-        fence()
-        words[at + _COUNT] = count + 1
+        self._states[slot].write(version + 1, len(hparams))
 
     def read(self, slot: int, version: int) -> StoredParams | None:
         """A copy of `version`, or None where it is not in the slot any more."""
-        at, words = _SLOTS + _LINE * slot, self._words
-        count = words[at + _COUNT]
-        fence()
-        if count & 1 or words[at + _VERSION] != version:
+        state = self._states[slot]
+        count, (there, size) = state.count, state.read()
+        if there - 1 != version:
             return None
-        low = self._hparams[slot]
-        hparams = bytes(self._bytes[low : low + words[at + _HPARAMS]])
+        hparams = self._hparams[slot, :size].tobytes()
         vector, *others = self._arrays[slot]
         params = self.packing.unpack_numpy([vector, *(array.copy() for array in others)])  # which copies the vector
         fence()
-        return StoredParams(version, params, json.loads(hparams)) if words[at + _COUNT] == count else None
+        return StoredParams(version, params, json.loads(hparams)) if state.count == count else None
 
 
 def _slots_each(kept: int) -> int:
@@ -348,16 +319,14 @@ def _slots_each(kept: int) -> int:
     return kept + PINS + 1
 
 
-def _layout(packing: Packing, policies: int, kept: int) -> tuple[list[list[int]], int]:
-    """(of each slot the offsets of its hparams and arrays, total bytes), on lines of their own."""
-    slots = policies * _slots_each(kept)
-    position = -(-8 * (_SLOTS + _LINE * (slots + policies)) // mmap.PAGESIZE) * mmap.PAGESIZE
-    offsets = []
-    for _ in range(slots):
-        own = [position]
-        position += HPARAMS_BYTES
-        for shape, dtype in packing.packed_shapes:
-            own.append(position)
-            position += -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // 64) * 64
-        offsets.append(own)
-    return offsets, position
+def _fields(packing: Packing, policies: int, kept: int) -> Fields:
+    slots, word = policies * _slots_each(kept), np.dtype(np.int64)
+    fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "changed": ((1,), word),  # wakes who waits for a version; of any policy
+        "policies": ((policies, _LINE), word),
+        "slots": ((slots, _LINE), word),
+        "hparams": ((slots, HPARAMS_BYTES), np.dtype(np.uint8)),
+    }
+    for slot in range(slots):
+        fields.update({f"{slot}/{i}": packed for i, packed in enumerate(packing.packed_shapes)})
+    return fields

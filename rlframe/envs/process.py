@@ -92,23 +92,21 @@ class ProcessPool:
         self._is_waiting = True
         self._given += 1
         self._watch.begin()
-        for header, go in zip(self._workers.headers, self._workers.go, strict=True):
+        for header, go in zip(self._workers.headers, self._workers.block.go, strict=True):
             header[shared.COMMAND] = command
             header[shared.FRAME] = self._next
             header[shared.GO] = self._given
-            go.post()
+            go.wake()
 
     def _wait(self) -> None:
         """Sleeps until every worker has done the command. Raises what a worker raised, or that it died or hangs."""
-        workers, given = self._workers, self._given
-        permits = len(workers.headers)  # one from each
-        while permits > 0:
-            taken = workers.done.wait(LOOK)
-            permits -= taken
-            if not taken:
-                self._look()
-        for header in workers.headers:
-            if header[shared.DONE] != given:
+        headers, done, given = self._workers.headers, self._workers.block.done, self._given
+        while True:
+            value = done.value
+            waiting = [header for header in headers if header[shared.DONE] != given]
+            if not waiting:
+                break
+            if any([header[shared.FAILED] for header in waiting]) or not done.wait(value, LOOK):
                 self._look()
         self._is_waiting = False
 
@@ -152,7 +150,7 @@ class AsyncProcesses:
             raise interrupted()
         self._actions[env_ids] = actions
         workers = self._worker_of[env_ids]
-        for worker, go in enumerate(self._workers.go):
+        for worker, go in enumerate(self._workers.block.go):
             ids = env_ids[workers == worker]
             if len(ids):
                 if self._requested[worker] == self._workers.headers[worker][shared.DONE]:
@@ -161,7 +159,7 @@ class AsyncProcesses:
                 self._requests[worker, places] = ids
                 self._requested[worker] += len(ids)
                 self._workers.headers[worker][shared.REQUESTED] = self._requested[worker]
-                go.post()
+                go.wake()
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         if self._has_failed:
@@ -199,13 +197,16 @@ class AsyncProcesses:
 
     def _wait(self) -> None:
         """Sleeps until enough environments are ready. Raises what a worker raised, or that it died or hangs."""
-        self._collect()
-        while len(self._ready) < self._wait_num:
+        done = self._workers.block.done
+        while True:
+            value = done.value
+            self._collect()
+            if len(self._ready) >= self._wait_num:
+                return
             # A wake-up may be missed where WANTED and DONE change together, so the sleep is short.
-            woken = self._workers.done.wait(_ASYNC_LOOK)
+            woken = done.wait(value, _ASYNC_LOOK)
             if not woken or any(header[shared.FAILED] for header in self._workers.headers):
                 self._look()
-            self._collect()
 
     def _look(self) -> None:
         try:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -40,8 +41,6 @@ class Descriptors(NamedTuple):
 
     connection: int
     memory: int
-    go: tuple[int, int]
-    done: tuple[int, int]
 
 
 def main(descriptors: Descriptors) -> None:
@@ -49,8 +48,7 @@ def main(descriptors: Descriptors) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes its workers
     die_soon_after_parent()
     connection = Connection(descriptors.connection)
-    go, done = shared.Semaphore(descriptors.go), shared.Semaphore(descriptors.done)
-    watch = ParentWatch(connection, go)
+    watch = ParentWatch(connection)
     threading.Thread(target=watch.run, daemon=True).start()
     try:
         job: Job = pickle.loads(connection.recv_bytes())
@@ -63,7 +61,7 @@ def main(descriptors: Descriptors) -> None:
         return
     gc.collect()
     gc.freeze()  # what was imported so far will not become garbage: spare the collector from looking
-    Worker(job, group, connection, descriptors.memory, go, done, watch).serve()
+    Worker(job, group, connection, descriptors.memory, watch).serve()
 
 
 class ParentWatch:
@@ -72,9 +70,9 @@ class ParentWatch:
     Unless that step keeps Python's lock: then `die_soon_after_parent` does.
     """
 
-    def __init__(self, connection: Connection, go: shared.Semaphore):
+    def __init__(self, connection: Connection):
         self.parent_is_gone = False
-        self._go = go
+        self.wake: Callable[[], None] | None = None  # the worker, once it sleeps
         self._parent = os.getppid()
         self._poll = select.poll()
         self._poll.register(connection.fileno(), 0)  # of the connection, only its end is of interest
@@ -84,7 +82,8 @@ class ParentWatch:
         while not self._poll.poll(1000.0) and os.getppid() == self._parent:
             pass
         self.parent_is_gone = True
-        self._go.post()
+        if self.wake is not None:
+            self.wake()
         time.sleep(ORPHAN_GRACE)
         os._exit(1)
 
@@ -92,19 +91,11 @@ class ParentWatch:
 class Worker:
     """Serves the commands of one pool."""
 
-    def __init__(
-        self,
-        job: Job,
-        group: EnvGroup,
-        connection: Connection,
-        memory: int,
-        go: shared.Semaphore,
-        done: shared.Semaphore,
-        watch: ParentWatch,
-    ):
+    def __init__(self, job: Job, group: EnvGroup, connection: Connection, memory: int, watch: ParentWatch):
         self._job, self._group, self._connection, self._watch = job, group, connection, watch
-        self._go, self._done = go, done
         block = shared.Block(memory, job.num_workers, job.num_envs, group.layout, group.action_spec)
+        self._go, self._done = block.go[job.worker], block.done
+        watch.wake = self._go.wake
         self._headers = block.headers
         self._header = block.headers[job.worker]
         self._requests, self._results = block.requests[job.worker], block.results[job.worker]
@@ -121,18 +112,19 @@ class Worker:
         except Exception as error:
             send_error(self._connection, error)
             self._header[shared.FAILED] = 1
-            self._done.post()
+            self._done.wake()
         finally:
             # An environment that cannot close must not keep the others, or the process, from ending.
             with contextlib.suppress(Exception):
                 self._group.close()
 
     def _next_command(self, served: int) -> int:
-        while self._header[shared.GO] == served:
-            self._go.wait(_IDLE_WAIT)
-            if self._watch.parent_is_gone:
-                return shared.CLOSE
-        return self._header[shared.COMMAND]
+        while not self._watch.parent_is_gone:
+            value = self._go.value
+            if self._header[shared.GO] != served:
+                return self._header[shared.COMMAND]
+            self._go.wait(value, _IDLE_WAIT)
+        return shared.CLOSE
 
     def _serve_sync(self) -> None:
         header, group, rows = self._header, self._group, self._rows
@@ -148,7 +140,7 @@ class Worker:
                 method, arguments = self._connection.recv()
                 self._connection.send(("ok", getattr(group, method)(*arguments)))
             header[shared.DONE] = served
-            self._done.post()
+            self._done.wake()
 
     def _serve_async(self) -> None:
         header, first, capacity = self._header, self._job.start, self._job.num_envs
@@ -156,12 +148,12 @@ class Worker:
         rows = self._rows[0]
         served = 0
         while True:
-            while header[shared.REQUESTED] == served:
-                self._go.wait(_IDLE_WAIT)
-                if self._watch.parent_is_gone or header[shared.COMMAND] == shared.CLOSE:
-                    return
-            if header[shared.COMMAND] == shared.CLOSE:
+            value = self._go.value
+            if self._watch.parent_is_gone or header[shared.COMMAND] == shared.CLOSE:
                 return
+            if header[shared.REQUESTED] == served:
+                self._go.wait(value, _IDLE_WAIT)
+                continue
             env_id = int(self._requests[served % capacity])
             self._group.step_one(env_id - first, self._actions[env_id], rows, env_id - first)
             self._results[served % capacity] = env_id
@@ -169,7 +161,7 @@ class Worker:
             header[shared.DONE] = served
             # Waking the pool for each of many light environments would cost more than stepping them.
             if sum([one[shared.DONE] for one in all_headers]) >= wanted[shared.WANTED]:
-                self._done.post()
+                self._done.wake()
 
 
 def send_error(connection: Connection, error: Exception) -> None:

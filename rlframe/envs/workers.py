@@ -18,6 +18,7 @@ from rlframe.envs.spaces import Layout
 from rlframe.envs.worker import Descriptors, Job
 from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.memory import SUPPORTED, anonymous_file
 from rlframe.interprocess.processes import start_process
 from rlframe.metrics.sums import Sums, add_up
 
@@ -42,14 +43,12 @@ class Workers:
         self.slices = slices
         self.answer_timeout = answer_timeout
         self.num_envs = slices[-1][1]
-        self._memory = shared.anonymous_file()
-        self.done = shared.Semaphore()
-        self.go = [shared.Semaphore() for _ in slices]
+        if not SUPPORTED:
+            raise UsageError("Pools of type 'process' need Linux on x86-64 or 64-bit ARM. Use type 'thread' instead.")
+        self._memory = anonymous_file("rlframe-envs")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self.processes, self.connections, [self.done, *self.go], self._memory, None
-        )
+        self._finalizer = weakref.finalize(self, _shut_down, self.processes, self.connections, self._memory, None)
         try:
             self._start(_pickle(builder), is_sync)
         except BaseException:
@@ -60,7 +59,7 @@ class Workers:
         for worker, (start, stop) in enumerate(self.slices):
             ours, theirs = Pipe()
             self.connections.append(ours)
-            descriptors = Descriptors(theirs.fileno(), self._memory, self.go[worker].descriptors, self.done.descriptors)
+            descriptors = Descriptors(theirs.fileno(), self._memory)
             self.processes.append(_spawn(descriptors))
             theirs.close()
             job = Job(builder, start, stop, worker, len(self.slices), self.num_envs, is_sync)
@@ -76,9 +75,7 @@ class Workers:
         for worker in range(len(self.slices)):
             self.tell(worker, b"")
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self.processes, self.connections, [self.done, *self.go], self._memory, self.headers
-        )
+        self._finalizer = weakref.finalize(self, _shut_down, self.processes, self.connections, self._memory, self.block)
 
     def tell(self, worker: int, message: bytes) -> None:
         try:
@@ -135,13 +132,12 @@ class Workers:
 
 def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
     code = _COMMAND.format(path=[path or os.getcwd() for path in sys.path], descriptors=tuple(descriptors))
-    inherited = {descriptors.connection, descriptors.memory, *descriptors.go, *descriptors.done}
     # Numerical libraries in an environment would otherwise start a thread per core in every worker.
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
     # A session of its own: Ctrl-C at the terminal reaches the pool only, which then closes its workers.
     return start_process(
         [sys.executable, "-c", code],
-        pass_fds=sorted(inherited),
+        pass_fds=descriptors,
         env=env,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -161,19 +157,18 @@ def _pickle(builder: Any) -> bytes:
 def _shut_down(
     processes: list[subprocess.Popen[bytes]],
     connections: list[Connection],
-    semaphores: list[shared.Semaphore],
     memory: int,
-    headers: Any,
+    block: shared.Block | None,
 ) -> None:
     """Ends the workers and closes every descriptor. Runs once, also when the pool is collected or the program ends."""
-    if headers is not None:
-        for header, go in zip(headers, semaphores[1:], strict=True):
+    if block is not None:
+        for header, go in zip(block.headers, block.go, strict=True):
             header[shared.COMMAND] = shared.CLOSE
             header[shared.GO] += 1
-            go.post()
+            go.wake()
     deadline = time.monotonic() + _CLOSE_TIMEOUT
     for connection, process in zip(connections, processes, strict=True):
-        if headers is None:
+        if block is None:
             process.kill()  # it is still being built
         try:
             process.wait(max(0.01, deadline - time.monotonic()))
@@ -181,6 +176,4 @@ def _shut_down(
             process.kill()
             process.wait()
         connection.close()
-    for semaphore in semaphores:
-        semaphore.close()
     os.close(memory)

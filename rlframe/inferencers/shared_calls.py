@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import mmap
-import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +16,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import NoMethodError, UnavailableError
-from rlframe.interprocess import memory
+from rlframe.interprocess.memory import SUPPORTED, Name, SharedArrays
 from rlframe.transport import Client, Derived, Future
 from rlframe.types import AgentOutput, AgentState, Tree
 
@@ -39,7 +36,7 @@ class InferencerClient:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._can_share = memory.SUPPORTED
+        self._can_share = SUPPORTED
         self._method = ""  # that answers; unknown before the first call
         self._answer: Tree = None  # of no rows
         self._memory: CallMemory | None = None
@@ -91,7 +88,7 @@ class InferencerClient:
         if here is None or not here.fits(leaves, treedef, rows):
             if not all(isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows for leaf in leaves):
                 return None  # a mistake, which the inferencer has words for
-            here = CallMemory.create(treedef.unflatten([leaf[:0] for leaf in leaves]), self._answer, rows)
+            here = CallMemory(None, rows, treedef.unflatten([leaf[:0] for leaf in leaves]), self._answer)
             self._can_share = self._show(here)
             if not self._can_share:
                 return None
@@ -136,7 +133,7 @@ class CallReader:
         self._memories: dict[int, CallMemory] = {}
         self._lock = threading.Lock()
 
-    def share(self, name: memory.Name, capacity: int, request: Tree, answer: Tree) -> bool:
+    def share(self, name: Name, capacity: int, request: Tree, answer: Tree) -> bool:
         """Whether this memory can be read from now on. Lets go of that of clients that have."""
         with self._lock:
             for token in [token for token, known in self._memories.items() if known.has_gone]:
@@ -159,7 +156,7 @@ class CallMemory:
     """The memory of a client, mapped into this process.
 
     Args:
-        name: where it is found.
+        name: where it is found; None: it is made here.
         capacity: rows of a slot.
         request, answer: trees of arrays of no rows, [0, ...].
 
@@ -167,27 +164,23 @@ class CallMemory:
         OSError: it is not on this machine, or not to be had.
     """
 
-    def __init__(self, name: memory.Name, capacity: int, request: Tree, answer: Tree) -> None:
-        self.name, self.capacity, self.request, self.answer = name, capacity, request, answer
+    def __init__(self, name: Name | None, capacity: int, request: Tree, answer: Tree) -> None:
+        self.capacity, self.request, self.answer = capacity, request, answer
         self.request_treedef, self.answer_treedef = jax.tree.structure(request), jax.tree.structure(answer)
-        self.fields, self._slot_size, size = _layout(request, answer, capacity)
-        descriptor, self._memory = memory.attach(name, _LABEL, size)
-        os.close(descriptor)  # the map has one of its own
-        self._words = memoryview(self._memory)[:16].cast("q")
+        leaves = jax.tree.leaves((request, answer))
+        fields = {str(i): ((_SLOTS, capacity, *leaf.shape[1:]), leaf.dtype) for i, leaf in enumerate(leaves)}
+        self._shared = (
+            SharedArrays.create(_LABEL, fields) if name is None else SharedArrays.attach(name, _LABEL, fields)
+        )
+        assert self._shared.name is not None
+        self.name = self._shared.name
+        self._leaves = list(self._shared.arrays.values())
         self.free = collections.deque(range(_SLOTS))  # slots; the client's alone
-
-    @classmethod
-    def create(cls, request: Tree, answer: Tree, capacity: int) -> CallMemory:
-        """Makes it."""
-        name = memory.create(_LABEL, _layout(request, answer, capacity)[2])
-        made = cls(name, capacity, request, answer)
-        weakref.finalize(made, memory.destroy, name)
-        return made
 
     @property
     def has_gone(self) -> bool:
         """Whether the client has closed it, or died."""
-        return self._words[memory.CLOSED] == 1 or not self.name.maker.is_alive
+        return self._shared.closed or not self._shared.creator_is_alive
 
     def fits(self, leaves: list[Any], treedef: Any, rows: int) -> bool:
         """Whether a request can be written here."""
@@ -195,8 +188,8 @@ class CallMemory:
             rows <= self.capacity
             and treedef == self.request_treedef
             and all(
-                type(leaf) is np.ndarray and leaf.dtype == dtype and leaf.shape == (rows, *shape)
-                for leaf, (shape, dtype, _) in zip(leaves, self.fields)
+                type(leaf) is np.ndarray and leaf.dtype == here.dtype and leaf.shape == (rows, *here.shape[2:])
+                for leaf, here in zip(leaves, self._leaves)
             )
         )
 
@@ -212,8 +205,7 @@ class CallMemory:
 
     def arrays(self, number: int, rows: int) -> list[np.ndarray]:
         """The leaves of a slot: the request's, then the answer's."""
-        start = mmap.PAGESIZE + number * self._slot_size
-        return [np.ndarray((rows, *shape), dtype, self._memory, start + at) for shape, dtype, at in self.fields]
+        return [leaf[number, :rows] for leaf in self._leaves]
 
 
 class _Slot:
@@ -249,14 +241,3 @@ class _Slot:
     @property
     def _answer(self) -> list[np.ndarray]:
         return self.arrays[self.memory.request_treedef.num_leaves :]
-
-
-def _layout(request: Tree, answer: Tree, capacity: int) -> tuple[list[tuple[tuple[int, ...], np.dtype, int]], int, int]:
-    """((shape of a row, dtype, offset in a slot) of each leaf, bytes of a slot, bytes in all)."""
-    fields, position = [], 0
-    for leaf in jax.tree.leaves((request, answer)):
-        fields.append((leaf.shape[1:], leaf.dtype, position))
-        row = int(np.prod(leaf.shape[1:], dtype=np.int64)) * leaf.dtype.itemsize
-        position += -(-capacity * row // 64) * 64  # no two leaves on one line of the cache
-    slot = -(-position // mmap.PAGESIZE) * mmap.PAGESIZE
-    return fields, slot, mmap.PAGESIZE + _SLOTS * slot

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
-import mmap
 import os
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}  # of the system call
 _MACHINE = os.uname().machine
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
+_ZERO = ctypes.c_int(0)
 KNOWN = _MACHINE in _NUMBERS
 
 
@@ -27,33 +27,43 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Futex:
-    """The 4 bytes at `offset` of `memory`, which any process that maps it may sleep on."""
+    """A word of shared memory that any process which maps it may sleep on.
 
-    def __init__(self, memory: mmap.mmap, offset: int):
-        self._word = ctypes.c_uint32.from_buffer(memory, offset)
+    Args:
+        word: one int64, zero at first; the lower half is used.
+    """
+
+    def __init__(self, word: memoryview) -> None:
+        self._word = ctypes.c_uint32.from_buffer(word)  # byte order: the systems that are KNOWN are little-endian
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
         self._number = ctypes.c_long(_NUMBERS[_MACHINE])
+        self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, _ZERO)
 
     @property
     def value(self) -> int:
-        """What `wait` must be given: read it before you look at what you wait for."""
+        """The value that `wait` must be given: read it before you look at what you wait for."""
         return self._word.value
 
-    def wait(self, value: int, timeout: float) -> None:
-        """Sleeps until somebody wakes, for at most `timeout` seconds; not at all if the word is not `value`."""
+    def wait(self, value: int, timeout: float) -> bool:
+        """Sleeps until somebody wakes, for at most `timeout` seconds; not at all if the word is not `value`.
+
+        Returns:
+            Whether it was woken, or may have been.
+        """
         fraction, seconds = math.modf(max(0.0, timeout))
         limit = _Timespec(int(seconds), int(fraction * 1e9))
-        arguments = (ctypes.c_int(_WAIT), ctypes.c_uint32(value), ctypes.byref(limit), None, ctypes.c_int(0))
+        arguments = (ctypes.c_int(_WAIT), ctypes.c_uint32(value), ctypes.byref(limit), None, _ZERO)
         if _libc.syscall(self._number, self._address, *arguments) == -1:
             number = ctypes.get_errno()
             if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
                 raise OSError(number, os.strerror(number))
+            return number != errno.ETIMEDOUT
+        return True
 
     def wake(self) -> None:
         """Wakes all who sleep, and keeps those awake who were about to."""
         self._word.value += 1  # wraps at 2^32; two processes at once may count one, which still is a change
-        arguments = (ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, ctypes.c_int(0))
-        _libc.syscall(self._number, self._address, *arguments)
+        _libc.syscall(*self._wake)
 
 
 # x86-64 shows every process the stores of another one in their order, and keeps loads in theirs. Others need a barrier

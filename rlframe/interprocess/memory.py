@@ -1,71 +1,196 @@
-"""Memory that processes of one machine share: anonymous, and found through the process that made it.
+"""Arrays in memory that processes of one machine share: laid out, found, locked, and read while others write.
 
-It has no name in any file system, so nothing of it can be left behind: it goes when its maker has let go of it, or has
-died, and nobody maps it any more. Its first two words, int64, are the same in all of it.
+The memory has no name in any file system, so nothing of it can be left behind: it goes when the process that created it
+has let go of it, or has died, and nobody maps it any more. Pages that nobody writes to take no room.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import secrets
-import sys
+import struct
+import weakref
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from rlframe.interprocess.futex import KNOWN
+from rlframe.interprocess import locks
+from rlframe.interprocess.futex import FENCED, KNOWN, fence
 from rlframe.interprocess.processes import ProcessId, this_process
 
-TOKEN = 0  # which memory this is; written once
-CLOSED = 1  # 1 once its maker closed it
-
 SUPPORTED = hasattr(os, "memfd_create") and KNOWN
-_ORDER = sys.byteorder
+
+_TOKEN, _CLOSED = 0, 1  # words at the start of the memory: which it is; 1 once its creator has closed it
+_LINE = 64  # bytes of a cache line
+
+Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # an array's name -> its shape and dtype
 
 
 class Name(NamedTuple):
-    """Where the memory is found."""
+    """Where the memory is found, by any process of the same user on the same machine."""
 
     maker: ProcessId
     descriptor: int
     token: int
 
 
-def create(label: str, size: int) -> Name:
-    """Makes `size` bytes, zeros, of which the system's tools say `label`. Pages that nobody writes to take no room."""
-    descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size)
-    token = secrets.randbits(62)
-    os.pwrite(descriptor, token.to_bytes(8, _ORDER), 8 * TOKEN)
-    return Name(this_process(), descriptor, token)
+class SharedArrays:
+    """Named arrays in a block of shared memory, mapped into this process.
+
+    `create` makes the memory, and `attach` finds it by its `name`. This constructor takes a descriptor that a process
+    created (`anonymous_file`) and its children inherited; it stays the caller's to close.
+
+    Args:
+        descriptor: of the memory, which is made as large as it must be.
+        fields: the arrays, in the order in which they lie; every process must say the same.
+
+    Attributes:
+        arrays: by name; zeros at first.
+        name: for `attach`; None of memory that is inherited.
+    """
+
+    name: Name | None = None
+
+    def __init__(self, descriptor: int, fields: Fields) -> None:
+        self._descriptor = descriptor
+        places, size = _lay_out(fields)
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        mapped = mmap.mmap(descriptor, size)
+        self._words = memoryview(mapped)[:_LINE].cast("q")
+        # Not `frombuffer` and `reshape`: views of that refer to an array that is not the one in here, so its reference
+        # count would not tell of them.
+        self.arrays = {name: np.ndarray(*fields[name], mapped, place) for name, place in places.items()}
+
+    @classmethod
+    def create(cls, label: str, fields: Fields) -> SharedArrays:
+        """Makes the memory. The system's tools list it as `label`. It is closed when nobody refers to the object."""
+        descriptor = anonymous_file(label)
+        created = cls(descriptor, fields)
+        created._words[_TOKEN] = secrets.randbits(62)
+        created.name = Name(this_process(), descriptor, created._words[_TOKEN])
+        created._finalizer = weakref.finalize(created, _close, created.name, created._words)
+        return created
+
+    @classmethod
+    def attach(cls, name: Name, label: str, fields: Fields) -> SharedArrays:
+        """Finds memory that this process or another has created.
+
+        Raises:
+            PermissionError: its creator runs as another user.
+            FileNotFoundError: it is closed, or holds other fields, or its creator has ended or is on another machine.
+        """
+        path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
+        if not os.readlink(path).startswith(f"/memfd:{label}"):
+            raise FileNotFoundError(path)  # closed, and its number taken by another file
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not name.maker.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:
+                raise FileNotFoundError(path)
+            attached = cls(descriptor, fields)
+            if attached._words[_TOKEN] != name.token:
+                raise FileNotFoundError(path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        attached.name = name
+        attached._finalizer = weakref.finalize(attached, os.close, descriptor)
+        return attached
+
+    @property
+    def closed(self) -> bool:
+        """Whether its creator has closed it. One that died has not."""
+        return self._words[_CLOSED] == 1
+
+    @property
+    def creator_is_alive(self) -> bool:
+        """Whether the process that created it runs on."""
+        return self.name is None or self.name.maker.is_alive
+
+    def close(self) -> None:
+        """Lets go of the memory, and says so to all who map it where this process created it. May be called again."""
+        if self.name is not None:
+            self._finalizer()
+
+    def lock(self, timeout: float, overdue: Callable[[], Exception]) -> contextlib.AbstractContextManager[None]:
+        """Held by one `SharedArrays` of this memory at a time; see `locks.held`. Who dies lets go of it."""
+        return locks.held(self._descriptor, timeout, overdue)
 
 
-def destroy(name: Name) -> None:
-    """Tells all who map the memory that it is closed, and lets go of it. Only its maker's call does something."""
+def anonymous_file(label: str) -> int:
+    """A descriptor of an empty file that has no name, for processes that inherit it."""
+    return os.memfd_create(label, os.MFD_CLOEXEC)
+
+
+def _close(name: Name, words: memoryview) -> None:
     if this_process() == name.maker:  # and not a fork of it
-        os.pwrite(name.descriptor, (1).to_bytes(8, _ORDER), 8 * CLOSED)
+        words[_CLOSED] = 1
         os.close(name.descriptor)
 
 
-def attach(name: Name, label: str, size: int) -> tuple[int, mmap.mmap]:
-    """Finds the memory and maps it: (a descriptor of it, which is the caller's to close, the map).
+def _lay_out(fields: Fields) -> tuple[dict[str, int], int]:
+    """(offset of each array, bytes in all): no two arrays share a cache line, nor two large ones a page."""
+    places, position = {}, _LINE
+    for name, (shape, dtype) in fields.items():
+        size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        unit = mmap.PAGESIZE if size >= mmap.PAGESIZE else _LINE
+        places[name] = -(-position // unit) * unit
+        position = places[name] + size
+    return places, position
 
-    Raises:
-        PermissionError: its maker runs as another user.
-        FileNotFoundError: it is closed, or its maker has ended or runs on another machine.
+
+class Seqlock:
+    """A few numbers that one process writes at once: who reads gets all of them as they were at one time.
+
+    There are two copies, and the lower bit of a count says which is whole. So nobody waits, and a writer that dies in
+    between has changed nothing. Only one thread may write at a time.
+
+    Numbers that say what lies elsewhere (in a slot of large arrays, say) guard it too. Who writes there writes numbers
+    that mean "nothing" before and the new ones afterwards; who reads compares `count` before and after.
+
+    Args:
+        words: contiguous int64 in shared memory, zeros at first; `Seqlock.words(n)` of them, for n numbers.
     """
-    path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
-    if not os.readlink(path).startswith(f"/memfd:{label}"):
-        raise FileNotFoundError(path)  # closed, and its number taken by another file
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if not name.maker.is_alive or os.fstat(descriptor).st_size != size:
-            raise FileNotFoundError(path)
-        memory = mmap.mmap(descriptor, size)
-        if np.frombuffer(memory, np.int64, 1)[TOKEN] != name.token:
-            raise FileNotFoundError(path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, memory
+
+    def __init__(self, words: memoryview) -> None:
+        self._words, size = words, len(words) // 2
+        self._struct = struct.Struct(f"@{size}q")
+        self._offsets = 8, 8 + 8 * size  # of the copies
+
+    @staticmethod
+    def words(numbers: int) -> int:
+        """How many words it takes."""
+        return 1 + 2 * numbers
+
+    @property
+    def count(self) -> int:
+        """How often it was written."""
+        return self._words[0]
+
+    def write(self, *numbers: int) -> None:
+        """Makes `numbers` known, and all that was written to the memory before."""
+        words = self._words
+        count = words[0] + 1
+        self._struct.pack_into(words, self._offsets[count & 1], *numbers)
+        if FENCED:
+            fence()
+        words[0] = count
+        if FENCED:
+            fence()
+
+    def read(self) -> tuple[int, ...]:
+        """What `write` was last given."""
+        words = self._words
+        while True:  # again only where it was written twice meanwhile
+            count = words[0]
+            if FENCED:
+                fence()
+            numbers = self._struct.unpack_from(words, self._offsets[count & 1])
+            if FENCED:
+                fence()
+            if words[0] == count:
+                return numbers

@@ -1,14 +1,12 @@
 """Parameters in shared memory: a learner's newest, for the inferencers on its machine.
 
-Two slots, of which the lower bit of WRITTEN says which is whole. The learner only notes the number of each new version;
+Two slots, of which one is whole. The learner only notes the number of each new version;
 the arrays are written when a reader wants them, by a thread. So a version that nobody reads costs next to nothing, and
 who reads always gets the newest.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,16 +15,15 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import NoMethodError
-from rlframe.interprocess import memory
 from rlframe.interprocess.futex import Futex, fence
+from rlframe.interprocess.memory import Fields, Name, Seqlock, SharedArrays
 from rlframe.packing import Packing
 from rlframe.transport import Client, Future
 from rlframe.types import Tree
 
-# Words of the first page, each an int64, on lines of the cache by who writes to them. Futexes use the lower half.
-NEWEST = 2  # the version that the learner has
-WRITTEN = 3  # how often a slot was written
-VERSIONS = 4  # of the two slots
+# Words of the memory, on cache lines by who writes to them.
+NEWEST = 0  # the version that the learner has
+WRITTEN = slice(1, 1 + Seqlock.words(2))  # (version, slot) that was written last
 WRITTEN_FUTEX = 6  # wakes who waits for a slot
 WANTED_FUTEX = 16  # wakes the thread that writes; by readers
 _WORDS = 24
@@ -52,35 +49,35 @@ class ParamsPublisher:
 
     def __init__(self, packing: Packing, newest: Callable[[], tuple[int, _Packed]]) -> None:
         self._newest = newest
-        self.name: memory.Name | None = memory.create(_LABEL, _layout(packing)[1])
-        self._slots = _Slots(packing, self.name)
-        self._words, self._lock = self._slots.words, threading.Lock()
+        self._slots = _Slots(SharedArrays.create(_LABEL, _fields(packing)))
+        self.name: Name | None = self._slots.memory.name
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="rlframe parameters", daemon=True)
         self._thread.start()
 
     def announce(self) -> None:
         """Tells readers that there is a newer version."""
         with self._lock:  # two threads at once might note the older one last
-            self._words[NEWEST] = self._newest()[0]
+            self._slots.words[NEWEST] = self._newest()[0]
 
     def close(self) -> None:
         """Ends the thread; readers call the learner from then on. May be called again."""
         if self.name is not None:
-            name, self.name = self.name, None
-            memory.destroy(name)
+            self.name = None
+            self._slots.memory.close()
             self._slots.wanted.wake()
             self._thread.join()
 
     def _run(self) -> None:
         answered = 0
-        while not self._words[memory.CLOSED]:
+        while not self._slots.memory.closed:
             wanted = self._slots.wanted.value
             if wanted == answered:
                 self._slots.wanted.wait(wanted, 60.0)
                 continue
             answered = wanted
             version, packed = self._newest()
-            if version != self._slots.version:
+            if version != self._slots.version():
                 self._slots.write(version, [np.asarray(array) for array in packed])
             self._slots.written.wake()
 
@@ -133,9 +130,9 @@ class LearnerClient:
 class _SharedParams:
     """The parameters of a learner on this machine, as readers see them."""
 
-    def __init__(self, packing: Packing, name: memory.Name) -> None:
-        self._packing, self._learner = packing, name.maker
-        self._slots = _Slots(packing, name)
+    def __init__(self, packing: Packing, name: Name) -> None:
+        self._packing = packing
+        self._slots = _Slots(SharedArrays.attach(name, _LABEL, _fields(packing)))
         self._looked = time.monotonic()
 
     def get_params(self, known_version: int) -> tuple[int, Tree | None] | None:
@@ -143,16 +140,16 @@ class _SharedParams:
         slots, now = self._slots, time.monotonic()
         if now > self._looked + _LOOK:
             self._looked = now
-            if not self._learner.is_alive:
+            if not slots.memory.creator_is_alive:
                 return None
-        if slots.words[memory.CLOSED]:
+        if slots.memory.closed:
             return None
         newest = slots.words[NEWEST]
         if newest == known_version:
             return newest, None
         while time.monotonic() < now + _PATIENCE:
             seen = slots.written.value
-            if slots.version < newest:
+            if slots.version() < newest:
                 slots.wanted.wake()
                 slots.written.wait(seen, _AGAIN)
                 continue
@@ -163,54 +160,37 @@ class _SharedParams:
 
 
 class _Slots:
-    """The memory, mapped into this process.
+    """The two slots in `memory`."""
 
-    Raises:
-        OSError: it is not on this machine, or not to be had, or not of these parameters.
-    """
-
-    def __init__(self, packing: Packing, name: memory.Name) -> None:
-        offsets, size = _layout(packing)
-        descriptor, mapped = memory.attach(name, _LABEL, size)
-        os.close(descriptor)  # the map has one of its own
-        self.words = memoryview(mapped)[: 8 * _WORDS].cast("q")
-        self.wanted, self.written = (Futex(mapped, 8 * word) for word in (WANTED_FUTEX, WRITTEN_FUTEX))
-        self._slots: list[list[np.ndarray]] = [
-            [np.ndarray(shape, dtype, mapped, at) for (shape, dtype), at in zip(packing.packed_shapes, slot)]
-            for slot in offsets
+    def __init__(self, memory: SharedArrays) -> None:
+        self.memory = memory
+        self.words = words = memoryview(memory.arrays["words"])
+        self.wanted, self.written = (Futex(words[at : at + 1]) for at in (WANTED_FUTEX, WRITTEN_FUTEX))
+        self._whole = Seqlock(words[WRITTEN])
+        self._slots = [
+            [array for name, array in memory.arrays.items() if name.startswith(f"{slot}/")] for slot in range(2)
         ]
 
-    @property
     def version(self) -> int:
         """The one that was written last."""
-        return self.words[VERSIONS + (self.words[WRITTEN] & 1)]
+        return self._whole.read()[0]
 
     def write(self, version: int, packed: list[np.ndarray]) -> None:
         """Overwrites the slot that is not whole, and makes it the one that is."""
-        number = self.words[WRITTEN] + 1
-        fence()
-        self.words[VERSIONS + (number & 1)] = version
-        for here, array in zip(self._slots[number & 1], packed):
+        slot = 1 - self._whole.read()[1]
+        for here, array in zip(self._slots[slot], packed):
             here[...] = array
-        fence()
-        self.words[WRITTEN] = number
+        self._whole.write(version, slot)
 
     def read(self) -> tuple[int, _Packed]:
         """(version, copies) of the slot that is whole; version -1 where it was overwritten meanwhile."""
-        number = self.words[WRITTEN]
+        count, (version, slot) = self._whole.count, self._whole.read()
+        packed = [array.copy() for array in self._slots[slot]]
         fence()
-        version, packed = self.words[VERSIONS + (number & 1)], [array.copy() for array in self._slots[number & 1]]
-        fence()
-        return version if self.words[WRITTEN] == number else -1, packed
+        return version if self._whole.count == count else -1, packed
 
 
-def _layout(packing: Packing) -> tuple[list[list[int]], int]:
-    """(of each slot the offsets of its arrays, total bytes): a page of words, then arrays that share no cache line."""
-    position, slots = mmap.PAGESIZE, []
-    for _ in range(2):
-        offsets = []
-        for shape, dtype in packing.packed_shapes:
-            offsets.append(position)
-            position += -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // 64) * 64
-        slots.append(offsets)
-    return slots, position
+def _fields(packing: Packing) -> Fields:
+    fields: Fields = {"words": ((_WORDS,), np.dtype(np.int64))}
+    slots = [{f"{slot}/{i}": packed for i, packed in enumerate(packing.packed_shapes)} for slot in range(2)]
+    return {**fields, **slots[0], **slots[1]}

@@ -11,17 +11,13 @@ The file is sparse: pages that no step was written to take no memory.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
-import weakref
 from typing import NamedTuple
 
 import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
-from rlframe.interprocess import locks, memory
-from rlframe.interprocess.futex import FENCED, Futex, fence
-from rlframe.interprocess.memory import Name
+from rlframe.interprocess.futex import Futex
+from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.interprocess.processes import ProcessId
 from rlframe.replay.contents import Rows
 from rlframe.replay.tables import UniformTable
@@ -29,7 +25,6 @@ from rlframe.replay.timeline import Timeline
 from rlframe.types import ReplaySpec, StepSpec
 
 # Words of the control block, each an int64. Futexes use the lower half of theirs.
-STOPPED = memory.CLOSED
 SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; written under the claims' lock
 ORIGIN = 4  # of the buffer whose file filled this one; 0 where none did. Written under the claims' lock
 WANTED = 8  # by the sampler: items added, over all segments, that wake it; NOBODY while it does not wait
@@ -37,9 +32,8 @@ ADDED_FUTEX = 9  # wakes who waits for items
 SAMPLED, SIZE, EVICTED, EVICTED_UNSAMPLED, DROPPED = range(16, 21)  # by the sampler, for `stats` elsewhere
 ROOM_FUTEX = 24  # wakes the writers that wait for room
 
-# Words of a segment's header. By its writer: two copies of (head, end of the log, items added, steps), of which the
-# lower bit of VERSION says which is whole.
-VERSION, CURSORS = 0, 1
+# Words of a segment's header. By its writer: its `Cursors`.
+CURSORS = slice(0, Seqlock.words(4))
 FLOOR = 9  # timesteps below may be overwritten any time; raised before they are
 LOG_RESERVED = 10  # entries of the log up to here may be being written
 WAITS = 11  # 1 while the writer waits for room
@@ -49,9 +43,8 @@ CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, EPOCH, BEGUN = range(16, 24)
 # By the sampler of a queue.
 SYNCED = 24  # entries of the log that it has read
 NEEDED = 25  # the lowest timestep of an item that was not sampled, or not finished; NOTHING where there is none
-# Two copies of (SYNCED, how many of those entries' items were not sampled), of which the lower bit of TAKEN says which
-# is whole: where the next process goes on that samples.
-TAKEN, LEFT = 26, 27
+# (SYNCED, how many of those entries' items were not sampled): where the next process goes on that samples.
+TAKEN = slice(26, 26 + Seqlock.words(2))
 
 _WORDS = 32  # 4 cache lines: nobody writes to the line of another process's counters
 NOBODY = NOTHING = 2**62
@@ -63,15 +56,15 @@ class BufferGoneError(RlframeError):
     """The process that made a shared replay buffer has ended, and its memory with it."""
 
 
-def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> Name:
-    """Makes the memory of a buffer and returns its name; it stays until its descriptor is closed and nobody maps it."""
-    if not memory.SUPPORTED:
+def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> SharedArrays:
+    """Makes the memory of a buffer; it stays until it is closed and nobody maps it."""
+    if not SUPPORTED:
         raise UsageError(
             "SharedMemReplayBuffer needs Linux on x86-64 or 64-bit ARM. Use ReplayBuffer in one process instead."
         )
-    name = memory.create(_FILE, _layout(num_writers, rows, spec, step_spec)[1])
-    os.pwrite(name.descriptor, np.int64(NOBODY).tobytes(), 8 * WANTED)
-    return name
+    created = SharedArrays.create(_FILE, _fields(num_writers, rows, spec, step_spec))
+    created.arrays["control"][0, WANTED] = NOBODY
+    return created
 
 
 class Block:
@@ -81,6 +74,8 @@ class Block:
         control: memoryview of int64 words.
         headers: one memoryview of int64 words for each segment.
         header_words: the same, [num_writers, words].
+        cursors: of each segment, its `Cursors`.
+        taken: of each segment, see TAKEN.
         logs: [num_writers, 2 * rows] int64.
         arrays: name -> [num_writers * rows, ...].
         added, room: what readers and writers sleep on.
@@ -91,9 +86,8 @@ class Block:
 
     def __init__(self, name: Name, num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec):
         self.num_writers, self.rows, self._name, self.token = num_writers, rows, name, name.token
-        fields, size = _layout(num_writers, rows, spec, step_spec)
         try:
-            self._descriptor, self._memory = memory.attach(name, _FILE, size)
+            self._shared = SharedArrays.attach(name, _FILE, _fields(num_writers, rows, spec, step_spec))
         except PermissionError as error:
             raise UsageError(
                 f"The shared replay buffer of process {name.maker.pid} cannot be opened: {error}. "
@@ -101,17 +95,24 @@ class Block:
             ) from None
         except OSError:
             raise self._gone() from None
-        weakref.finalize(self, os.close, self._descriptor)
-        arrays: dict[str, np.ndarray] = {
-            field: np.ndarray(shape, dtype, self._memory, at) for field, (shape, dtype, at) in fields.items()
-        }
+        self.arrays = dict(self._shared.arrays)
         # Scalars of a memoryview are read and written in a third of the time that an array takes.
-        words = arrays.pop("control")
+        words = self.arrays.pop("control")
         self.control, *self.headers = (memoryview(row) for row in words)
         self.header_words = words[1:]
-        self.logs = arrays.pop("logs")
-        self.arrays = arrays
-        self.added, self.room = (Futex(self._memory, 8 * word) for word in (ADDED_FUTEX, ROOM_FUTEX))
+        self.cursors = [Seqlock(header[CURSORS]) for header in self.headers]
+        self.taken = [Seqlock(header[TAKEN]) for header in self.headers]
+        self.logs = self.arrays.pop("logs")
+        self.added, self.room = (Futex(self.control[word : word + 1]) for word in (ADDED_FUTEX, ROOM_FUTEX))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the buffer was closed where it was made."""
+        return self._shared.closed
+
+    def cursors_of(self, rank: int) -> Cursors:
+        """How far a segment has come."""
+        return Cursors(*self.cursors[rank].read())
 
     def claims(self) -> contextlib.AbstractContextManager[None]:
         """Held by one process at a time."""
@@ -122,11 +123,11 @@ class Block:
                 "(SIGSTOP) while it claimed a rank. Let it go on, or kill it."
             )
 
-        return locks.held(self._descriptor, _CLAIM_TIMEOUT, overdue)
+        return self._shared.lock(_CLAIM_TIMEOUT, overdue)
 
     def check_maker(self) -> None:
         """Raises `BufferGoneError` once the process that made the buffer has ended."""
-        if not self._name.maker.is_alive:
+        if not self._shared.creator_is_alive:
             raise self._gone()
 
     def writer(self, rank: int) -> ProcessId:
@@ -145,7 +146,7 @@ class Block:
 
     def added_items(self) -> int:
         """Items that were ever added, to all segments."""
-        return sum([header[CURSORS + 4 * (header[VERSION] & 1) + 2] for header in self.headers])
+        return sum([cursors.read()[2] for cursors in self.cursors])
 
     def _gone(self) -> BufferGoneError:
         return BufferGoneError(
@@ -163,30 +164,7 @@ class Cursors(NamedTuple):
     steps: int
 
 
-def publish(header: memoryview, head: int, end: int, added: int, steps: int) -> None:
-    """Makes all that was written up to these cursors known."""
-    version = header[VERSION] + 1
-    at = CURSORS + 4 * (version & 1)
-    header[at], header[at + 1], header[at + 2], header[at + 3] = head, end, added, steps
-    if FENCED:
-        fence()
-    header[VERSION] = version
-
-
-def cursors(header: memoryview) -> Cursors:
-    """What `publish` was last given."""
-    while True:  # again only where the writer published twice meanwhile; one that died or sleeps changes nothing
-        version = header[VERSION]
-        at = CURSORS + 4 * (version & 1)
-        read = Cursors(header[at], header[at + 1], header[at + 2], header[at + 3])
-        if header[VERSION] == version:
-            return read
-
-
-def _layout(
-    num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec
-) -> tuple[dict[str, tuple[tuple[int, ...], np.dtype, int]], int]:
-    """(name -> shape, dtype and offset in bytes; total bytes), each array on pages of its own."""
+def _fields(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> Fields:
     word = np.dtype(np.int64)
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "control": ((1 + num_writers, _WORDS), word),
@@ -200,8 +178,4 @@ def _layout(
 
     timeline = Timeline(1, 1)
     Rows(spec, step_spec, timeline, UniformTable(timeline), 1, False, note)
-    fields, position = {}, 0
-    for name, (shape, dtype) in shapes.items():
-        fields[name] = (shape, dtype, position)
-        position += -(-int(np.prod(shape, dtype=np.int64)) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    return fields, position
+    return shapes

@@ -118,10 +118,11 @@ class Mirror:
     @property
     def is_behind(self) -> bool:
         """Whether items that it knows may be overwritten, or a writer in this process has added."""
-        for header, kept, version in zip(self._memory.headers, self._kept, self._versions):
+        memory = self._memory
+        for header, cursors, kept, version in zip(memory.headers, memory.cursors, self._kept, self._versions):
             floor = header[block.FLOOR]
             is_near = floor and floor + header[block.CHUNK] > kept  # which may go while a batch is copied
-            if is_near or (header[block.PID] == self._pid and header[block.VERSION] != version):
+            if is_near or (header[block.PID] == self._pid and cursors.count != version):
                 return True
         return False
 
@@ -129,7 +130,7 @@ class Mirror:
         """Takes over what the writers have published since."""
         changed = False
         for rank, header in enumerate(self._memory.headers):
-            if header[block.VERSION] != self._versions[rank] or header[block.FLOOR] != self._floors[rank]:
+            if self._memory.cursors[rank].count != self._versions[rank] or header[block.FLOOR] != self._floors[rank]:
                 self._sync(rank, header)
                 changed = True
         if changed:
@@ -143,7 +144,7 @@ class Mirror:
     def _sync(self, rank: int, header: memoryview) -> None:
         if not header[block.SLOTS]:
             return
-        version, cursors = header[block.VERSION], block.cursors(header)
+        version, cursors = self._memory.cursors[rank].count, self._memory.cursors_of(rank)
         fence()
         timeline, mark = self.timeline, rank << RANK_BITS
         timeline.sizes[rank] = header[block.SLOTS]
@@ -225,7 +226,7 @@ class Mirror:
         """Copies the items `keys` out, as somebody else's table has them: (batch, [B] bool: which are gone)."""
         for rank, header in enumerate(self._memory.headers):
             self.timeline.sizes[rank] = max(1, header[block.SLOTS])
-        heads = np.array([block.cursors(header).head for header in self._memory.headers])
+        heads = np.array([cursors.read()[0] for cursors in self._memory.cursors])
         fence()
         numbers = self.numbers(keys)
         known = numbers >= 0
@@ -240,8 +241,7 @@ class Mirror:
     def take_over(self) -> None:
         """Begins a queue where the process that sampled it before stopped: what it took is gone."""
         for rank, header in enumerate(self._memory.headers):
-            at = block.LEFT + 2 * (header[block.TAKEN] & 1)
-            end, count = header[at], header[at + 1]
+            end, count = self._memory.taken[rank].read()
             if not end:
                 continue
             self.timeline.sizes[rank] = header[block.SLOTS]
@@ -261,8 +261,8 @@ class Mirror:
         for rank, header in enumerate(self._memory.headers):
             if not header[block.SLOTS]:
                 continue
-            cursors, mark = block.cursors(header), rank << RANK_BITS
-            self._versions[rank], self._floors[rank] = header[block.VERSION], header[block.FLOOR]
+            cursors, mark = self._memory.cursors_of(rank), rank << RANK_BITS
+            self._versions[rank], self._floors[rank] = self._memory.cursors[rank].count, header[block.FLOOR]
             self.cursors[rank] = cursors
             self.timeline.sizes[rank] = header[block.SLOTS]
             self.timeline.heads[rank] = mark + cursors.head
@@ -299,11 +299,7 @@ class Mirror:
             mine = numbers if len(self.cursors) == 1 else numbers[ranks == rank]
             needed, end = int(mine.min(initial=block.NOTHING)), self.cursors[rank].end
             changed = changed or (needed, end) != (header[block.NEEDED], header[block.SYNCED])
-            taken = header[block.TAKEN] + 1
-            at = block.LEFT + 2 * (taken & 1)
-            header[at], header[at + 1] = end, left[rank]
-            fence()
-            header[block.TAKEN] = taken
+            self._memory.taken[rank].write(end, left[rank])
             header[block.NEEDED] = needed
             fence()
             header[block.SYNCED] = end

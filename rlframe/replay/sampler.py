@@ -195,7 +195,7 @@ class Sampler:
     def _ready(self) -> int:
         """How many items are due; 0 while there are too few, or the learner is ahead."""
         spec, table, count = self._spec, self.mirror.table, self._batch_size()
-        if not count or self._control[block.STOPPED]:
+        if not count or self._memory.closed:
             return 0
         if spec.kind == "queue":
             if spec.batch_size is None and (table.size < count or not self._all_came()):
@@ -226,7 +226,7 @@ class Sampler:
         is_held_up = header[block.WAITS] and len(self._unfinished)
         return WriterState(
             header[block.NUM_ENVS],
-            object() if is_held_up else block.cursors(header).steps,
+            object() if is_held_up else self._memory.cursors_of(rank).steps,
             lambda: self._memory.writer(rank).is_alive if header[block.CLAIMS] else not self._come_and_go,
         )
 
@@ -277,7 +277,7 @@ class Sampler:
             self.sampled,
             self.mirror.added,
         )
-        steps = sum(block.cursors(header).steps for header in self._memory.headers)
+        steps = sum(cursors.read()[3] for cursors in self._memory.cursors)
         evicted, unsampled, dropped = table.evicted, table.evicted_unsampled, getattr(table, "dropped", 0)
         if self.wants_to_know:
             words = (block.SAMPLED, block.EVICTED, block.EVICTED_UNSAMPLED, block.DROPPED)

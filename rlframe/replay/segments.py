@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.interprocess.futex import FENCED, fence
+from rlframe.interprocess.futex import fence
 from rlframe.replay import block, contents
 from rlframe.replay.block import Block, Cursors
 from rlframe.replay.contents import Rows
@@ -54,10 +54,11 @@ def segment_rows(spec: ReplaySpec, num_writers: int, max_envs: int) -> int:
     return segment_sizes(spec, num_writers, max_envs)[0] + 4 * max_envs  # whatever the number is rounded to
 
 
-def lay_out(header: memoryview, spec: ReplaySpec, num_writers: int, num_envs: int) -> None:
+def lay_out(memory: Block, rank: int, spec: ReplaySpec, num_envs: int) -> None:
     """Fits a segment to a writer of `num_envs` environments; one that holds something stays as it is."""
-    if block.cursors(header).head == 0:
-        header[block.SLOTS], header[block.CHUNK] = segment_sizes(spec, num_writers, num_envs)
+    header = memory.headers[rank]
+    if memory.cursors_of(rank).head == 0:
+        header[block.SLOTS], header[block.CHUNK] = segment_sizes(spec, memory.num_writers, num_envs)
         header[block.NEEDED] = block.NOTHING
     else:
         contents.check_room(spec, header[block.SLOTS], (MARGIN + 1) * header[block.CHUNK], num_envs)
@@ -79,7 +80,7 @@ class SegmentWriter:
         self.epoch, self.begun = header[block.EPOCH], False
         slots, first = header[block.SLOTS], rank * memory.rows
         timeline = self._timeline = Timeline(slots, header[block.CHUNK])
-        now = block.cursors(header)
+        self._cursors, now = memory.cursors[rank], memory.cursors_of(rank)
         timeline.head, timeline.floor = now.head, header[block.FLOOR]
         self._log = LogTable(timeline, memory.arrays["present"][first : first + slots], memory.logs[rank], header, now)
 
@@ -99,10 +100,8 @@ class SegmentWriter:
         """Adds a step of the environments `envs` [B]; None: of all of them, in order."""
         self._recorder.add(self.writer, envs, step)
         self._steps += self.writer.num_envs if envs is None else len(envs)
-        if FENCED:
-            fence()
         log = self._log
-        block.publish(self._header, self._timeline.head, log.end, log.added, self._steps)
+        self._cursors.write(self._timeline.head, log.end, log.added, self._steps)
 
     def gives_up(self, count: int) -> int:
         """The floor after a step of `count` environments; 0 where it stays."""

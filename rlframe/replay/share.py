@@ -123,9 +123,10 @@ class Share:
         self._check_envs(num_envs)
         if rank not in self._incarnations or memory.writer(rank) != this_process():
             raise UsageError(f"Rank {rank} is not this process's: call claim_rank first.")
-        segments.lay_out(memory.headers[rank], plan.spec, plan.num_writers, num_envs)
+        segments.lay_out(memory, rank, plan.spec, num_envs)
         # Pages are taken as they fill: all that the segments have yet to take must be there.
-        left = sum(max(0, header[block.SLOTS] - block.cursors(header).head) for header in memory.headers)
+        heads = [cursors.read()[0] for cursors in memory.cursors]
+        left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
         needed = bytes_needed(plan.spec, plan.step_spec, left, 1, False)
         check_memory(needed, left, "what all writers' segments have yet to take")
         self._begin(rank, num_envs)
@@ -189,7 +190,7 @@ class Share:
         """Whether this process's writers wait for the sampler; see `SharedMemReplayBuffer`."""
         control = self.memory.control
         sampler = control[block.SAMPLER_PID]
-        if control[block.STOPPED]:
+        if self.memory.closed:
             return False
         if self._plan.in_threads:
             return True

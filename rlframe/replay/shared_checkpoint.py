@@ -126,14 +126,14 @@ def _fill(
     memory.logs[rank][: len(items)] = segments.entries(items)
     words[block.SLOTS], words[block.CHUNK], words[block.FLOOR] = slots, chunk, floor
     words[block.LOG_RESERVED] = len(items)
-    block.publish(words, *cursors._replace(end=len(items)))
+    memory.cursors[rank].write(*cursors._replace(end=len(items)))
 
 
 def _check_free(
     path: str | os.PathLike[str], memory: Block, rank: int, slots: int, chunk: int, spec: ReplaySpec
 ) -> None:
     header = memory.headers[rank]
-    if header[block.BEGUN] or block.cursors(header).head:
+    if header[block.BEGUN] or memory.cursors_of(rank).head:
         raise CheckpointError(
             f"The replay buffer cannot be restored from {path}: writer {rank} has added already. Restore before."
         )

@@ -7,14 +7,12 @@ afterwards whether what it copied was overwritten meanwhile. See `docs/data.md`.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.interprocess.memory import destroy
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments, shared_checkpoint
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
@@ -74,10 +72,10 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         needed = bytes_needed(spec, agent.step_spec, spec.capacity, 1, False)
         check_memory(needed, spec.capacity, "observations and what the agent stores of each step")
         rows = segments.segment_rows(spec, num_writers, max_envs)
-        name = block.create(num_writers, rows, spec, agent.step_spec)
+        self._created = block.create(num_writers, rows, spec, agent.step_spec)
+        assert self._created.name is not None
         waits = (timeout, in_threads, run_ahead, come_and_go)
-        self._attach(Plan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
-        self._finalizer = weakref.finalize(self, destroy, name)
+        self._attach(Plan(self._created.name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
 
     def _attach(self, plan: Plan) -> None:
         self.spec, self._plan = plan.spec, plan
@@ -240,14 +238,14 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     @property
     def closed(self) -> bool:
         """Whether it, or the buffer that it is a copy of, was closed: nothing is sampled any more."""
-        return self._closed or (self._share is not None and self._share.memory.control[block.STOPPED] == 1)
+        return self._closed or (self._share is not None and self._share.memory.closed)
 
     def close(self) -> None:
         """Stops the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
         self._closed = True
-        finalizer = getattr(self, "_finalizer", None)  # a copy has none
-        if finalizer is not None:
-            finalizer()
+        created = getattr(self, "_created", None)  # a copy has none
+        if created is not None:
+            created.close()
             _LENT.discard(self)
         for dataset in self._datasets:
             dataset.close()

@@ -14,9 +14,9 @@ from rlframe.agents import PPO, PPOConfig
 from rlframe.errors import PeerError
 from rlframe.handles import resolve
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess import memory
+from rlframe.interprocess.memory import SharedArrays
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.learners.shared_params import LearnerClient, ParamsPublisher, _SharedParams, _Slots
+from rlframe.learners.shared_params import _LABEL, LearnerClient, ParamsPublisher, _fields, _SharedParams, _Slots
 from rlframe.packing import Packing
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
 from tests.ports import free_address
@@ -202,7 +202,7 @@ def test_no_read_is_torn_under_a_writer_at_full_speed():
     try:
         assert here.poll(CHILD_DEADLINE)
         name = here.recv()
-        reader, slots = _SharedParams(packing(), name), _Slots(packing(), name)
+        reader, slots = _SharedParams(packing(), name), _Slots(SharedArrays.attach(name, _LABEL, _fields(packing())))
         known, whole, torn = -1, 0, 0
         while whole < 300 or torn < 3:
             torn += slots.read()[0] < 0  # noticed: the writer does get in between
@@ -217,7 +217,7 @@ def test_no_read_is_torn_under_a_writer_at_full_speed():
         process.join(DEADLINE)
     assert process.exitcode == 0
     with pytest.raises(OSError):
-        memory.attach(name, "rlframe-params", 0)
+        SharedArrays.attach(name, _LABEL, _fields(packing()))
 
 
 def read_for_ever(address, connection):

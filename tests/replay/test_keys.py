@@ -87,19 +87,20 @@ def test_what_is_not_finished_holds_its_writer_up(scene: Scene) -> None:
     assert draw(drawer) is None
     writer = scene.process(processes.write, buffer, 1, 400)
     held = list(iter(lambda: draw(drawer), None))
-    header = buffer._here().memory.headers[0]
+    memory = buffer._here().memory
+    header = memory.headers[0]
     wait_until(lambda: header[block.WAITS] == 1)
     held += list(iter(lambda: draw(drawer), None))  # what came meanwhile; now there is no more
-    stands_at = block.cursors(header).steps
+    stands_at = memory.cursors_of(0).steps
     assert stands_at < 200
     for drawn in reversed(held):
         assert_whole(buffer.fetch(*drawn), Transition(1))
     for drawn in held[1:]:
         finish(drawer, drawn)
     assert header[block.WAITS] == 1  # the oldest is still held
-    assert block.cursors(header).steps == stands_at
+    assert memory.cursors_of(0).steps == stands_at
     finish(drawer, held[0])
-    wait_until(lambda: block.cursors(header).steps > stands_at)
+    wait_until(lambda: memory.cursors_of(0).steps > stands_at)
     assert buffer.fetch(*held[0]) is None or header[block.FLOOR] <= held[0][0][:, 2].min()
     while writer.popen.poll() is None:
         if (drawn := draw(drawer)) is not None:
@@ -212,13 +213,13 @@ def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: st
     drawer = scene.process(processes.draw_when_told, buffer)
     writer = scene.process(processes.write_until_stopped, buffer, 4)
     writer.hear()
-    header = buffer._here().memory.headers[0]
+    memory = buffer._here().memory
     late = gone = whole = 0
     while not (late and gone and whole) or whole + late < 20:
         if (drawn := draw(drawer)) is None:
             continue
-        wanted = block.cursors(header).head + (0, 200, 10_000)[(late + gone + whole) % 3]
-        wait_until(lambda wanted=wanted: block.cursors(header).head >= wanted)
+        wanted = memory.cursors_of(0).head + (0, 200, 10_000)[(late + gone + whole) % 3]
+        wait_until(lambda wanted=wanted: memory.cursors_of(0).head >= wanted)
         batch = buffer.fetch(*drawn)
         if batch is None:
             gone += 1

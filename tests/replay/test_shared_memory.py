@@ -367,7 +367,7 @@ def test_nothing_is_left_of_a_maker_that_crashed(scene: Scene) -> None:
     buffer.claim_rank(1)
     steps = steps_of(0, 1, 10**6)
     buffer.add(*next(steps))
-    inode = os.fstat(buffer._here().memory._descriptor).st_ino
+    inode = os.fstat(buffer._here().memory._shared._descriptor).st_ino
     assert inode in memories()
     maker.kill()
     with pytest.raises(BufferGoneError, match=f"process {maker.popen.pid} that made"):

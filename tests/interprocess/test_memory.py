@@ -1,0 +1,139 @@
+"""Arrays that processes share: how they lie, who finds them, and what readers see while others write."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import multiprocessing
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from rlframe.interprocess.futex import Futex
+from rlframe.interprocess.memory import Name, Seqlock, SharedArrays, anonymous_file
+
+DEADLINE = 60.0
+LABEL = "rlframe-test"
+FIELDS = {
+    "words": ((1 + 2 * 3,), np.dtype(np.int64)),
+    "flags": ((5,), np.dtype(bool)),
+    "nothing": ((0, 4), np.dtype(np.float32)),
+    "pixels": ((3, 64, 64), np.dtype(np.uint8)),
+}
+
+
+def test_no_two_arrays_share_a_cache_line_nor_large_ones_a_page():
+    shared = SharedArrays.create(LABEL, FIELDS)
+    start = min(array.ctypes.data for array in shared.arrays.values()) // mmap.PAGESIZE * mmap.PAGESIZE
+    places = {name: array.ctypes.data - start for name, array in shared.arrays.items()}
+    assert all(place % 64 == 0 for place in places.values())
+    assert len(set(places.values())) == len(FIELDS) and min(places.values()) == 64
+    assert places["pixels"] % mmap.PAGESIZE == 0
+    for name, (shape, dtype) in FIELDS.items():
+        assert (shared.arrays[name].shape, shared.arrays[name].dtype) == (shape, dtype)
+        assert not shared.arrays[name].any()
+
+
+def test_what_one_writes_another_reads_and_hears_that_it_was_closed():
+    created = SharedArrays.create(LABEL, FIELDS)
+    attached = SharedArrays.attach(created.name, LABEL, FIELDS)
+    created.arrays["pixels"][1] = 7
+    assert attached.arrays["pixels"].sum() == 7 * 64 * 64
+    assert not attached.closed and attached.creator_is_alive
+    created.close()
+    created.close()
+    assert attached.closed
+    assert attached.arrays["pixels"][1, 0, 0] == 7  # what is mapped stays
+    with pytest.raises(FileNotFoundError):
+        SharedArrays.attach(created.name, LABEL, FIELDS)
+
+
+def test_memory_that_nobody_refers_to_is_closed_and_leaves_no_descriptor():
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    created = SharedArrays.create(LABEL, FIELDS)
+    attached = SharedArrays.attach(created.name, LABEL, FIELDS)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del created
+    gc.collect()
+    assert attached.closed
+    attached.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_other_memory_is_not_taken_for_the_one_that_is_meant():
+    created = SharedArrays.create(LABEL, FIELDS)
+    name: Name = created.name
+    larger = {**FIELDS, "more": ((10_000,), np.dtype(np.int64))}
+    for wrong, label, fields in (
+        (name._replace(token=name.token + 1), LABEL, FIELDS),
+        (name._replace(maker=name.maker._replace(started=1)), LABEL, FIELDS),
+        (name, "rlframe-other", FIELDS),
+        (name, LABEL, larger),
+    ):
+        with pytest.raises(FileNotFoundError):
+            SharedArrays.attach(wrong, label, fields)
+    SharedArrays.attach(name, LABEL, FIELDS)
+
+
+def test_memory_is_inherited_by_its_descriptor():
+    descriptor = anonymous_file(LABEL)
+    here, there = SharedArrays(descriptor, FIELDS), SharedArrays(descriptor, FIELDS)
+    os.close(descriptor)
+    here.arrays["flags"][2] = True
+    assert there.arrays["flags"].tolist() == [False, False, True, False, False]
+
+
+def write_at_full_speed(name, connection):
+    lock = Seqlock(memoryview(SharedArrays.attach(name, LABEL, FIELDS).arrays["words"]))
+    number = 0
+    while not connection.poll():
+        for number in range(number + 1, number + 1000):
+            lock.write(number, -number, 3 * number)
+        if number < 2000:
+            connection.send("writes")
+
+
+def test_numbers_are_read_as_they_were_at_one_time():
+    created = SharedArrays.create(LABEL, FIELDS)
+    lock = Seqlock(memoryview(created.arrays["words"]))
+    assert lock.read() == (0, 0, 0) and lock.count == 0
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=write_at_full_speed, args=(created.name, there))
+    process.start()
+    try:
+        assert here.poll(DEADLINE)
+        changes, last = 0, 0
+        while changes < 1000:
+            number, negative, triple = lock.read()
+            assert (negative, triple) == (-number, 3 * number) and number >= last
+            changes, last = changes + (number != last), number
+    finally:
+        here.send("stop")
+        process.join(DEADLINE)
+    assert process.exitcode == 0
+    assert lock.count == lock.read()[0]
+
+
+def test_a_writer_that_dies_in_between_changes_nothing():
+    words = memoryview(np.zeros(Seqlock.words(2), np.int64))
+    lock = Seqlock(words)
+    lock.write(1, 2)
+    lock.write(3, 4)
+    for place in (3, 4):  # the copy that the next one to write fills; the count stays
+        words[place] = 99
+    assert lock.read() == (3, 4)
+
+
+def test_a_sleeper_is_woken_and_one_that_came_late_does_not_sleep():
+    futex = Futex(memoryview(SharedArrays.create(LABEL, FIELDS).arrays["words"])[:1])
+    assert not futex.wait(futex.value, 0.01)
+    value = futex.value
+    sleeper = threading.Thread(target=futex.wait, args=(value, DEADLINE), daemon=True)
+    sleeper.start()
+    futex.wake()
+    sleeper.join(DEADLINE / 2)
+    assert not sleeper.is_alive()
+    assert futex.wait(value, DEADLINE)  # at once: the word has another value now
