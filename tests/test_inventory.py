@@ -57,6 +57,7 @@ MODULES = (
     "rlframe.programs",
     "rlframe.programs.presets",
     "rlframe.replay",
+    "rlframe.testing",
     "rlframe.trajectories",
     "rlframe.types",
 )

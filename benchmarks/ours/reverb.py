@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.processor import Stopwatch
 from benchmarks.replay import steps
 from rlframe.replay.reverb import ReverbReplayBuffer
-from rlframe.replay.reverb_connection import load
-from rlframe.replay.reverb_tables import REPLAY
-from rlframe.replay.rows import ItemRows
+from rlframe.replay.reverb.connection import load
+from rlframe.replay.reverb.items import ItemRows
+from rlframe.replay.reverb.tables import REPLAY
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence, StepSpec, Transition, specs
 
 SHAPE, ENVS, LENGTH, GAMMA = (4,), 64, 20, 0.99  # CartPole's observation; of an actor; steps of an unroll

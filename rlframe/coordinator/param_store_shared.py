@@ -246,9 +246,9 @@ class _Memory:
                 f"it, or runs as another user or on another machine ({type(error).__name__}). Start the program anew."
             ) from None
         arrays = self._memory.arrays
-        self.changed = Futex(memoryview(arrays["changed"]))
-        self._attempts = [Seqlock(memoryview(row)[_ATTEMPT]) for row in arrays["policies"]]
-        self._slots = [memoryview(row) for row in arrays["slots"]]
+        self.changed = Futex(self._memory.rows("changed")[0])
+        self._attempts = [Seqlock(row[_ATTEMPT]) for row in self._memory.rows("policies")]
+        self._slots = self._memory.rows("slots")
         self._states = [Seqlock(words[_STATE]) for words in self._slots]
         self._hparams = arrays["hparams"]
         self._arrays = [

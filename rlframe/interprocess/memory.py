@@ -54,6 +54,7 @@ class SharedArrays:
     """
 
     name: Name | None = None
+    _finalizer: weakref.finalize | None = None
 
     def __init__(self, descriptor: int, fields: Fields) -> None:
         self._descriptor = descriptor
@@ -64,7 +65,9 @@ class SharedArrays:
         self._words = memoryview(mapped)[:_LINE].cast("q")
         # Not `frombuffer` and `reshape`: views of that refer to an array that is not the one in here, so its reference
         # count would not tell of them.
-        self.arrays = {name: np.ndarray(*fields[name], mapped, place) for name, place in places.items()}
+        self.arrays: dict[str, np.ndarray] = {
+            name: np.ndarray(*fields[name], mapped, place) for name, place in places.items()
+        }
 
     @classmethod
     def create(cls, label: str, fields: Fields) -> SharedArrays:
@@ -101,6 +104,11 @@ class SharedArrays:
         attached._finalizer = weakref.finalize(attached, os.close, descriptor)
         return attached
 
+    def rows(self, name: str) -> list[memoryview]:
+        """The rows of an array of int64, as what its scalars are read and written by in a third of the time."""
+        array = self.arrays[name]
+        return [memoryview(row) for row in array.reshape(-1, array.shape[-1])]  # type: ignore[arg-type]
+
     @property
     def closed(self) -> bool:
         """Whether its creator has closed it. One that died has not."""
@@ -113,7 +121,7 @@ class SharedArrays:
 
     def close(self) -> None:
         """Lets go of the memory, and says so to all who map it where this process created it. May be called again."""
-        if self.name is not None:
+        if self._finalizer is not None:
             self._finalizer()
 
     def lock(self, timeout: float, overdue: Callable[[], Exception]) -> contextlib.AbstractContextManager[None]:

@@ -164,7 +164,7 @@ class _Slots:
 
     def __init__(self, memory: SharedArrays) -> None:
         self.memory = memory
-        self.words = words = memoryview(memory.arrays["words"])
+        (self.words,) = (words,) = memory.rows("words")
         self.wanted, self.written = (Futex(words[at : at + 1]) for at in (WANTED_FUTEX, WRITTEN_FUTEX))
         self._whole = Seqlock(words[WRITTEN])
         self._slots = [

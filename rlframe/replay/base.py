@@ -1,19 +1,23 @@
-"""What every replay buffer answers to, wherever it keeps its experience."""
+"""The two halves of a replay, for writers and for readers, and what the buffers of rlframe add to them."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from rlframe.errors import StoppedError, UsageError, suggest
+from rlframe.replay.dataset import Dataset
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
+_LOOK_AGAIN = 0.01  # seconds
 
 
 class ReplayClosedError(StoppedError):
@@ -27,16 +31,14 @@ class Draw(NamedTuple):
     probabilities: np.ndarray  # [B] float32
 
 
-class BaseReplayBuffer(abc.ABC):
-    """Experience between actors and a learner. Every method may be called from any thread.
+@runtime_checkable
+class ReplayWriter(Protocol):
+    """The half of a replay that an Actor needs. Every method may be called from any thread.
 
-    A writer claims a rank, adds whole batches of steps under global environment ids, and the buffer
-    completes items (`Transition` or `Sequence`) out of them, each as soon as its last step is there.
+    A writer claims a rank, and then adds whole batches of steps under global environment ids. The replay completes
+    items (`Transition` or `Sequence`) out of them, each as soon as its last step is there: that is its work and not the
+    Actor's, so that each replay can do it where it costs least.
     """
-
-    spec: ReplaySpec
-    is_saved_by_learner = False  # whether `save(path)` and `restore(path)` keep what ends with this program
-    fetches_by_key = False  # whether it is a `KeyedReplayBuffer`
 
     @abc.abstractmethod
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
@@ -57,17 +59,16 @@ class BaseReplayBuffer(abc.ABC):
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids` ([B] int64, global, of one rank, none twice)."""
 
-    def end_waits(self, rank: int) -> None:  # noqa: B027  where nothing waits there is nothing to do
-        """Ends an `add` of the writer `rank` that waits for room, now or later, with StoppedError: its Actor stops."""
 
-    def forget_before(self, version: int) -> None:  # noqa: B027  only queues of on-policy agents have something to forget
-        """Drops the items of a queue that a version below `version` acted in, those that are to come too.
+@runtime_checkable
+class ReplayReader(Protocol):
+    """The half of a replay that a Learner needs. Every method may be called from any thread.
 
-        They are counted as `evicted_unsampled`. The Learner calls this with each update that makes items too old.
-        """
+    Attributes:
+        spec: what the items are, and how they are drawn.
+    """
 
-    def note_update(self, keys: Any, version: int) -> None:  # noqa: B027  only few care
-        """The Learner has learned from the items `keys` ([B, 3]; of none when it starts), and is at `version` now."""
+    spec: ReplaySpec
 
     @abc.abstractmethod
     def sample(self) -> Batch | None:
@@ -81,18 +82,74 @@ class BaseReplayBuffer(abc.ABC):
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Sets the priorities ([B], not negative) of the items `keys` ([B, 3]). Those that are gone are counted."""
 
-    @property
-    @abc.abstractmethod
-    def size(self) -> int:
-        """Items that can be sampled now."""
-
     @abc.abstractmethod
     def stats(self) -> dict[str, int]:
         """Counters: items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
 
-    @abc.abstractmethod
+
+class BaseReplayBuffer(ReplayWriter, ReplayReader):
+    """Both halves, with what a buffer may leave as it is. A store of one's own: `examples/own_replay_store.py`.
+
+    A subclass sets `spec`, and defines `claim_rank`, `open_segment`, `add`, `sample` and `stats`.
+    """
+
+    is_saved_by_learner = False  # whether `save(path)` and `restore(path)` keep what ends with this program
+    fetches_by_key = False  # whether it is a `KeyedReplayBuffer`
+    _closed = False
+
+    def end_waits(self, rank: int) -> None:
+        """Ends an `add` of the writer `rank` that waits for room, now or later, with StoppedError: its Actor stops."""
+
+    def forget_before(self, version: int) -> None:
+        """Drops the items of a queue that a version below `version` acted in, those that are to come too.
+
+        They are counted as `evicted_unsampled`. The Learner calls this with each update that makes items too old.
+        """
+
+    def note_update(self, keys: Any, version: int) -> None:
+        """The Learner has learned from the items `keys` ([B, 3]; of none when it starts), and is at `version` now."""
+
+    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
+        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
+
+        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. Close the dataset (or the
+        buffer) to end it.
+        """
+        dataset = Dataset(self, prefetch, timeout)
+        self._datasets.append(dataset)
+        return dataset
+
+    def wait_for_batch(self, timeout: float) -> Batch | None:
+        """Like `sample`, but waits up to `timeout` seconds for enough to be there; it may give up earlier."""
+        batch = self.sample()
+        if batch is None and not self.closed:
+            time.sleep(min(timeout, _LOOK_AGAIN))
+            batch = self.sample()
+        return batch
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+
+    @property
+    def size(self) -> int:
+        """Items that can be sampled now."""
+        return self.stats()["items"]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called: nothing is sampled any more."""
+        return self._closed
+
     def close(self) -> None:
         """Stops the datasets. Calling it twice does nothing."""
+        self._closed = True
+        for dataset in self._datasets:
+            dataset.close()
+        self._datasets.clear()
+
+    @functools.cached_property
+    def _datasets(self) -> list[Any]:
+        return []
 
 
 class KeyedReplayBuffer(BaseReplayBuffer):

@@ -19,7 +19,7 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.futex import Futex
 from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.interprocess.processes import ProcessId
-from rlframe.replay.contents import Rows
+from rlframe.replay.steps import StepStore
 from rlframe.replay.tables import UniformTable
 from rlframe.replay.timeline import Timeline
 from rlframe.types import ReplaySpec, StepSpec
@@ -96,10 +96,8 @@ class Block:
         except OSError:
             raise self._gone() from None
         self.arrays = dict(self._shared.arrays)
-        # Scalars of a memoryview are read and written in a third of the time that an array takes.
-        words = self.arrays.pop("control")
-        self.control, *self.headers = (memoryview(row) for row in words)
-        self.header_words = words[1:]
+        self.control, *self.headers = self._shared.rows("control")
+        self.header_words = self.arrays.pop("control")[1:]
         self.cursors = [Seqlock(header[CURSORS]) for header in self.headers]
         self.taken = [Seqlock(header[TAKEN]) for header in self.headers]
         self.logs = self.arrays.pop("logs")
@@ -177,5 +175,5 @@ def _fields(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) 
         return np.zeros(shape, dtype)
 
     timeline = Timeline(1, 1)
-    Rows(spec, step_spec, timeline, UniformTable(timeline), 1, False, note)
+    StepStore(spec, step_spec, timeline, UniformTable(timeline), allocate=note)
     return shapes

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rlframe.errors import CheckpointError
+from rlframe.types import ReplaySpec
 
 _MAGIC = b"rlframe replay 1\n"
 _LENGTHS = struct.Struct("<QI")
@@ -27,7 +28,9 @@ _PIECE = 1 << 24  # bytes that are read, written and checked at once
 Shapes = dict[str, list[Any]]  # an array's name -> its dtype's string and its shape
 
 
-def write(path: str | os.PathLike[str], header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def write(
+    path: str | os.PathLike[str], spec: ReplaySpec, header: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> None:
     """Writes `header` (JSON) and `arrays` (C-contiguous) to `path`; what was there stays until all is written.
 
     Raises:
@@ -35,7 +38,7 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], arrays: dict[str
     """
     path = Path(path)
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
-    text = json.dumps({**header, "arrays": shapes}).encode()
+    text = json.dumps({"spec": repr(spec), **header, "arrays": shapes}).encode()
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -54,7 +57,9 @@ def write(path: str | os.PathLike[str], header: dict[str, Any], arrays: dict[str
 
 
 def read(
-    path: str | os.PathLike[str], places: Callable[[dict[str, Any], Shapes], dict[str, np.ndarray]]
+    path: str | os.PathLike[str],
+    spec: ReplaySpec,
+    places: Callable[[dict[str, Any], Shapes], dict[str, np.ndarray]],
 ) -> dict[str, Any]:
     """Reads the file `path` into arrays and returns its header.
 
@@ -62,7 +67,8 @@ def read(
         places: called with the header and the arrays' (dtype, shape), returns the arrays to fill; others are skipped.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or no replay buffer. The arrays may have been filled in part.
+        CheckpointError: the file is missing, damaged, no replay buffer, or of one with another `spec`. The arrays may
+            have been filled in part.
     """
     path = Path(path)
     try:
@@ -76,6 +82,9 @@ def read(
             _check(zlib.crc32(text) == crc, path, "its header")
             header = json.loads(text)
             shapes = header.pop("arrays")
+            if header["spec"] != repr(spec):
+                saved = header["spec"]
+                raise CheckpointError(f"{path} was saved by a replay buffer with {saved}; this one has {spec!r}.")
             arrays = places(header, shapes)
             for name, (dtype, shape) in shapes.items():
                 if name in arrays:
@@ -86,6 +95,15 @@ def read(
             return header
     except OSError as error:
         raise CheckpointError(f"The replay buffer could not be read from {path}: {error}.") from error
+
+
+def check_shapes(path: str | os.PathLike[str], arrays: dict[str, np.ndarray], shapes: Shapes) -> None:
+    """Raises `CheckpointError` where the arrays of the file are not those that there are here."""
+    for name in arrays.keys() | shapes.keys():
+        here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
+        if here != shapes.get(name):
+            there = shapes.get(name)
+            raise CheckpointError(f"{path} was saved by another agent: {name} is {there} there, {here} here.")
 
 
 def _bytes(array: np.ndarray) -> memoryview:

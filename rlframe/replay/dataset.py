@@ -5,11 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from rlframe.errors import RlframeError
 from rlframe.interprocess.heartbeat import patience
-from rlframe.types import Batch, ReplaySpec
+from rlframe.types import Batch
+
+if TYPE_CHECKING:
+    from rlframe.replay.base import BaseReplayBuffer
 
 _TIMEOUT = 600.0  # seconds without a batch after which something is wrong
 WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the usual wait much shorter
@@ -17,23 +20,6 @@ WAKE = 0.2  # seconds between two looks at whether to stop; wake-ups make the us
 
 class DatasetTimeoutError(RlframeError, TimeoutError):
     """No batch came within the time that was given."""
-
-
-class Source(Protocol):
-    """The replay buffer that a dataset reads."""
-
-    spec: ReplaySpec
-
-    @property
-    def size(self) -> int:
-        """Items that can be sampled now."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether no batch will come any more."""
-
-    def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Draws a batch; None if there was too little for `timeout` seconds."""
 
 
 class Dataset:
@@ -48,7 +34,7 @@ class Dataset:
             (`rlframe.interprocess.heartbeat`).
     """
 
-    def __init__(self, buffer: Source, prefetch: int, timeout: float | None):
+    def __init__(self, buffer: BaseReplayBuffer, prefetch: int, timeout: float | None):
         self._buffer, self._timeout = buffer, patience(_TIMEOUT) if timeout is None else timeout
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.layout import Leaf
-from rlframe.replay.outputs import Outputs, storage
+from rlframe.replay.layout import Leaf, Outputs, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.layout import TreeLayout
-from rlframe.replay.outputs import Outputs
+from rlframe.replay.layout import Outputs, TreeLayout
 from rlframe.replay.stores import Allocate, TreeStore
 from rlframe.replay.tables import ItemTable
-from rlframe.replay.timeline import Index, Timeline, Writer
+from rlframe.replay.timeline import Fragments, Index, Timeline
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
 # Step types as bytes: looking for a LAST costs a tenth of a comparison of arrays, which matters at 64 environments.
@@ -97,11 +96,11 @@ class Transitions(_Items):
     def open(self, index: Index, step_type: np.ndarray) -> None:
         """A timestep starts a fragment: nothing to keep of it."""
 
-    def discard(self, writer: Writer, envs: np.ndarray) -> None:
+    def discard(self, writer: Fragments, envs: np.ndarray) -> None:
         """Forgets the open fragments of `envs`: none of their starts is in this episode any more."""
         writer.ages[envs] = 0
 
-    def put(self, writer: Writer, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
+    def put(self, writer: Fragments, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
         """Stores a step of all the environments of a writer in lockstep."""
         after, index, count = step.next_timestep, writer.index, writer.num_envs
         discount = after.discount if self._late_gamma else after.discount * self._gamma
@@ -171,7 +170,7 @@ class Transitions(_Items):
         self._discount[index] *= discount
         self._span[index] = span
 
-    def _finish(self, writer: Writer, ended: np.ndarray, unbroken: list[np.ndarray | None]) -> None:
+    def _finish(self, writer: Fragments, ended: np.ndarray, unbroken: list[np.ndarray | None]) -> None:
         """Completes the items of fewer than n steps of the episodes that `ended`."""
         envs = ended.nonzero()[0]
         shorter = []
@@ -180,7 +179,7 @@ class Transitions(_Items):
             shorter.append(start + (envs if within is None else envs[within[envs]]))
         self._table.append(np.concatenate(shorter))
 
-    def put_scattered(self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
+    def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
         """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         after, slots = step.next_timestep, self._timeline.slots
         index, positions, ages = now % slots, writer.positions[envs], writer.ages[envs]
@@ -239,11 +238,11 @@ class Sequences(_Items):
         """A timestep starts a fragment."""
         self._columns["step_type"][index] = step_type
 
-    def discard(self, writer: Writer, envs: np.ndarray) -> None:
+    def discard(self, writer: Fragments, envs: np.ndarray) -> None:
         """Forgets the open fragments of `envs`: the next sequence starts at the next step."""
         writer.positions[envs] = 0
 
-    def put(self, writer: Writer, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
+    def put(self, writer: Fragments, now: int, new: int, step: Step, types: bytes, after_types: bytes) -> None:
         """Stores a step of all the environments of a writer in lockstep."""
         index, count = writer.index, writer.num_envs
         self._store(index, self._timeline.index(new, count), new - now, step)
@@ -255,7 +254,7 @@ class Sequences(_Items):
             start = writer.blocks[j % self.history]
             self._table.append_block(start, self._timeline.index(start, count), count, None)
 
-    def put_scattered(self, writer: Writer, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
+    def put_scattered(self, writer: Fragments, envs: np.ndarray, now: np.ndarray, new: np.ndarray, step: Step) -> None:
         """Stores a step of `envs`, taken at the timesteps `now` [B] and answered by `new` [B]."""
         slots = self._timeline.slots
         self._store(now % slots, new % slots, new - now, step)

@@ -10,16 +10,11 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.replay import contents
+from rlframe.replay import checkpoint, steps
 from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_gone
-from rlframe.replay.contents import Contents, bytes_needed
-from rlframe.replay.dataset import Dataset
-from rlframe.replay.memory import check_memory
-from rlframe.replay.outputs import Outputs
-from rlframe.replay.recorder import Recorder, find_writer
-from rlframe.replay.shares import Shares, WriterState
-from rlframe.replay.tables import QueueTable
-from rlframe.replay.timeline import Writer
+from rlframe.replay.rate_limiter import RateLimiter, WriterQuorum, WriterState
+from rlframe.replay.steps import StepStore, Writers
+from rlframe.replay.timeline import Fragments
 from rlframe.types import Batch, Step, StepSpec
 
 _NOTHING = np.zeros(0, np.int64)
@@ -51,21 +46,16 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._added = threading.Condition(self._lock)
         self._waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
-        self._outputs = Outputs()
         self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
-        self._writers: dict[int, Writer] = {}
-        self._last: Writer | None = None  # that added
+        self._writers = Writers()
         self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
         self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
-        self._datasets: list[Dataset] = []
-        self._contents: Contents | None = None
+        self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
         self._sampled = self._steps = 0
         self._held: dict[bytes, Batch] = {}  # by their keys: of a queue, what was drawn and is not finished
         self._oldest = -1  # version: older items are dropped
-        self._shares = Shares(self.spec.lapse_after)
-        self._closed = False
-        needed = bytes_needed(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
-        check_memory(needed, self.spec.capacity, "observations and what the agent stores of each step")
+        self._limiter, self._quorum = RateLimiter(self.spec), WriterQuorum(self.spec.lapse_after)
+        steps.check_capacity(self.spec, self._step_spec, single_frame)
 
     # --- writing
 
@@ -82,33 +72,20 @@ class ReplayBuffer(KeyedReplayBuffer):
         if num_envs < 1:
             raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
         with self._lock:
-            others = sum(writer.num_envs for writer in self._writers.values() if writer.rank != rank)
-            self._make_room(num_envs, others + num_envs)
+            others = sum(writer.num_envs for writer in self._writers.by_rank.values() if writer.rank != rank)
+            store = self._make_room(num_envs, others + num_envs)
             incarnation = self._incarnations[rank]
-            self._writers[rank] = Writer(rank, incarnation, num_envs, self._items.period, self._items.history)
-            self._writers[rank].origin = len(self._origins)
-            self._writers[rank].margin = num_envs + self._timeline.chunk - self._timeline.slots
-            self._last = None
+            self._writers.put(store.open(rank, incarnation, num_envs, origin=len(self._origins)))
             self._origins.append((rank, incarnation))
-            self._recorder.marks_origin = len(self._origins) > 1
+            store.marks_origin = len(self._origins) > 1
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         with self._lock:
-            writer, envs = self._find(env_ids)
-            self._recorder.add(writer, envs, step)
+            writer, envs = self._writers.find(env_ids)
+            self._store.add(writer, envs, step)
             self._steps += len(env_ids)
             if self._waiting:
                 self._added.notify_all()
-
-    def _find(self, env_ids: np.ndarray) -> tuple[Writer, np.ndarray | None]:
-        """Returns the writer that `env_ids` belong to, and the environments' indices (None: all in order)."""
-        given = env_ids.tobytes()
-        if self._last is not None and given == self._last.id_bytes:
-            return self._last, None
-        writer, envs = find_writer(self._writers, env_ids)
-        if envs is None:
-            self._last = writer
-        return writer, envs
 
     # --- reading
 
@@ -121,20 +98,20 @@ class ReplayBuffer(KeyedReplayBuffer):
             starts, probabilities = self._draw()
             if not len(starts):
                 return None
-            slots = self._timeline.relative(starts)
-            keys = self._keys(slots, starts)
-            data, versions = self._items.assemble(slots, self._observations, self._outputs)
-            return Batch(data, keys, probabilities, versions)
+            store = self._store
+            slots = store.timeline.relative(starts)
+            data, versions = store.read(slots)
+            return Batch(data, self._keys(slots, starts), probabilities, versions)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
         """(the first timesteps of the items that are due, their probabilities); of none while there is too little."""
         count = self._due()
-        if count and self._forget():
+        if count and self._store.forget_before(self._oldest):
             count = self._due()
         if not count:
             return _NOTHING, _NOTHING
         self._sampled += count
-        return self._table.draw(count, self._rng)
+        return self._store.table.draw(count, self._rng)
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
         """See `KeyedReplayBuffer`. What a queue gave is copied at once: its writers, which never wait, go on."""
@@ -147,19 +124,19 @@ class ReplayBuffer(KeyedReplayBuffer):
                 self._held[batch.keys.tobytes()] = batch
                 return Draw(batch.keys.copy(), batch.probabilities.copy())
             starts, probabilities = self._draw()
-            return Draw(self._keys(self._timeline.relative(starts), starts), probabilities) if len(starts) else None
+            return (
+                Draw(self._keys(self._store.timeline.relative(starts), starts), probabilities) if len(starts) else None
+            )
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
         keys, probabilities = check_keys(keys, probabilities)
         with self._lock:
             if self.spec.kind == "queue":
                 return self._held.get(keys.tobytes())
-            if self._contents is None:
+            store = self._store
+            if store is None or not replace_gone((keys, probabilities), ~store.timeline.holds(self._numbers(keys))):
                 return None
-            if not replace_gone((keys, probabilities), ~self._timeline.holds(self._numbers(keys))):
-                return None
-            slots = self._timeline.relative(keys[:, 2])
-            data, versions = self._items.assemble(slots, self._observations, self._outputs)
+            data, versions = store.read(store.timeline.relative(keys[:, 2]))
             return Batch(data, keys, probabilities, versions)
 
     def finish(self, keys: np.ndarray) -> None:
@@ -169,7 +146,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     def _keys(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """[B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
         if len(self._origins) > 1:
-            written_by = np.asarray(self._origins).take(self._origin.take(slots, mode="wrap"), axis=0)
+            written_by = np.asarray(self._origins).take(self._store.origin.take(slots, mode="wrap"), axis=0)
             return np.concatenate([written_by, starts[:, None]], axis=1)
         if len(self._one_writer) != len(starts):
             self._one_writer = np.tile(np.array([*self._origins[0], 0]), (len(starts), 1))
@@ -182,69 +159,41 @@ class ReplayBuffer(KeyedReplayBuffer):
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
         if len(self._origins) > 1:
-            written_by = written_by[:, self._origin[starts % self._timeline.slots]]
+            written_by = written_by[:, self._store.origin[starts % self._store.timeline.slots]]
         other = (keys[:, 0] != written_by[0]) | (keys[:, 1] != written_by[1])
         return np.where(other, -1, starts) if 1 in other.tobytes() else starts
-
-    def _batch_size(self) -> int:
-        if self.spec.batch_size is not None:
-            return self.spec.batch_size
-        return sum(writer.num_envs for writer in self._writers.values())
 
     def forget_before(self, version: int) -> None:
         with self._lock:
             self._oldest = max(self._oldest, version)
-            if self._contents is not None:
-                self._forget()
-
-    def _forget(self) -> int:
-        """Drops the items that are too old, and returns how many."""
-        if self._oldest < 0 or not isinstance(self._table, QueueTable):
-            return 0
-        return self._table.forget_before(self._oldest, self._items.params_version)
+            if self._store is not None:
+                self._store.forget_before(self._oldest)
 
     def _due(self) -> int:
         """How many items to draw now; 0 while there is too little."""
-        count = self._batch_size()
-        if self._ready(count):
+        spec, writers = self.spec, self._writers.by_rank
+        if self._store is None or self._closed:
+            return 0
+        count = spec.batch_size
+        if count is None:
+            count = sum(writer.num_envs for writer in writers.values())
+        if self._may_sample(count):
             return count
-        spec = self.spec
-        if spec.kind != "queue" or spec.batch_size is not None or not self.size or len(self._writers) == 1:
+        if spec.kind != "queue" or spec.batch_size is not None or not self.size or len(writers) == 1:
             return 0
         # A writer that stands still does not hold up the others.
-        ranks = np.asarray(self._origins)[self._origin[self._timeline.slot(self._table.numbers())], 0].tolist()
-        writers = {
+        store = self._store
+        ranks = np.asarray(self._origins)[store.origin[store.timeline.slot(store.table.numbers())], 0].tolist()
+        states = {
             rank: WriterState(writer.num_envs, (writer.position, writer.positions.tobytes()), lambda: True)
-            for rank, writer in self._writers.items()
+            for rank, writer in writers.items()
         }
-        count = self._shares.due(writers, collections.Counter(ranks))
-        return count if count and self._ready(count) else 0
+        count = self._quorum.due(states, collections.Counter(ranks))
+        return count if count and self._may_sample(count) else 0
 
-    def _ready(self, count: int) -> bool:
-        if self._contents is None or self._closed:
-            return False
-        spec, table = self.spec, self._table
-        # A full buffer may hold fewer items than its capacity: an episode's last timestep begins none. So what
-        # counts towards min_size is what was ever added; of a queue, what is in it.
-        if spec.kind == "queue":
-            if table.size < max(spec.min_size, count):
-                return False
-        elif table.added < spec.min_size or not table.size:
-            return False
-        if spec.samples_per_insert is None:
-            return True
-        # The first batch is due with the item number min_size; from then on the ratio holds.
-        return self._sampled <= spec.samples_per_insert * (table.added - spec.min_size)
-
-    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
-        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
-
-        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. Close the dataset (or the
-        buffer) to end it.
-        """
-        dataset = Dataset(self, prefetch, timeout)
-        self._datasets.append(dataset)
-        return dataset
+    def _may_sample(self, count: int) -> bool:
+        table = self._store.table
+        return self._limiter.may_sample(count, table.size, table.added, self._sampled)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
@@ -263,68 +212,49 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         if self.spec.kind != "prioritised":
-            raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+            return super().update_priorities(keys, priorities)
         keys = np.asarray(keys)
         with self._lock:
-            if self._contents is not None:
-                self._table.update(self._numbers(keys), np.asarray(priorities))
+            if self._store is not None:
+                self._store.table.update(self._numbers(keys), np.asarray(priorities))
 
     @property
     def size(self) -> int:
-        return self._table.size if self._contents is not None else 0
+        return self._store.table.size if self._store is not None else 0
 
     @property
     def slots(self) -> int:
         """Timesteps that there is room for; 0 before the first writer came."""
-        return self._timeline.slots if self._contents is not None else 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called: nothing is sampled any more."""
-        return self._closed
+        return self._store.timeline.slots if self._store is not None else 0
 
     def stats(self) -> dict[str, int]:
         with self._lock:
-            if self._contents is None:
+            if self._store is None:
                 return dict.fromkeys(STATS, 0)
-            table = self._table
-            values = (
-                table.size,
-                self._steps,
-                table.added,
-                self._sampled,
-                table.evicted,
-                table.evicted_unsampled,
-                getattr(table, "dropped", 0),
-                self._contents.nbytes,
-            )
-            return dict(zip(STATS, values))
+            table, spec, slots = self._store.table, self.spec, self._store.timeline.slots
+            nbytes = steps.row_bytes(spec, self._step_spec) * slots + self._store.observations.nbytes
+            return table.stats(self._steps, self._sampled, nbytes)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._added.notify_all()
-        for dataset in self._datasets:
-            dataset.close()
-        self._datasets.clear()
+        super().close()
 
     # --- memory and disk
 
-    def _make_room(self, num_envs: int, all_envs: int) -> None:
+    def _make_room(self, num_envs: int, all_envs: int) -> StepStore:
         """Allocates for the first writer; a later one must fit in."""
-        if self._contents is not None:
-            enough = contents.needed(self.spec, all_envs) + self._timeline.chunk <= self._timeline.slots
-            if enough or self._timeline.head:
-                contents.check_room(self.spec, self._timeline.slots, self._timeline.chunk, all_envs)
-                return
-        slots, chunk = contents.sizes(self.spec, num_envs, all_envs)
-        self._install(Contents(self.spec, self._step_spec, slots, chunk, num_envs, self._single_frame))
-
-    def _install(self, made: Contents) -> None:
-        self._contents = made
-        self._timeline, self._table, self._items = made.timeline, made.table, made.items
-        self._observations, self._origin = made.observations, made.origin
-        self._recorder = Recorder(self._step_spec, made.timeline, made.table, made.rows)
+        spec = self.spec
+        if self._store is not None:
+            timeline = self._store.timeline
+            if steps.needed(spec, all_envs) + timeline.chunk <= timeline.slots or timeline.head:
+                steps.check_room(spec, timeline.slots, timeline.chunk, all_envs)
+                return self._store
+        slots, chunk = steps.sizes(spec, num_envs, all_envs)
+        self._num_envs = num_envs
+        self._store = StepStore.in_own_memory(spec, self._step_spec, slots, chunk, num_envs, self._single_frame)
+        return self._store
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes items, open fragments, priorities, counters and the state of the draws to the file `path`.
@@ -335,20 +265,37 @@ class ReplayBuffer(KeyedReplayBuffer):
             CheckpointError: it could not be written; what was there before is untouched.
         """
         with self._lock:
-            if self._contents is None:
+            store, writers = self._store, self._writers.by_rank.values()
+            if store is None:
                 raise CheckpointError(f"The replay buffer cannot be saved to {path}: no writer has claimed a rank yet.")
-            state = {
-                "rng": self._rng.bit_generator.state,
-                "incarnations": list(self._incarnations.items()),
-                "origins": self._origins,
-                "sampled": self._sampled,
-                "steps": self._steps,
+            timeline, observations = store.timeline, store.observations
+            header = {
+                "slots": timeline.slots,
+                "chunk": timeline.chunk,
+                "num_envs": self._num_envs,
+                "head": timeline.head,
+                "floor": timeline.floor,
+                "table": store.table.state(),
+                "items": store.items.state(),
+                "framed": observations.framed(),
+                "writers": [[w.rank, w.incarnation, w.num_envs, w.origin] for w in writers],
+                "state": {
+                    "rng": self._rng.bit_generator.state,
+                    "incarnations": list(self._incarnations.items()),
+                    "origins": self._origins,
+                    "sampled": self._sampled,
+                    "steps": self._steps,
+                },
             }
+            arrays = store.arrays()
+            arrays.update({f"extra/{name}": array for name, array in observations.extra().items()})
             try:
-                contents.save(path, self._contents, self._writers, state)
+                for writer in writers:
+                    arrays.update(_named(writer))
+                checkpoint.write(path, self.spec, header, arrays)
             finally:
-                for writer in self._writers.values():
-                    writer.gather(self._timeline)
+                for writer in writers:
+                    writer.gather(timeline)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Goes on where `save` was called: the same steps added give the very same batches.
@@ -359,13 +306,48 @@ class ReplayBuffer(KeyedReplayBuffer):
             CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
         """
         with self._lock:
-            made, self._writers, state = contents.restore(path, self.spec, self._step_spec, self._single_frame)
-            self._install(made)
-            self._last, self._one_writer = None, np.zeros((0, 3), np.int64)
+            stores: list[StepStore] = []
+            writers, extra = Writers(), dict[str, np.ndarray]()
+
+            def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
+                if "slots" not in header:
+                    raise CheckpointError(
+                        f"{path} was saved by a SharedMemReplayBuffer; this is the in-process ReplayBuffer."
+                    )
+                sizes = header["slots"], header["chunk"], header["num_envs"]
+                store = StepStore.in_own_memory(self.spec, self._step_spec, *sizes, self._single_frame)
+                stores.append(store)
+                store.observations.restore_framed(header["framed"])
+                store.timeline.head, store.timeline.floor = header["head"], header["floor"]
+                store.table.set_state(header["table"])
+                store.items.set_state(header["items"])
+                arrays = store.arrays()
+                for writer in header["writers"]:
+                    writers.put(store.open(*writer))
+                    arrays.update(_named(writers.by_rank[writer[0]]))
+                extra.update(
+                    {name: np.empty(size, dtype) for name, (dtype, size) in shapes.items() if name.startswith("extra/")}
+                )
+                arrays.update(extra)
+                checkpoint.check_shapes(path, arrays, shapes)
+                return arrays
+
+            header = checkpoint.read(path, self.spec, places)
+            (store,), state = stores, header["state"]
+            store.observations.set_extra({name[len("extra/") :]: array for name, array in extra.items()})
+            for writer in writers.by_rank.values():
+                writer.gather(store.timeline)
+            self._store, self._writers, self._num_envs = store, writers, header["num_envs"]
+            self._one_writer = np.zeros((0, 3), np.int64)
             self._held.clear()
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]
-            self._recorder.marks_origin = len(self._origins) > 1
+            store.marks_origin = len(self._origins) > 1
             self._sampled, self._steps = state["sampled"], state["steps"]
             self._added.notify_all()
+
+
+def _named(writer: Fragments) -> dict[str, np.ndarray]:
+    """What a checkpoint must hold of a writer."""
+    return {f"writer {writer.rank}/{name}": array for name, array in writer.arrays().items()}

@@ -14,9 +14,8 @@ from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block
 from rlframe.replay.block import Block
-from rlframe.replay.contents import Rows, make_table
-from rlframe.replay.outputs import Outputs
 from rlframe.replay.segments import COUNT_BITS, COUNT_MASK, MARGIN
+from rlframe.replay.steps import StepStore, make_table
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Numbers, Timeline
 from rlframe.types import Batch, ReplaySpec, StepSpec
@@ -103,16 +102,15 @@ class Mirror:
         self._versions, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
         self._kept = [0] * memory.num_writers  # of each segment: its items from here on are in the table
         self.added = 0
-        self._outputs, self._pid = Outputs(), this_process().pid
+        self._pid = this_process().pid
 
         def whole(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             array = memory.arrays[name].view()
             array.flags.writeable = False
             return array
 
-        rows = Rows(spec, step_spec, self.timeline, self.table, 1, False, whole)
-        rows.items.write_all_spans()
-        self._items, self._observations, self.origin = rows.items, rows.observations, rows.origin
+        self._store = StepStore(spec, step_spec, self.timeline, self.table, allocate=whole)
+        self._store.items.write_all_spans()
         self._present = whole("present", (), np.dtype(bool))
 
     @property
@@ -209,7 +207,7 @@ class Mirror:
     def read(self, numbers: np.ndarray, probabilities: np.ndarray) -> Batch:
         """Copies the items `numbers` out."""
         slots = self.timeline.slot(numbers)
-        data, versions = self._items.assemble(slots, self._observations, self._outputs)
+        data, versions = self._store.read(slots)
         return Batch(data, self.keys(numbers, slots), probabilities, versions)
 
     def keys(self, numbers: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -219,7 +217,7 @@ class Mirror:
         if len(self.cursors) > 1:
             keys[:, 0] = numbers >> RANK_BITS
         if max(self._memory.incarnations) > 1:
-            keys[:, 1] = self.origin.take(slots)
+            keys[:, 1] = self._store.origin.take(slots)
         return keys
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
@@ -272,8 +270,7 @@ class Mirror:
 
     def forget_before(self, version: int) -> int:
         """Drops a queue's items that a version below `version` acted in, and returns how many."""
-        assert isinstance(self.table, QueueTable)
-        return self.table.forget_before(version, self._items.params_version) if self.table.size else 0
+        return self._store.forget_before(version)
 
     def items_of(self) -> dict[int, int]:
         """How many items of each rank a queue holds."""
@@ -319,5 +316,5 @@ class Mirror:
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
         numbers = np.where(known, rank << RANK_BITS | number, 0)
-        same = self.origin.take(self.timeline.slot(numbers)) == incarnation
+        same = self._store.origin.take(self.timeline.slot(numbers)) == incarnation
         return np.where(known & same, numbers, -1)

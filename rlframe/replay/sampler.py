@@ -16,11 +16,10 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.futex import fence
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block
-from rlframe.replay.base import STATS, Draw
+from rlframe.replay.base import Draw
 from rlframe.replay.block import Block
 from rlframe.replay.mirror import RANK_BITS, Mirror
-from rlframe.replay.prioritised import PrioritisedTable
-from rlframe.replay.shares import Shares, WriterState
+from rlframe.replay.rate_limiter import RateLimiter, WriterQuorum, WriterState
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
@@ -48,7 +47,7 @@ class Sampler:
         self._is_bound = False
         self._oldest = -1  # version: older items of a queue are dropped
         self._unfinished = _NOTHING  # numbers of a queue's items that were drawn, and are still to be read
-        self._shares = Shares(spec.lapse_after)
+        self._limiter, self._quorum = RateLimiter(spec), WriterQuorum(spec.lapse_after)
         self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
 
     def bind(self) -> None:
@@ -91,8 +90,7 @@ class Sampler:
         else:
             mirror.sync()
         self._count(self._control[block.SAMPLED], self._control[block.EVICTED_UNSAMPLED])
-        if isinstance(mirror.table, PrioritisedTable):
-            mirror.table.dropped = self._control[block.DROPPED]
+        mirror.table.dropped = self._control[block.DROPPED]
 
     def resume(self, numbers: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
         """Goes on where a buffer was saved, whose segments have been filled."""
@@ -162,9 +160,6 @@ class Sampler:
 
     def forget_before(self, version: int) -> None:
         """Drops the items of a queue that a version below `version` acted in, those that are to come too."""
-        if self._spec.kind != "queue":
-            return
-        self.bind_alone()
         self._oldest = max(self._oldest, version)
         self.mirror.sync()
         self.publish(self._forget() > 0)
@@ -194,20 +189,18 @@ class Sampler:
 
     def _ready(self) -> int:
         """How many items are due; 0 while there are too few, or the learner is ahead."""
-        spec, table, count = self._spec, self.mirror.table, self._batch_size()
+        spec, mirror, count = self._spec, self.mirror, self._batch_size()
         if not count or self._memory.closed:
             return 0
-        if spec.kind == "queue":
-            if spec.batch_size is None and (table.size < count or not self._all_came()):
-                count = self._shares.due(self._writers(), self.mirror.items_of()) if table.size else 0
-            if not count or table.size < max(spec.min_size, count):
-                return 0
-        elif self.mirror.added < spec.min_size or not table.size:
-            return 0
-        if not self.is_sampler or spec.samples_per_insert is None:
-            return count
-        # The first batch is due with the item number min_size; from then on the ratio holds.
-        return count if self.sampled <= spec.samples_per_insert * (self.mirror.added - spec.min_size) else 0
+        size = mirror.table.size
+        if spec.kind == "queue" and spec.batch_size is None and (size < count or not self._all_came()):
+            count = self._quorum.due(self._writers(), mirror.items_of()) if size else 0
+        return count if count and self._limiter.may_sample(count, size, mirror.added, self._paced) else 0
+
+    @property
+    def _paced(self) -> int:
+        """Items sampled, as the rate limiter counts them: who only reads is not paced."""
+        return self.sampled if self.is_sampler else 0
 
     def _batch_size(self) -> int:
         if self._spec.batch_size is not None:
@@ -241,7 +234,7 @@ class Sampler:
         # Last: who dies in between has evicted what it took of a queue.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
-        control[block.DROPPED] = getattr(table, "dropped", 0)
+        control[block.DROPPED] = table.dropped
         fence()
         if changed and self._writers_wait():  # or they and who waits for a batch would wake each other all the time
             self._memory.room.wake()
@@ -251,14 +244,9 @@ class Sampler:
 
     def wanted(self) -> int:
         """How many items must have been added in all before a batch is due."""
-        spec, mirror = self._spec, self.mirror
-        if spec.kind == "queue":
-            count = spec.batch_size or self._shares.expected(self._writers())
-            return mirror.added + max(1, max(spec.min_size, count) - mirror.table.size)
-        wanted = max(spec.min_size, 1 if mirror.table.size else mirror.added + 1)
-        if self.is_sampler and spec.samples_per_insert:
-            wanted = max(wanted, spec.min_size + int(np.ceil(self.sampled / spec.samples_per_insert)))
-        return wanted
+        mirror = self.mirror
+        count = self._spec.batch_size or self._quorum.expected(self._writers())
+        return self._limiter.inserts_needed(count, mirror.table.size, mirror.added, self._paced)
 
     @property
     def size(self) -> int:
@@ -270,23 +258,20 @@ class Sampler:
 
     def stats(self, bytes_taken: int) -> dict[str, int]:
         """The counters; elsewhere than in the sampler, as of its last batch."""
-        size, control, table, sampled, added = (
-            self.size,
-            self._control,
-            self.mirror.table,
-            self.sampled,
-            self.mirror.added,
-        )
-        steps = sum(cursors.read()[3] for cursors in self._memory.cursors)
-        evicted, unsampled, dropped = table.evicted, table.evicted_unsampled, getattr(table, "dropped", 0)
+        size, control, memory = self.size, self._control, self._memory
+        steps = sum(cursors.read()[3] for cursors in memory.cursors)
+        stats = {**self.mirror.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.mirror.added}
         if self.wants_to_know:
-            words = (block.SAMPLED, block.EVICTED, block.EVICTED_UNSAMPLED, block.DROPPED)
-            sampled, evicted, unsampled, dropped = (control[word] for word in words)
-            added = self._memory.added_items()
-        return dict(zip(STATS, (size, steps, added, sampled, evicted, unsampled, dropped, bytes_taken)))
+            stats.update(
+                added=memory.added_items(),
+                sampled=control[block.SAMPLED],
+                evicted=control[block.EVICTED],
+                evicted_unsampled=control[block.EVICTED_UNSAMPLED],
+                dropped_priorities=control[block.DROPPED],
+            )
+        return stats
 
     def update_priorities(self, keys: np.ndarray, priorities: Any) -> None:
         """Sets the priorities of the items `keys` [B, 3]."""
-        self.bind_alone()
         self.mirror.sync()
         self.mirror.table.update(self.mirror.numbers(keys), np.asarray(priorities))

@@ -13,12 +13,11 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.interprocess.futex import fence
-from rlframe.replay import block, contents
+from rlframe.replay import block, steps
 from rlframe.replay.block import Block, Cursors
-from rlframe.replay.contents import Rows
-from rlframe.replay.recorder import Recorder
+from rlframe.replay.steps import StepStore
 from rlframe.replay.tables import ItemTable
-from rlframe.replay.timeline import Index, Timeline, Writer
+from rlframe.replay.timeline import Index, Timeline
 from rlframe.types import ReplaySpec, Sequence, Step, StepSpec
 
 # An entry of the log: consecutive timesteps, from `entry >> COUNT_BITS`, of which those that are present begin items.
@@ -43,9 +42,9 @@ def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[in
     if spec.kind == "queue":
         batch = 2 * num_envs if spec.batch_size is None else spec.batch_size
         period = spec.item.period if isinstance(spec.item, Sequence) else 2  # every other step may be a LAST
-        share = max(share, max(spec.min_size, batch) * period + contents.needed(spec, num_envs))
+        share = max(share, max(spec.min_size, batch) * period + steps.needed(spec, num_envs))
     spec = dataclasses.replace(spec, capacity=share)
-    slots, chunk = contents.sizes(spec, num_envs, num_envs, chunks=16 * MARGIN)
+    slots, chunk = steps.sizes(spec, num_envs, num_envs, chunks=16 * MARGIN)
     return slots + MARGIN * chunk, chunk
 
 
@@ -61,7 +60,7 @@ def lay_out(memory: Block, rank: int, spec: ReplaySpec, num_envs: int) -> None:
         header[block.SLOTS], header[block.CHUNK] = segment_sizes(spec, memory.num_writers, num_envs)
         header[block.NEEDED] = block.NOTHING
     else:
-        contents.check_room(spec, header[block.SLOTS], (MARGIN + 1) * header[block.CHUNK], num_envs)
+        steps.check_room(spec, header[block.SLOTS], (MARGIN + 1) * header[block.CHUNK], num_envs)
     header[block.NUM_ENVS], header[block.WAITS] = num_envs, 0
 
 
@@ -87,18 +86,15 @@ class SegmentWriter:
         def part(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             return memory.arrays[name][first : first + slots]
 
-        rows = Rows(spec, step_spec, timeline, self._log, num_envs, False, part)
-        rows.items.write_all_spans()
-        self._recorder = Recorder(step_spec, timeline, self._log, rows)
-        self._recorder.marks_origin = incarnation > 0 or self.epoch > 0  # slots hold 0 otherwise
-        self.writer = Writer(rank, incarnation, num_envs, rows.items.period, rows.items.history)
-        self.writer.margin = num_envs + timeline.chunk - slots
-        self.writer.origin = incarnation
+        self._store = StepStore(spec, step_spec, timeline, self._log, num_envs, allocate=part)
+        self._store.items.write_all_spans()
+        self._store.marks_origin = incarnation > 0 or self.epoch > 0  # slots hold 0 otherwise
+        self.writer = self._store.open(rank, incarnation, num_envs, origin=incarnation)
         self._steps = now.steps
 
     def add(self, envs: np.ndarray | None, step: Step) -> None:
         """Adds a step of the environments `envs` [B]; None: of all of them, in order."""
-        self._recorder.add(self.writer, envs, step)
+        self._store.add(self.writer, envs, step)
         self._steps += self.writer.num_envs if envs is None else len(envs)
         log = self._log
         self._cursors.write(self._timeline.head, log.end, log.added, self._steps)

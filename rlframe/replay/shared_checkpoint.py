@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.replay import block, checkpoint, contents, segments
+from rlframe.replay import block, checkpoint, segments, steps
 from rlframe.replay.block import Block
 from rlframe.replay.mirror import NUMBER_MASK, RANK_BITS
-from rlframe.replay.prioritised import PrioritisedTable
 from rlframe.replay.sampler import Sampler
+from rlframe.replay.tables import PrioritisedTable
 from rlframe.types import ReplaySpec
 
 
@@ -43,14 +43,13 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
     arrays["headers"] = memory.header_words  # last, and read only when it is written: these floors hold for the rest
     header = {
         "shared": [memory.num_writers, memory.token],
-        "spec": repr(spec),
         "segments": described,
         "sampled": sampler.sampled,
         "evicted_unsampled": table.evicted_unsampled,
         "priorities": {name: getattr(table, name, 0) for name in ("highest", "dropped")},
         "rng": sampler.rng.bit_generator.state,
     }
-    checkpoint.write(path, header, arrays)
+    checkpoint.write(path, spec, header, arrays)
 
 
 def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
@@ -67,8 +66,6 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
 
     def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
         nonlocal is_same
-        if header["spec"] != repr(spec):
-            raise CheckpointError(f"{path} was saved by a replay buffer with {header['spec']}; this one has {spec!r}.")
         num_writers, token = header.get("shared", (None, None))
         if num_writers != memory.num_writers:
             raise CheckpointError(
@@ -84,14 +81,10 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
             for rank, (slots, chunk, _, cursors) in header["segments"].items():
                 _check_free(path, memory, int(rank), slots, chunk, spec)
                 arrays.update(_rows(memory, int(rank), block.Cursors(*cursors).head, slots))
-            for name in arrays.keys() | shapes.keys():
-                here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
-                if here != shapes.get(name):
-                    there = shapes.get(name)
-                    raise CheckpointError(f"{path} was saved by another agent: {name} is {there} there, {here} here.")
+            checkpoint.check_shapes(path, arrays, shapes)
         return arrays
 
-    header, numbers = checkpoint.read(path, places), made["numbers"]
+    header, numbers = checkpoint.read(path, spec, places), made["numbers"]
     if not is_same:
         memory.control[block.ORIGIN] = header["shared"][1]
         for rank, (slots, chunk, claims, cursors) in header["segments"].items():
@@ -140,6 +133,6 @@ def _check_free(
     if slots > memory.rows:
         raise CheckpointError(f"{path} was saved with a greater max_envs: a segment has {slots} slots there.")
     try:
-        contents.check_room(spec, slots, (segments.MARGIN + 1) * chunk, header[block.NUM_ENVS])
+        steps.check_room(spec, slots, (segments.MARGIN + 1) * chunk, header[block.NUM_ENVS])
     except UsageError as error:
         raise CheckpointError(f"{path} does not fit the writers of this buffer: {error}") from None

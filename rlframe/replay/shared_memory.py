@@ -6,20 +6,24 @@ afterwards whether what it copied was overwritten meanwhile. See `docs/data.md`.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block, segments, shared_checkpoint
+from rlframe.replay import block, segments, shared_checkpoint, steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
-from rlframe.replay.contents import bytes_needed
-from rlframe.replay.dataset import Dataset
-from rlframe.replay.memory import check_memory
-from rlframe.replay.share import Plan, Share, share_of
+from rlframe.replay.block import Block
+from rlframe.replay.mirror import Mirror
+from rlframe.replay.sampler import Sampler
+from rlframe.replay.shared_writers import Plan, SharedWriters
 from rlframe.types import Batch, Step
 
 _T = TypeVar("_T")
@@ -27,7 +31,7 @@ _LENT: set[SharedMemReplayBuffer] = set()  # made here and pickled: others look 
 
 
 class SharedMemReplayBuffer(KeyedReplayBuffer):
-    """Experience in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
+    """Experience in memory that the processes of a machine here. Pass it (pickled) to actors and to the learner.
 
     The process that makes it must outlive the others' first use of it. The first process to sample is the sampler: it
     owns priorities, and takes a queue's items; others may read uniformly. A writer in another process than the
@@ -51,6 +55,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     """
 
     is_saved_by_learner = True
+    _created: SharedArrays | None = None  # a copy has none
 
     def __init__(
         self,
@@ -69,8 +74,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             if value < 1:
                 raise UsageError(f"SharedMemReplayBuffer's {option} must be at least 1, got {value}.")
         spec = override(agent.replay_spec, overrides)
-        needed = bytes_needed(spec, agent.step_spec, spec.capacity, 1, False)
-        check_memory(needed, spec.capacity, "observations and what the agent stores of each step")
+        steps.check_capacity(spec, agent.step_spec, False)
         rows = segments.segment_rows(spec, num_writers, max_envs)
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
         assert self._created.name is not None
@@ -79,9 +83,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def _attach(self, plan: Plan) -> None:
         self.spec, self._plan = plan.spec, plan
-        self._share: Share | None = None
-        self._datasets: list[Dataset] = []
-        self._closed = False
+        self._opened: _Opened | None = None
 
     def __getstate__(self) -> Plan:
         if this_process() == self._plan.name.maker:
@@ -91,11 +93,23 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     def __setstate__(self, plan: Plan) -> None:
         self._attach(plan)
 
-    def _here(self) -> Share:
-        """What this process has of the buffer, opened on first use."""
-        if self._share is None:
-            self._share = share_of(self._plan)
-        return self._share
+    def _here(self) -> _Opened:
+        """What this process has of the buffer, opened on first use; the same for all its copies here."""
+        if self._opened is None:
+            with _opening:
+                found = _in_process.get(self._plan.name.token)
+                if found is None:
+                    found = _in_process[self._plan.name.token] = _Opened(self._plan)
+                self._opened = found
+        return self._opened
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[Sampler]:
+        """The sampler, which is this process's from now on. Raises `UsageError` where another process samples."""
+        here = self._here()
+        with here.lock:
+            here.sampler.bind_alone()
+            yield here.sampler
 
     # --- writing
 
@@ -108,12 +122,12 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             UsageError: all ranks are taken, or `rank` is by a process that runs on.
             BufferGoneError: the process that made the buffer has ended.
         """
-        return self._here().claim(num_envs, rank)
+        return self._here().writers.claim(num_envs, rank)
 
     def open_segment(self, rank: int, num_envs: int) -> None:
-        share = self._here()
-        with share.lock, share.memory.claims():
-            share.open(rank, num_envs)
+        here = self._here()
+        with here.lock, here.memory.claims():
+            here.writers.open(rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
@@ -123,19 +137,19 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             BufferGoneError: the process that made the buffer ended while it waited.
             StoppedError: it was told to, by `end_waits`.
         """
-        (self._share or self._here()).add(env_ids, step)
+        (self._opened or self._here()).writers.add(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
         """See `BaseReplayBuffer`."""
-        self._here().end_waits(rank)
+        self._here().writers.end_waits(rank)
 
     # --- reading
 
     def forget_before(self, version: int) -> None:
         """See `BaseReplayBuffer`. In the sampler's process."""
-        share = self._here()
-        with share.lock:
-            share.sampler.forget_before(version)
+        if self.spec.kind == "queue":
+            with self._sampling() as sampler:
+                sampler.forget_before(version)
 
     def sample(self) -> Batch | None:
         """Draws a batch, or returns None before `min_size` items were added (a queue: while it holds too few).
@@ -145,10 +159,10 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         Raises:
             UsageError: another process samples this queue.
         """
-        share = self._here()
-        with share.lock:
-            share.sampler.bind()
-            return None if self._closed else share.sampler.sample()
+        here = self._here()
+        with here.lock:
+            here.sampler.bind()
+            return None if self._closed else here.sampler.sample()
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
         """See `KeyedReplayBuffer`. In the sampler's process.
@@ -160,10 +174,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         return self._wait_for(self._draw, timeout) if draw is None and timeout > 0 and not self.closed else draw
 
     def _draw(self) -> Draw | None:
-        share = self._here()
-        with share.lock:
-            share.sampler.bind_alone()
-            return None if self._closed else share.sampler.draw()
+        with self._sampling() as sampler:
+            return None if self._closed else sampler.draw()
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
         """See `KeyedReplayBuffer`. In any process, which need not be the sampler's, nor become it.
@@ -180,20 +192,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     def finish(self, keys: np.ndarray) -> None:
         """See `KeyedReplayBuffer`. In the sampler's process."""
         if self.spec.kind == "queue":
-            share = self._here()
-            with share.lock:
-                share.sampler.bind_alone()
-                share.sampler.finish(keys)
-
-    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
-        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
-
-        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. Close the dataset (or the
-        buffer) to end it.
-        """
-        dataset = Dataset(self, prefetch, timeout)
-        self._datasets.append(dataset)
-        return dataset
+            with self._sampling() as sampler:
+                sampler.finish(keys)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
@@ -202,11 +202,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
         """What `take` gives, as soon as there may be enough; None after `timeout` seconds, or a little earlier."""
-        share = self._here()
-        memory = share.memory
+        here = self._here()
+        memory = here.memory
         value = memory.added.value
-        with share.lock:
-            memory.control[block.WANTED] = share.sampler.wanted()
+        with here.lock:
+            memory.control[block.WANTED] = here.sampler.wanted()
         try:
             taken = take()  # what came before the writers knew
             if taken is not None:
@@ -218,38 +218,33 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         if self.spec.kind != "prioritised":
-            raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
-        share = self._here()
-        with share.lock:
-            share.sampler.update_priorities(keys, priorities)
+            return super().update_priorities(keys, priorities)
+        with self._sampling() as sampler:
+            sampler.update_priorities(keys, priorities)
 
     @property
     def size(self) -> int:
-        share = self._here()
-        with share.lock:
-            return share.sampler.size
+        here = self._here()
+        with here.lock:
+            return here.sampler.size
 
     def stats(self) -> dict[str, int]:
-        share = self._here()
-        with share.lock:
-            slots = sum(header[block.SLOTS] for header in share.memory.headers)
-            return share.sampler.stats(bytes_needed(self.spec, self._plan.step_spec, slots, 1, False))
+        here = self._here()
+        with here.lock:
+            slots = sum(header[block.SLOTS] for header in here.memory.headers)
+            return here.sampler.stats(steps.bytes_needed(self.spec, self._plan.step_spec, slots, 1, False))
 
     @property
     def closed(self) -> bool:
         """Whether it, or the buffer that it is a copy of, was closed: nothing is sampled any more."""
-        return self._closed or (self._share is not None and self._share.memory.closed)
+        return self._closed or (self._opened is not None and self._opened.memory.closed)
 
     def close(self) -> None:
         """Stops the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
-        self._closed = True
-        created = getattr(self, "_created", None)  # a copy has none
-        if created is not None:
-            created.close()
+        if self._created is not None:
+            self._created.close()
             _LENT.discard(self)
-        for dataset in self._datasets:
-            dataset.close()
-        self._datasets.clear()
+        super().close()
 
     # --- disk
 
@@ -262,10 +257,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             CheckpointError: it could not be written; what was there before is untouched.
             UsageError: another process samples.
         """
-        share = self._here()
-        with share.lock:
-            share.sampler.bind_alone()
-            shared_checkpoint.save(path, share.memory, share.sampler, self.spec)
+        with self._sampling() as sampler:
+            shared_checkpoint.save(path, self._here().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Goes on with what was saved, in the sampler's process and before writers add.
@@ -276,8 +269,31 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             CheckpointError: the file is missing, damaged or of another agent, or writers have added already.
             UsageError: another process samples.
         """
-        share = self._here()
-        with share.lock:
-            share.sampler.bind_alone()
-            with share.memory.claims():
-                shared_checkpoint.restore(path, share.memory, share.sampler, self.spec)
+        memory = self._here().memory
+        with self._sampling() as sampler, memory.claims():
+            shared_checkpoint.restore(path, memory, sampler, self.spec)
+
+
+class _Opened:
+    """What one process has of a buffer: its two halves, over the same memory.
+
+    Attributes:
+        lock: held while this process adds or samples, never while it waits.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        spec, step_spec = plan.spec, plan.step_spec
+        self.memory = Block(plan.name, plan.num_writers, plan.rows, spec, step_spec)
+        self.lock, self._fetching = threading.RLock(), threading.Lock()
+        self.writers = SharedWriters(plan, self.memory, self.lock)
+        self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, come_and_go=plan.come_and_go)
+        self._fetcher = Mirror(self.memory, spec, step_spec, "uniform")  # it follows no log
+
+    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
+        """Copies the items `keys` [B, 3] out: (batch, [B] bool: which are gone)."""
+        with self._fetching:
+            return self._fetcher.fetch(keys, probabilities)
+
+
+_opening = threading.Lock()
+_in_process: weakref.WeakValueDictionary[int, _Opened] = weakref.WeakValueDictionary()  # by the token of the memory

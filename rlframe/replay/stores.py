@@ -1,18 +1,26 @@
-"""Arrays with a row per slot."""
+"""Arrays with a row per slot, and whether they fit into the memory that this process may still take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 
 from rlframe.errors import UsageError
 from rlframe.replay.frames import FrameStore, looks_stacked
-from rlframe.replay.layout import Leaf, TreeLayout
-from rlframe.replay.memory import check_memory
-from rlframe.replay.outputs import Outputs, storage
+from rlframe.replay.layout import Leaf, Outputs, TreeLayout, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
+
+_CGROUPS = pathlib.Path("/sys/fs/cgroup")
+_OWN_CGROUPS = pathlib.Path("/proc/self/cgroup")
+# (limit, usage, what of it is cache that the kernel would give up) of cgroups v2 and v1
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 # (name, shape, dtype) -> an array with a row per slot
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
@@ -24,56 +32,41 @@ def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray
 
 
 class TreeStore:
-    """One array for each leaf of a tree, whose rows are kept as they come."""
-
-    def __init__(self, layout: TreeLayout, timeline: Timeline, allocate: Allocate):
-        self._layout, self._timeline = layout, timeline
-        self._data = [allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
-        self.single = self._data[0] if layout.is_leaf else None  # the only array, where the tree is one leaf
-
-    def write(self, index: Index, tree: Any) -> None:
-        """Stores the tree of `[B, ...]` in the slots `index`."""
-        if self.single is not None:
-            self.single[index] = tree
-            return
-        for data, values in zip(self._data, self._layout.split(tree)):
-            data[index] = values
-
-    def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
-        """Returns the tree of the rows in `slots` (any shape; below 0 counts from the end), `[*slots.shape, ...]`."""
-        if self.single is not None:
-            return outputs.take(self.single, slots)
-        return self._layout.build([outputs.take(data, slots) for data in self._data])
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold."""
-        return {leaf.name: self._timeline.used(data) for leaf, data in zip(self._layout.leaves, self._data)}
-
-
-class ObservationStore:
-    """Observations, each once; frame-stacked pixels as single frames.
+    """Trees of arrays, a row per slot; frame-stacked pixels as single frames.
 
     Args:
         single_frame: True or False for every leaf; None: where one looks stacked, until its data shows that it is not.
         num_envs: environments of the first writer, which decides how far back a frame may lie.
         allocate: gives the arrays of whole rows.
+
+    Attributes:
+        single: the only array, where the tree is one leaf whose rows are kept as they come.
     """
 
     def __init__(
-        self, layout: TreeLayout, timeline: Timeline, single_frame: bool | None, num_envs: int, allocate: Allocate
+        self,
+        layout: TreeLayout,
+        timeline: Timeline,
+        allocate: Allocate,
+        single_frame: bool | None = False,
+        num_envs: int = 1,
     ):
         self._layout, self._timeline, self._forced, self._num_envs = layout, timeline, single_frame, num_envs
-        rows = TreeStore(layout, timeline, allocate)
-        self._rows = rows._data
+        self._rows: list[np.ndarray] = []
         self._frames: dict[int, FrameStore] = {}
         for i, leaf in enumerate(layout.leaves):
             if stores_frames(leaf, single_frame):
-                self._rows[i] = np.zeros(0, leaf.dtype)
+                self._rows.append(np.zeros(0, leaf.dtype))
                 self._frames[i] = FrameStore(leaf, timeline, slack(leaf, num_envs))
+            else:
+                self._rows.append(allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype))
         self.single = self._rows[0] if layout.is_leaf and not self._frames else None
 
-    def write(self, first: int, index: Index, tree: Any, before: Numbers | None) -> None:
-        """Stores the tree of `[B, ...]` for the numbers from `first`; `before`: the timesteps they follow, if any."""
+    def write(self, index: Index, tree: Any, first: int = 0, before: Numbers | None = None) -> None:
+        """Stores the tree of `[B, ...]` in the slots `index`.
+
+        Where it keeps frames: `first` is the number of the first timestep, `before` those that they follow, if any.
+        """
         if self.single is not None:
             self.single[index] = tree
             return
@@ -87,7 +80,7 @@ class ObservationStore:
                     self._give_up(i, store)
 
     def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
-        """Returns the tree of the observations in `slots` (any shape), `[*slots.shape, ...]`."""
+        """Returns the tree of the rows in `slots` (any shape; below 0 counts from the end), `[*slots.shape, ...]`."""
         if self.single is not None:
             return outputs.take(self.single, slots)
         return self._layout.build(
@@ -180,7 +173,7 @@ def slack(leaf: Leaf, num_envs: int) -> int:
 
 
 def observation_bytes(layout: TreeLayout, single_frame: bool | None, slots: int, num_envs: int) -> int:
-    """Bytes that an `ObservationStore` takes when it is full."""
+    """Bytes that a `TreeStore` of observations takes when it is full."""
     return sum(_leaf_bytes(leaf, stores_frames(leaf, single_frame), slots, num_envs) for leaf in layout.leaves)
 
 
@@ -188,3 +181,55 @@ def _leaf_bytes(leaf: Leaf, framed: bool, slots: int, num_envs: int) -> int:
     if not framed:
         return leaf.nbytes * slots
     return FrameStore.bytes_needed(leaf, slots) + slack(leaf, num_envs) * (leaf.nbytes // leaf.shape[0])
+
+
+def check_memory(needed: int, capacity: int, what: str) -> None:
+    """Raises `UsageError` where `needed` bytes for `capacity` steps exceed what is left.
+
+    Pages are touched only as the buffer fills, so nothing else would stop it before the machine is out of memory.
+    """
+    available = available_memory()
+    if needed > available:
+        fits = int(capacity * (available / needed) * 0.9)
+        raise UsageError(
+            f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), and "
+            f"{_gigabytes(available)} of memory is available. A capacity of {fits} steps would fit."
+        )
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take without swapping: of the machine, and of its container's limit."""
+    containers = [left for directory in _cgroups() if (left := _left(directory)) is not None]
+    return max(0, min([psutil.virtual_memory().available, *containers]))
+
+
+def _cgroups() -> Iterator[pathlib.Path]:
+    """The directories of this process's memory cgroups, from its own up to the root that it can see."""
+    try:
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:  # `0::/path` in version 2, `4:memory:/path` in version 1
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUPS / "memory" if controllers else _CGROUPS
+        own = root / path.lstrip("/")
+        yield from (directory for directory in (own, *own.parents) if directory.is_relative_to(root))
+
+
+def _left(cgroup: pathlib.Path) -> int | None:
+    for limit_file, usage_file, cache in _FILES:
+        try:
+            limit, usage = (cgroup / limit_file).read_text().strip(), int((cgroup / usage_file).read_text())
+            statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit == "max":
+            return None
+        return int(limit) - usage + int(statistics.get(cache, 0))
+    return None
+
+
+def _gigabytes(n: int) -> str:
+    return f"{n / 1e9:.2f} GB ({n} bytes)"

@@ -81,7 +81,7 @@ class Timeline:
         return numbers - (self.head - self.head % self.slots)
 
 
-class Writer:
+class Fragments:
     """The open fragments of one rank's environments.
 
     An item may start at every `period`-th step of a fragment; the number of start j is kept in row `j % history`.

@@ -15,8 +15,8 @@ from rlframe.coordinator.messages import Header, Update
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.errors import CheckpointError, RlframeError
 from rlframe.replay import SharedMemReplayBuffer
+from rlframe.testing.streams import StepStream, fake_agent
 from rlframe.types import Sequence, Transition
-from tests.replay.streams import Stream, fake_agent
 
 WITHIN = 60.0  # seconds
 ONE = Transition(1)
@@ -89,7 +89,7 @@ def scene(tmp_path: pathlib.Path) -> Iterator[Scene]:
 
 
 def fill(buffer: Any, steps: int = 10) -> None:
-    stream = Stream(2)
+    stream = StepStream(2)
     buffer.claim_rank(2)
     for _ in range(steps):
         buffer.add(*stream.step())

@@ -59,7 +59,8 @@ def test_memory_that_nobody_refers_to_is_closed_and_leaves_no_descriptor():
     del created
     gc.collect()
     assert attached.closed
-    attached.close()
+    del attached
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -87,18 +88,17 @@ def test_memory_is_inherited_by_its_descriptor():
 
 
 def write_at_full_speed(name, connection):
-    lock = Seqlock(memoryview(SharedArrays.attach(name, LABEL, FIELDS).arrays["words"]))
+    lock = Seqlock(SharedArrays.attach(name, LABEL, FIELDS).rows("words")[0])
+    connection.send("writes")
     number = 0
-    while not connection.poll():
-        for number in range(number + 1, number + 1000):
-            lock.write(number, -number, 3 * number)
-        if number < 2000:
-            connection.send("writes")
+    while number % 1000 or not connection.poll():
+        number += 1
+        lock.write(number, -number, 3 * number)
 
 
 def test_numbers_are_read_as_they_were_at_one_time():
     created = SharedArrays.create(LABEL, FIELDS)
-    lock = Seqlock(memoryview(created.arrays["words"]))
+    lock = Seqlock(created.rows("words")[0])
     assert lock.read() == (0, 0, 0) and lock.count == 0
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=write_at_full_speed, args=(created.name, there))
@@ -128,7 +128,7 @@ def test_a_writer_that_dies_in_between_changes_nothing():
 
 
 def test_a_sleeper_is_woken_and_one_that_came_late_does_not_sleep():
-    futex = Futex(memoryview(SharedArrays.create(LABEL, FIELDS).arrays["words"])[:1])
+    futex = Futex(SharedArrays.create(LABEL, FIELDS).rows("words")[0][:1])
     assert not futex.wait(futex.value, 0.01)
     value = futex.value
     sleeper = threading.Thread(target=futex.wait, args=(value, DEADLINE), daemon=True)

@@ -12,19 +12,20 @@ from tests.extras import needs
 from tests.replay.serve import Servers
 
 
-def local(agent: Any, seed: int = 0, writers: int = 1) -> BaseReplayBuffer:
+def local(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
     """The buffer in this process."""
+    del num_writers  # any number
     return ReplayBuffer(agent, seed=seed)
 
 
-def shared_memory(agent: Any, seed: int = 0, writers: int = 1) -> BaseReplayBuffer:
+def shared_memory(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
     """The buffer between processes, used from one; other processes: `test_shared_memory.py`."""
-    return SharedMemReplayBuffer(agent, seed=seed, num_writers=writers)
+    return SharedMemReplayBuffer(agent, seed=seed, num_writers=num_writers)
 
 
-def reverb(agent: Any, seed: int = 0, writers: int = 1) -> BaseReplayBuffer:
+def reverb(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
     """A Reverb server of its own, in another process."""
-    del seed, writers  # the server draws, without a seed, for any number of writers
+    del num_writers, seed  # the server draws, without a seed, for any number of writers
     tables = ReverbReplayBuffer.tables(agent, when_full="drop")  # one thread writes and reads
     return _Served(agent, servers().start(tables))
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from rlframe.errors import StoppedError
 from rlframe.replay import SharedMemReplayBuffer, block
+from rlframe.testing.streams import fake_agent
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
-from tests.replay.streams import fake_agent
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0  # seconds for whatever a test waits for

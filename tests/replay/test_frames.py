@@ -9,6 +9,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.replay import ReplayBuffer
+from rlframe.testing.streams import STEP_SPEC, fake_agent
 from rlframe.types import (
     FIRST,
     LAST,
@@ -22,7 +23,6 @@ from rlframe.types import (
     global_env_ids,
     specs,
 )
-from tests.replay.streams import STEP_SPEC, fake_agent
 
 SHAPE = (4, 32, 36)
 
@@ -109,7 +109,7 @@ def test_what_comes_out_is_what_went_in(item: Any, first: str, subsets: bool) ->
             stream.assert_exact(batch.data.observation)
             if isinstance(item, Transition):
                 stream.assert_exact(batch.data.next_observation)
-    assert buffer._observations.framed() == ["observation"]
+    assert buffer._store.observations.framed() == ["observation"]
     assert buffer.stats()["evicted"] > 0
 
 
@@ -131,7 +131,7 @@ def test_images_that_only_look_stacked_are_kept_whole() -> None:
         if (batch := buffer.sample()) is not None:
             stream.assert_exact(batch.data.observation)
             stream.assert_exact(batch.data.next_observation)
-    assert buffer._observations.framed() == []
+    assert buffer._store.observations.framed() == []
     whole = ReplayBuffer(pixel_agent(Transition(1)), single_frame=False)
     whole.claim_rank(4)
     assert buffer.stats()["bytes"] == whole.stats()["bytes"]
@@ -150,7 +150,7 @@ def test_frames_kept_aside_are_dropped_with_their_steps() -> None:
     stream = FrameStream(np.random.default_rng(0), 4, first="random")
     buffer = ReplayBuffer(pixel_agent(Transition(1), 100))
     buffer.claim_rank(4)
-    store = buffer._observations._frames[0]
+    store = buffer._store.observations._frames[0]
     store._sweep_at = 16
     for _ in range(400):
         buffer.add(*stream.step())

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.replay import ReplayBuffer, memory
+from rlframe.replay import ReplayBuffer, stores
 from rlframe.replay.dataset import DatasetTimeoutError
+from rlframe.testing.streams import STEP_SPEC, ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
-from tests.replay.streams import STEP_SPEC, Stream, Twin, assert_batch_matches, fake_agent, first_ids
 
 
 def test_more_memory_than_there_is_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(stores, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"100000 steps.*A capacity of \d+ steps would fit") as caught:
         ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100_000))
     fits = int(str(caught.value).split("A capacity of ")[1].split()[0])
@@ -36,16 +36,16 @@ def test_the_limit_of_a_container_counts(version: int, tmp_path: pathlib.Path, m
     for directory, numbers in [(inner, ("9000000", "5000000", "1000000")), (inner.parent, ("8000000", "6000000", "0"))]:
         for name, number in zip((limit, usage, "memory.stat"), numbers, strict=True):
             (directory / name).write_text(f"anon 7\n{cache} {number}\n" if name == "memory.stat" else number + "\n")
-    monkeypatch.setattr(memory, "_OWN_CGROUPS", own)
-    monkeypatch.setattr(memory, "_CGROUPS", root)
-    assert memory.available_memory() == 2_000_000  # the pod's; the box alone could take 5,000,000
+    monkeypatch.setattr(stores, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(stores, "_CGROUPS", root)
+    assert stores.available_memory() == 2_000_000  # the pod's; the box alone could take 5,000,000
     (inner.parent / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
-    assert memory.available_memory() == 5_000_000
+    assert stores.available_memory() == 5_000_000
 
 
 def test_learning_begins_where_as_much_is_asked_for_as_the_buffer_keeps() -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100, min_size=100))
-    stream = Stream(4, end=0.5)  # half of what it keeps begins no item
+    stream = StepStream(4, end=0.5)  # half of what it keeps begins no item
     buffer.claim_rank(4)
     for _ in range(100):
         buffer.add(*stream.step())
@@ -57,9 +57,9 @@ def test_the_estimate_is_what_the_arrays_take() -> None:
     for item in (Transition(3), Sequence(8)):
         buffer = ReplayBuffer(fake_agent("uniform", item, 8, 10_000))
         buffer.claim_rank(4)
-        contents = buffer._contents
-        contents.timeline.head = contents.table.end = 2 * buffer.slots  # so that `arrays` gives all of each
-        taken = sum(array.nbytes for array in contents.arrays().values())
+        store = buffer._store
+        store.timeline.head = store.table.end = 2 * buffer.slots  # so that `arrays` gives all of each
+        taken = sum(array.nbytes for array in store.arrays().values())
         assert buffer.stats()["bytes"] == pytest.approx(taken, rel=0.05)
 
 
@@ -78,13 +78,13 @@ def test_priorities_of_a_uniform_buffer_are_refused() -> None:
 def test_a_writer_that_finds_no_room_is_told_the_capacity_it_needs() -> None:
     buffer = ReplayBuffer(fake_agent("queue", Sequence(20), None, 100))
     buffer.claim_rank(4)
-    buffer.add(*Stream(4).step())
+    buffer.add(*StepStream(4).step())
     with pytest.raises(UsageError, match="capacity of at least"):
         buffer.claim_rank(400)
 
 
 def test_a_queue_too_small_for_one_item_per_environment_grows_to_it() -> None:
-    buffer, stream = ReplayBuffer(fake_agent("queue", Sequence(20), None, 10)), Stream(8)
+    buffer, stream = ReplayBuffer(fake_agent("queue", Sequence(20), None, 10)), StepStream(8)
     buffer.claim_rank(8)
     for _ in range(20):
         buffer.add(*stream.step())
@@ -92,8 +92,8 @@ def test_a_queue_too_small_for_one_item_per_environment_grows_to_it() -> None:
 
 
 def test_a_writer_whose_batches_do_not_fit_the_ring_evenly_is_served_exactly() -> None:
-    buffer, twin = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), Twin(Transition(3))
-    streams = [Stream(4, 0), Stream(7, 1)]
+    buffer, twin = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), ReplayTwin(Transition(3))
+    streams = [StepStream(4, 0), StepStream(7, 1)]
     for stream in streams:
         buffer.claim_rank(stream.num_envs)
         twin.claim_rank(stream.num_envs, stream.rank)
@@ -155,7 +155,7 @@ def test_large_arrays_are_recycled_only_when_nobody_holds_them() -> None:
 
 
 def test_a_dataset_gives_what_comes_in_and_ends_with_its_buffer() -> None:
-    buffer, stream = ReplayBuffer(fake_agent("queue", Transition(1), 5, 1000)), Stream(5, end=0.0)
+    buffer, stream = ReplayBuffer(fake_agent("queue", Transition(1), 5, 1000)), StepStream(5, end=0.0)
     buffer.claim_rank(5)
     seen: list[int] = []
 
@@ -179,10 +179,10 @@ def test_a_dataset_gives_what_comes_in_and_ends_with_its_buffer() -> None:
 
 
 def test_a_dataset_passes_errors_on_and_closes() -> None:
-    buffer, stream = ReplayBuffer(fake_agent("uniform", Transition(1), 5, 1000)), Stream(5)
+    buffer, stream = ReplayBuffer(fake_agent("uniform", Transition(1), 5, 1000)), StepStream(5)
     buffer.claim_rank(5)
     buffer.add(*stream.step())
-    buffer._items.assemble = lambda *_: 1 / 0
+    buffer._store.read = lambda *_: 1 / 0
     with buffer.make_dataset() as dataset, pytest.raises(ZeroDivisionError):
         next(dataset)
     assert not dataset._thread.is_alive()

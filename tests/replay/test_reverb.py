@@ -22,14 +22,14 @@ from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.replay import ReplayClosedError, reverb_connection
-from rlframe.replay.reverb import ReverbReplayBuffer
+from rlframe.replay import ReplayClosedError
+from rlframe.replay.reverb import ReverbReplayBuffer, connection
+from rlframe.testing.streams import STEP_SPEC, ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentSpecs, Sequence, Transition
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 from tests.ports import free_port
 from tests.replay.factories import servers
 from tests.replay.serve import Servers
-from tests.replay.streams import STEP_SPEC, Stream, Twin, assert_batch_matches, fake_agent, first_ids
 from tests.waiting import wait_until
 
 Serve = Callable[..., str]
@@ -102,7 +102,11 @@ def is_adding(buffer: ReverbReplayBuffer) -> bool:
 
 @pytest.mark.system
 def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_process: Any, tmp_path: Path) -> None:
-    agent, stream, twin = fake_agent("uniform", Transition(1), 8, 1000), Stream(4, end=0.0), Twin(Transition(1))
+    agent, stream, twin = (
+        fake_agent("uniform", Transition(1), 8, 1000),
+        StepStream(4, end=0.0),
+        ReplayTwin(Transition(1)),
+    )
     tables, first = ReverbReplayBuffer.tables(agent), own_process()
     address = first.start(tables, checkpoints=tmp_path / "server")
     port = int(address.rpartition(":")[2])
@@ -139,7 +143,7 @@ def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_proce
 
 @pytest.mark.system
 def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: Path) -> None:
-    agent, stream = fake_agent("uniform", Transition(1), 8, 1000), Stream(4, end=0.0)
+    agent, stream = fake_agent("uniform", Transition(1), 8, 1000), StepStream(4, end=0.0)
     tables, first = ReverbReplayBuffer.tables(agent), own_process()
     address = first.start(tables)
     with buffer_of(agent, address, timeout=60.0) as buffer, buffer_of(agent, address) as other:
@@ -156,7 +160,7 @@ def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: P
 
 @pytest.mark.parametrize("silent", ["accepts and says nothing", "nobody listens"])
 def test_a_server_that_never_answers_is_named(silent: str) -> None:
-    reverb_connection.load()  # it takes its own time to import TensorFlow
+    connection.load()  # it takes its own time to import TensorFlow
     port = free_port()
     address = f"127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
@@ -171,7 +175,7 @@ def test_a_server_that_never_answers_is_named(silent: str) -> None:
 
 
 def test_a_server_that_dies_is_named_by_every_call(own_process: Any) -> None:
-    agent, stream = fake_agent("prioritised", Transition(1), 8, 1000), Stream(4, end=0.0)
+    agent, stream = fake_agent("prioritised", Transition(1), 8, 1000), StepStream(4, end=0.0)
     process = own_process()
     address = process.start(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as buffer:
@@ -213,7 +217,7 @@ def test_closing_ends_a_reader_that_waits(serve: Serve) -> None:
 
 
 def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
-    agent, stream, twin = fake_agent("queue", Transition(1), 4, 8), Stream(4, end=0.0), Twin(Transition(1))
+    agent, stream, twin = fake_agent("queue", Transition(1), 4, 8), StepStream(4, end=0.0), ReplayTwin(Transition(1))
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent)), patience=5.0) as buffer:
         buffer.claim_rank(4)
         twin.claim_rank(4, 0)
@@ -238,7 +242,7 @@ def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
 
 
 def test_a_queue_that_is_smaller_than_a_batch_holds_nobody_up(serve: Serve) -> None:
-    agent, stream = fake_agent("queue", Transition(1), 12, 8), Stream(4, end=0.0)
+    agent, stream = fake_agent("queue", Transition(1), 12, 8), StepStream(4, end=0.0)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent)), patience=5.0) as buffer:
         buffer.claim_rank(4)
         for _ in range(2):
@@ -252,7 +256,7 @@ def test_a_ratio_of_samples_holds_writers_back(serve: Serve) -> None:
     agent = fake_agent("uniform", Transition(1), 4, 1000, min_size=4, samples_per_insert=1.0)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, run_ahead=12)), patience=5.0) as buffer:
         buffer.claim_rank(4)
-        stream = Stream(4, end=0.0)
+        stream = StepStream(4, end=0.0)
         for _ in range(4):
             buffer.add(*stream.step())
         with pytest.raises(PeerError, match="sampled less than samples_per_insert"):
@@ -262,7 +266,7 @@ def test_a_ratio_of_samples_holds_writers_back(serve: Serve) -> None:
 
 
 def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
-    agent, streams = fake_agent("queue", Transition(1), 4, 8), [Stream(4, rank, end=0.0) for rank in range(2)]
+    agent, streams = fake_agent("queue", Transition(1), 4, 8), [StepStream(4, rank, end=0.0) for rank in range(2)]
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         assert [buffer.claim_rank(4)[0] for _ in range(2)] == [0, 1]
         for _ in range(2):
@@ -281,7 +285,7 @@ def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
         wait_until(lambda: (batch := buffer.sample()) is not None and len(seen.extend(first_ids(batch)) or seen) == 12)
         assert len(set(seen)) == 12  # what was on its way has come
         assert buffer.claim_rank(4, rank=0) == (0, 1)  # who comes next may add again
-        buffer.add(*Stream(4, 0, end=0.0).step())
+        buffer.add(*StepStream(4, 0, end=0.0).step())
 
 
 def test_an_actor_that_a_full_queue_holds_back_stops(serve: Serve) -> None:
@@ -300,7 +304,7 @@ def test_an_actor_that_a_full_queue_holds_back_stops(serve: Serve) -> None:
 
 @pytest.mark.system
 def test_a_writer_that_waits_for_a_server_that_is_gone_can_be_told_to_stop(own_process: Any) -> None:
-    agent, stream, process = fake_agent("prioritised", Transition(1), 8, 1000), Stream(4, end=0.0), own_process()
+    agent, stream, process = fake_agent("prioritised", Transition(1), 8, 1000), StepStream(4, end=0.0), own_process()
     with buffer_of(agent, process.start(ReverbReplayBuffer.tables(agent))) as buffer:
         buffer.claim_rank(4)
         buffer.add(*stream.step())
@@ -341,7 +345,7 @@ def test_a_claim_that_was_cut_off_is_the_same_when_it_is_repeated(serve: Serve, 
 @pytest.mark.parametrize("scene", ["lockstep", "broken"])
 def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scene: str) -> None:
     item = Sequence(3, period=2)
-    agent, stream, twin, seen = fake_agent("queue", item, 5, 2000), Stream(6), Twin(item), []
+    agent, stream, twin, seen = fake_agent("queue", item, 5, 2000), StepStream(6), ReplayTwin(item), []
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=3))) as buffer:
         buffer.claim_rank(6)
         twin.claim_rank(6, 0)
@@ -396,7 +400,7 @@ def test_a_reader_knows_how_many_environments_its_writers_have(serve: Serve) -> 
     agent = fake_agent("queue", Sequence(2), None, 1000)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as a, buffer_of(agent, address) as b, buffer_of(agent, address) as reader:
-        streams = Stream(3, rank=0, end=0.0), Stream(5, rank=1, end=0.0)
+        streams = StepStream(3, rank=0, end=0.0), StepStream(5, rank=1, end=0.0)
         assert (a.claim_rank(3), b.claim_rank(5)) == ((0, 0), (1, 0))
         dataset = reader.make_dataset()  # a batch of those that it knows when it draws
         for buffer, stream in zip((a, b), streams):
@@ -411,7 +415,7 @@ def test_the_highest_priority_is_known_to_other_processes(serve: Serve) -> None:
     agent = fake_agent("prioritised", Transition(1), 4, 1000, priority_exponent=1.0)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as writer, buffer_of(agent, address) as learner:
-        stream = Stream(1, end=0.0)
+        stream = StepStream(1, end=0.0)
         writer.claim_rank(1)
         writer.add(*stream.step())
         learner.update_priorities(learner.sample().keys[:1], np.array([3.0]))
@@ -479,7 +483,7 @@ def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_save
 
 
 def test_a_dataset_of_a_queue_gives_each_item_once_and_in_order(serve: Serve) -> None:
-    agent, stream, twin = fake_agent("queue", Transition(2), 5, 1000), Stream(3), Twin(Transition(2))
+    agent, stream, twin = fake_agent("queue", Transition(2), 5, 1000), StepStream(3), ReplayTwin(Transition(2))
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as writer, buffer_of(agent, address) as reader:
         writer.claim_rank(3)
@@ -543,7 +547,7 @@ def test_options_of_tables_that_make_no_sense_are_refused(options: dict[str, Any
 
 
 def test_a_buffer_pickles_as_its_address(serve: Serve) -> None:
-    agent, stream = fake_agent("uniform", Transition(1), 4, 100), Stream(2, end=0.0)
+    agent, stream = fake_agent("uniform", Transition(1), 4, 100), StepStream(2, end=0.0)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         copy = pickle.loads(pickle.dumps(buffer))
         assert buffer.claim_rank(2) == (0, 0)
@@ -554,7 +558,7 @@ def test_a_buffer_pickles_as_its_address(serve: Serve) -> None:
 
 
 def _row_bytes(agent: Any) -> int:
-    from rlframe.replay.rows import ItemRows
+    from rlframe.replay.reverb.items import ItemRows
     from rlframe.types import AgentSpecs
 
     return ItemRows(AgentSpecs(agent.replay_spec, STEP_SPEC)).nbytes

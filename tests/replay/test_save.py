@@ -13,11 +13,11 @@ import pytest
 
 from rlframe.errors import CheckpointError
 from rlframe.replay import ReplayBuffer, checkpoint
+from rlframe.testing.streams import STEP_SPEC, StepStream, fake_agent
 from rlframe.types import Sequence, StepSpec, Transition, specs
-from tests.replay.streams import STEP_SPEC, Stream, fake_agent
 
 
-def feed(buffers: list[ReplayBuffer], stream: Stream, steps: int, subsets: bool = False) -> None:
+def feed(buffers: list[ReplayBuffer], stream: StepStream, steps: int, subsets: bool = False) -> None:
     for t in range(steps):
         ids, step = stream.step(np.array([t % 4, (t + 1) % 4]) if subsets else None)
         for buffer in buffers:
@@ -42,7 +42,7 @@ def test_a_restored_buffer_draws_the_very_same_batches(
     tmp_path: Path, kind: str, item: Any, steps: int, subsets: bool
 ) -> None:
     agent = fake_agent(kind, item, 6, 120)
-    saved, stream = ReplayBuffer(agent, seed=3), Stream(4)
+    saved, stream = ReplayBuffer(agent, seed=3), StepStream(4)
     saved.claim_rank(4)
     feed([saved], stream, steps, subsets)
     saved.sample()
@@ -65,7 +65,7 @@ def test_a_reclaimed_rank_gets_the_next_incarnation_after_a_restore(tmp_path: Pa
     saved = ReplayBuffer(agent)
     saved.claim_rank(4)
     saved.claim_rank(4, rank=0)
-    feed([saved], Stream(4), 5)
+    feed([saved], StepStream(4), 5)
     saved.save(tmp_path / "replay")
     restored = ReplayBuffer(agent)
     restored.restore(tmp_path / "replay")
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path, damage: str
     agent = fake_agent("uniform", Transition(1), 6, 120)
     buffer = ReplayBuffer(agent)
     buffer.claim_rank(4)
-    feed([buffer], Stream(4), 50)
+    feed([buffer], StepStream(4), 50)
     path = tmp_path / "replay"
     buffer.save(path)
     good = path.read_bytes()

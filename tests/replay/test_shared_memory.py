@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.replay import SharedMemReplayBuffer, block, memory, share
+from rlframe.replay import SharedMemReplayBuffer, block, shared_writers, stores
 from rlframe.replay.block import BufferGoneError
-from rlframe.replay.share import WriterTimeoutError
+from rlframe.replay.shared_writers import WriterTimeoutError
+from rlframe.testing.streams import fake_agent
 from rlframe.types import Sequence, Transition, global_env_ids
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids, first_id, make_step
-from tests.replay.streams import fake_agent
 from tests.waiting import wait_until
 
 
@@ -165,11 +165,11 @@ def test_ranks_are_claimed_across_processes(scene: Scene, monkeypatch: pytest.Mo
         buffer.claim_rank(2)
     with pytest.raises(UsageError, match="Rank 3 was claimed"):
         buffer.claim_rank(2, rank=3)
-    monkeypatch.setattr(share, "_DEATH", 0.05)
+    monkeypatch.setattr(shared_writers, "_DEATH", 0.05)
     with pytest.raises(UsageError, match="which still runs"):
         buffer.claim_rank(2, rank=1)
     os.kill(writers[1].popen.pid, signal.SIGKILL)  # not waited for: a zombie holds no rank
-    monkeypatch.setattr(share, "_DEATH", DEADLINE)
+    monkeypatch.setattr(shared_writers, "_DEATH", DEADLINE)
     assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
 
 
@@ -400,7 +400,7 @@ def test_more_environments_than_were_planned_for_are_refused(scene: Scene) -> No
 
 
 def test_more_memory_than_there_is_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 1_000_000)
+    monkeypatch.setattr(stores, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"A capacity of \d+ steps would fit"):
         scene.buffer("uniform", Transition(1), 8, 100_000)
     buffer = scene.buffer("uniform", Transition(1), 8, 2_000)  # 0.9 MB

@@ -13,10 +13,10 @@ import pytest
 
 from rlframe.errors import CheckpointError
 from rlframe.replay import ReplayBuffer, SharedMemReplayBuffer
+from rlframe.testing.streams import StepStream, fake_agent
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import assert_whole, expected_ids
-from tests.replay.streams import Stream, fake_agent
 from tests.replay.test_shared_memory import Scene, sample_until, scene, steps_of
 
 __all__ = ["scene"]
@@ -35,7 +35,7 @@ def make() -> Iterator[Any]:
         buffer.close()
 
 
-def feed(buffers: list[Any], streams: list[Stream], steps: int) -> None:
+def feed(buffers: list[Any], streams: list[StepStream], steps: int) -> None:
     for _ in range(steps):
         for stream in streams:
             ids, step = stream.step()
@@ -59,7 +59,7 @@ def assert_same_batches(a: Any, b: Any) -> None:
 def test_a_restored_buffer_draws_the_very_same_batches(
     tmp_path: Path, make: Any, kind: str, item: Any, steps: int
 ) -> None:
-    saved, streams = make(kind, item, 6, 240, seed=3), [Stream(4, 0), Stream(3, 1)]
+    saved, streams = make(kind, item, 6, 240, seed=3), [StepStream(4, 0), StepStream(3, 1)]
     for stream in streams:
         saved.claim_rank(stream.num_envs)
     feed([saved], streams, steps)
@@ -125,7 +125,7 @@ def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path:
 
 
 def test_a_learner_that_dies_twice_may_read_the_file_of_the_run_before_again(tmp_path: Path, make: Any) -> None:
-    saved, stream = make("prioritised", Transition(1), 6, 240, priority_exponent=1.0), Stream(4)
+    saved, stream = make("prioritised", Transition(1), 6, 240, priority_exponent=1.0), StepStream(4)
     saved.claim_rank(4)
     feed([saved], [stream], 10)
     keys = saved.sample().keys
@@ -145,7 +145,7 @@ def test_a_learner_that_dies_twice_may_read_the_file_of_the_run_before_again(tmp
 
 
 def test_a_buffer_in_use_is_not_overwritten(tmp_path: Path, make: Any) -> None:
-    saved, stream = make("uniform", Transition(1), 6, 240), Stream(4)
+    saved, stream = make("uniform", Transition(1), 6, 240), StepStream(4)
     saved.claim_rank(4)
     feed([saved], [stream], 30)
     saved.save(tmp_path / "replay")
@@ -175,7 +175,7 @@ def test_files_of_other_buffers_are_refused(tmp_path: Path, make: Any) -> None:
 
 
 def test_a_damaged_file_changes_nothing(tmp_path: Path, make: Any) -> None:
-    saved, stream, path = make("uniform", Transition(1), 6, 240), Stream(4), tmp_path / "replay"
+    saved, stream, path = make("uniform", Transition(1), 6, 240), StepStream(4), tmp_path / "replay"
     saved.claim_rank(4)
     feed([saved], [stream], 30)
     saved.save(path)

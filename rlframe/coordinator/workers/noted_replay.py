@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -70,8 +69,8 @@ class NotedReplay(BaseReplayBuffer):
     def sample(self) -> Batch | None:
         return self._buffer.sample()
 
-    def make_dataset(self) -> Iterator[Batch]:
-        return self._buffer.make_dataset()
+    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Any:
+        return self._buffer.make_dataset(prefetch, timeout)
 
     @property
     def size(self) -> int:

@@ -1,10 +1,9 @@
-"""What one process has of a shared replay buffer: the memory, its own writers and how they wait, and what it reads."""
+"""The writing side of a shared replay buffer, in one process: ranks, segments, and waiting for the sampler."""
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,15 +12,13 @@ import numpy as np
 from rlframe.errors import RlframeError, StoppedError, UsageError
 from rlframe.interprocess.memory import Name
 from rlframe.interprocess.processes import this_process
-from rlframe.replay import block, segments
+from rlframe.replay import block, segments, steps
 from rlframe.replay.block import Block
-from rlframe.replay.contents import bytes_needed
-from rlframe.replay.memory import check_memory
-from rlframe.replay.mirror import Mirror
-from rlframe.replay.recorder import find_writer
-from rlframe.replay.sampler import Sampler
+from rlframe.replay.rate_limiter import RateLimiter
 from rlframe.replay.segments import SegmentWriter
-from rlframe.types import Batch, ReplaySpec, Step, StepSpec
+from rlframe.replay.steps import Writers
+from rlframe.replay.stores import check_memory
+from rlframe.types import ReplaySpec, Step, StepSpec
 
 _LOOK = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter
 _DEATH = 10.0  # seconds that a rank's last process has to end, once it is claimed again
@@ -47,42 +44,31 @@ class Plan(NamedTuple):
     come_and_go: bool
 
 
-class Share:
-    """This process's part in the buffer of `plan`.
+class SharedWriters:
+    """The writers of this process to the buffer of `plan`.
 
-    Attributes:
+    Args:
+        plan: of the buffer.
         memory: mapped.
         lock: held while this process adds or samples, never while it waits.
-        sampler: what it reads with.
     """
 
-    def __init__(self, plan: Plan):
-        self._plan, self._spec = plan, plan.spec
-        self.memory = Block(plan.name, plan.num_writers, plan.rows, plan.spec, plan.step_spec)
-        self.lock = threading.RLock()
-        self.sampler = Sampler(self.memory, plan.spec, plan.step_spec, plan.seed, come_and_go=plan.come_and_go)
+    def __init__(self, plan: Plan, memory: Block, lock: threading.RLock):
+        self._plan, self._memory, self._lock = plan, memory, lock
+        self._limiter = RateLimiter(plan.spec)
+        self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None
         self._pid = this_process().pid
-        self._has_pace = plan.spec.kind == "queue" or plan.spec.samples_per_insert is not None
         self._is_makers = plan.name.maker == this_process()
         self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
+        self._writers = Writers()
         self._told_to_stop: set[int] = set()  # ranks
-        self._last: SegmentWriter | None = None  # that added
-        self._fetcher: Mirror | None = None  # which follows no log
-        self._fetching = threading.Lock()
-
-    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies the items `keys` [B, 3] out: (batch, [B] bool: which are gone)."""
-        with self._fetching:
-            if self._fetcher is None:
-                self._fetcher = Mirror(self.memory, self._spec, self._plan.step_spec, "uniform")
-            return self._fetcher.fetch(keys, probabilities)
 
     # --- ranks
 
     def claim(self, num_envs: int | None, rank: int | None) -> tuple[int, int]:
         """Returns (rank, incarnation); see `SharedMemReplayBuffer.claim_rank`."""
-        memory, count = self.memory, self._plan.num_writers
+        memory, count = self._memory, self._plan.num_writers
         if rank is not None and not 0 <= rank < count:
             raise UsageError(
                 f"Rank {rank} was claimed, but this replay buffer was made for num_writers={count} (ranks 0 to "
@@ -92,7 +78,7 @@ class Share:
             self._check_envs(num_envs)
         deadline = time.monotonic() + _DEATH
         while True:
-            with self.lock, memory.claims():
+            with self._lock, memory.claims():
                 chosen = self._free_rank() if rank is None else rank
                 holder, header = memory.writer(chosen), memory.headers[chosen]
                 if holder == this_process() or not holder.is_alive:
@@ -107,7 +93,7 @@ class Share:
             time.sleep(0.02)
 
     def _free_rank(self) -> int:
-        holders = [self.memory.writer(rank) for rank in range(self._plan.num_writers)]
+        holders = [self._memory.writer(rank) for rank in range(self._plan.num_writers)]
         for rank, holder in enumerate(holders):
             if not holder.is_alive:
                 return rank
@@ -118,8 +104,8 @@ class Share:
         )
 
     def open(self, rank: int, num_envs: int) -> None:
-        """Lays the segment out for a writer of `num_envs` environments; the caller holds the claims."""
-        plan, memory = self._plan, self.memory
+        """Lays the segment out for a writer of `num_envs` environments; the caller holds the lock and the claims."""
+        plan, memory = self._plan, self._memory
         self._check_envs(num_envs)
         if rank not in self._incarnations or memory.writer(rank) != this_process():
             raise UsageError(f"Rank {rank} is not this process's: call claim_rank first.")
@@ -127,7 +113,7 @@ class Share:
         # Pages are taken as they fill: all that the segments have yet to take must be there.
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
-        needed = bytes_needed(plan.spec, plan.step_spec, left, 1, False)
+        needed = steps.bytes_needed(plan.spec, plan.step_spec, left, 1, False)
         check_memory(needed, left, "what all writers' segments have yet to take")
         self._begin(rank, num_envs)
 
@@ -139,47 +125,39 @@ class Share:
             )
 
     def _begin(self, rank: int, num_envs: int) -> SegmentWriter:
-        plan, self._last = self._plan, None
+        plan = self._plan
         self._told_to_stop.discard(rank)
         incarnation = self._incarnations[rank]
-        segment = SegmentWriter(self.memory, rank, incarnation, num_envs, plan.spec, plan.step_spec)
+        segment = SegmentWriter(self._memory, rank, incarnation, num_envs, plan.spec, plan.step_spec)
         self._segments[rank] = segment
+        self._writers.put(segment.writer)
         return segment
 
     # --- adding
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids`, once there is room."""
-        segment, envs = self._last, None
-        if segment is None or env_ids.tobytes() != segment.writer.id_bytes:
-            segment, envs = self._find(env_ids)
-        if self._has_pace and self.waits:
-            self._pace(segment, len(env_ids))
-        with self.lock:
+        writer, envs = self._writers.find(env_ids)
+        segment = self._segments[writer.rank]
+        if self._waits_for_room and self.waits:
+            self._wait_for_room(segment, len(env_ids))
+        with self._lock:
             if not segment.begun:
                 segment = self._take_possession(segment)
             segment.add(envs, step)
-        memory = self.memory
+        memory = self._memory
         wanted = memory.control[block.WANTED]
         if wanted != block.NOBODY and memory.added_items() >= wanted:
             memory.control[block.WANTED] = block.NOBODY
             memory.added.wake()
 
-    def _find(self, env_ids: np.ndarray) -> tuple[SegmentWriter, np.ndarray | None]:
-        """Returns the segment of the writer of `env_ids`, and the environments' indices (None: all in order)."""
-        writer, envs = find_writer({rank: segment.writer for rank, segment in self._segments.items()}, env_ids)
-        segment = self._segments[writer.rank]
-        if envs is None:
-            self._last = segment
-        return segment, envs
-
     def _take_possession(self, segment: SegmentWriter) -> SegmentWriter:
         """Before a writer's first step: `restore` may have filled its segment since it was opened, but not later."""
         rank = segment.writer.rank
-        with self.memory.claims():
-            if segment.epoch != self.memory.headers[rank][block.EPOCH]:
+        with self._memory.claims():
+            if segment.epoch != self._memory.headers[rank][block.EPOCH]:
                 segment = self._begin(rank, segment.writer.num_envs)
-            self.memory.headers[rank][block.BEGUN] = 1
+            self._memory.headers[rank][block.BEGUN] = 1
         segment.begun = True
         return segment
 
@@ -188,9 +166,9 @@ class Share:
     @property
     def waits(self) -> bool:
         """Whether this process's writers wait for the sampler; see `SharedMemReplayBuffer`."""
-        control = self.memory.control
+        control = self._memory.control
         sampler = control[block.SAMPLER_PID]
-        if self.memory.closed:
+        if self._memory.closed:
             return False
         if self._plan.in_threads:
             return True
@@ -201,30 +179,29 @@ class Share:
     def end_waits(self, rank: int) -> None:
         """Ends what the writer `rank` of this process waits for."""
         self._told_to_stop.add(rank)
-        self.memory.room.wake()
+        self._memory.room.wake()
 
-    def _pace(self, segment: SegmentWriter, count: int) -> None:
-        """Waits while the writer is too far ahead."""
-        memory, spec = self.memory, self._spec
+    def _wait_for_room(self, segment: SegmentWriter, count: int) -> None:
+        """Waits while the writer is too far ahead to add `count` timesteps."""
+        memory, spec, limiter = self._memory, self._plan.spec, self._limiter
         if spec.kind == "queue":
             floor = segment.gives_up(count)
             if floor and segment.unsampled_below(floor):
                 what = "for items that it has not sampled yet to leave a full queue"
                 self._wait(segment, lambda: segment.unsampled_below(floor), what)
-        ratio = spec.samples_per_insert
-        if ratio is None:
+        if limiter.ratio is None:
             return
         envs = sum([header[block.NUM_ENVS] for header in memory.headers])
-        ahead = self._plan.run_ahead * max(spec.batch_size or envs, ratio * envs)
+        run_ahead = self._plan.run_ahead * max(spec.batch_size or envs, limiter.ratio * envs)
 
         def is_ahead() -> bool:
-            return ratio * (memory.added_items() - spec.min_size) > memory.control[block.SAMPLED] + ahead
+            return not limiter.may_insert(memory.added_items(), memory.control[block.SAMPLED], run_ahead)
 
         if is_ahead():
-            self._wait(segment, is_ahead, f"for it to sample {ratio:g} items for each that was added")
+            self._wait(segment, is_ahead, f"for it to sample {limiter.ratio:g} items for each that was added")
 
     def _wait(self, segment: SegmentWriter, blocked: Callable[[], bool], what: str) -> None:
-        memory, rank, timeout = self.memory, segment.writer.rank, self._plan.timeout
+        memory, rank, timeout = self._memory, segment.writer.rank, self._plan.timeout
         deadline = time.monotonic() + timeout
         memory.headers[rank][block.WAITS] = 1
         try:
@@ -247,16 +224,3 @@ class Share:
                 memory.room.wait(value, _LOOK)
         finally:
             memory.headers[rank][block.WAITS] = 0
-
-
-def share_of(plan: Plan) -> Share:
-    """What this process has of a buffer; the same for all its copies here."""
-    with _opening:
-        share = _shares.get(plan.name.token)
-        if share is None:
-            share = _shares[plan.name.token] = Share(plan)
-        return share
-
-
-_opening = threading.Lock()
-_shares: weakref.WeakValueDictionary[int, Share] = weakref.WeakValueDictionary()

@@ -7,9 +7,8 @@ import time
 from typing import Any
 
 from rlframe.replay.dataset import WAKE, Dataset
-from rlframe.replay.reverb_connection import Connection
-from rlframe.replay.reverb_samplers import Samplers
-from rlframe.replay.reverb_tables import REPLAY
+from rlframe.replay.reverb.connection import ReverbConnection, Samplers
+from rlframe.replay.reverb.tables import REPLAY
 from rlframe.types import Batch
 
 _LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
@@ -17,12 +16,12 @@ _LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
 _SAMPLERS = 2
 
 
-class Stream(Dataset):
+class ReverbDataset(Dataset):
     """Like `Dataset`. The buffer must have `batch_size`, `missing`, `keep` and `take`."""
 
     _buffer: Any
 
-    def __init__(self, buffer: Any, connection: Connection, prefetch: int, timeout: float | None) -> None:
+    def __init__(self, buffer: Any, connection: ReverbConnection, prefetch: int, timeout: float | None) -> None:
         self._connection = connection
         self._sampler: Any = None
         self._looked = time.monotonic()

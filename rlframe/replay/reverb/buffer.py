@@ -18,19 +18,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlframe.errors import CheckpointError, UsageError
+from rlframe.errors import CheckpointError
 from rlframe.interprocess.heartbeat import patience as patience_of
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.dataset import Dataset
-from rlframe.replay.prioritised import LOWEST, check_priorities
-from rlframe.replay.reverb_connection import Connection
-from rlframe.replay.reverb_items import Drawn, Remembered
-from rlframe.replay.reverb_registry import Registry
-from rlframe.replay.reverb_stream import Stream
-from rlframe.replay.reverb_tables import HIGHEST, REPLAY, Tables, block_size, default_run_ahead, inserted, may_sample
-from rlframe.replay.reverb_writer import Writer
-from rlframe.replay.rows import ItemRows
-from rlframe.replay.shares import Shares, WriterState
+from rlframe.replay.rate_limiter import WriterQuorum, WriterState
+from rlframe.replay.reverb.connection import ReverbConnection
+from rlframe.replay.reverb.dataset import ReverbDataset
+from rlframe.replay.reverb.items import DrawnItems, ItemRows, ServerKeys
+from rlframe.replay.reverb.registry import RankRegistry
+from rlframe.replay.reverb.tables import (
+    HIGHEST,
+    REPLAY,
+    ReverbTables,
+    block_size,
+    default_run_ahead,
+    inserted,
+    may_sample,
+)
+from rlframe.replay.reverb.writer import ReverbWriter
+from rlframe.replay.tables import LOWEST, check_priorities
 from rlframe.types import AgentSpecs, Batch, Step
 
 _DRAW_SECONDS = 10.0  # for what the server said it has: only another reader that was quicker has it wait
@@ -64,19 +71,18 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         address = server if isinstance(server, str) else server.server_address
         self._options: dict[str, Any] = {"timeout": timeout, "patience": patience}
         timeout = patience_of(120.0, watched=600.0) if timeout is None else timeout
-        self._connection = Connection(address, timeout)
-        self._registry = Registry(self._connection, timeout)
+        self._connection = ReverbConnection(address, timeout)
+        self._registry = RankRegistry(self._connection, timeout)
         self._block = 0  # items per row of the table; 0 before the server was asked
         patience = patience_of(600.0) if patience is None else patience
-        self._writer = Writer(self._agent, self._connection, self._registry, self._rows, patience)
+        self._writer = ReverbWriter(self._agent, self._connection, self._registry, self._rows, patience)
         self._read_lock = threading.RLock()
         self._dropped = 0
         is_queue = self.spec.kind == "queue"
-        self._drawn = Drawn(self._rows, queue=is_queue, by_rank=is_queue and self.spec.batch_size is None)
-        self._shares = Shares(self.spec.lapse_after)
+        self._drawn = DrawnItems(self._rows, queue=is_queue, by_rank=is_queue and self.spec.batch_size is None)
+        self._quorum = WriterQuorum(self.spec.lapse_after)
         self._envs: dict[int, int] = {}  # of each rank, as last asked
-        self._remembered = Remembered()
-        self._datasets: list[Dataset] = []
+        self._server_keys = ServerKeys()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open, (self._agent, self._connection.address, self._options)
@@ -89,7 +95,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         when_full: Literal["wait", "drop"] = "wait",
         run_ahead: int | None = None,
         **overrides: Any,
-    ) -> Tables:
+    ) -> ReverbTables:
         """The tables of a server for what `agent` learns from: `lp.ReverbNode(ReverbReplayBuffer.tables(agent))`.
 
         Args:
@@ -106,7 +112,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         """
         spec = override(agent.replay_spec, overrides)
         ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
-        return Tables(AgentSpecs(spec, agent.step_spec), block, when_full, ahead)
+        return ReverbTables(AgentSpecs(spec, agent.step_spec), block, when_full, ahead)
 
     # --- writing
 
@@ -176,7 +182,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 return 0
             came = self._drawn.came
             writers = {rank: WriterState(envs, came[rank], lambda: True) for rank, envs in self._envs.items()}
-            return self._shares.due(writers, self._drawn.items_of())
+            return self._quorum.due(writers, self._drawn.items_of())
 
     def forget_before(self, version: int) -> None:
         if self.spec.kind == "queue":
@@ -199,7 +205,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             rows, probabilities, server_keys = self._drawn.take(count)
             batch = self._rows.unpack(rows, probabilities)
             if self.spec.kind == "prioritised":
-                self._remembered.put(batch.keys, server_keys)
+                self._server_keys.put(batch.keys, server_keys)
             return batch
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
@@ -209,7 +215,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         seconds for its batch; None: see `Dataset`. Close the dataset (or the buffer) to end it; any thread may.
         """
         self._connect()
-        dataset = Stream(self, self._connection, prefetch, timeout)
+        dataset = ReverbDataset(self, self._connection, prefetch, timeout)
         self._datasets.append(dataset)
         return dataset
 
@@ -220,12 +226,12 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         do, an item whose turn to leave had nearly come may be counted wrongly.
         """
         if self.spec.kind != "prioritised":
-            raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
+            return super().update_priorities(keys, priorities)
         keys, priorities = np.asarray(keys), check_priorities(priorities, len(keys))
         info = self._connection.info("update_priorities")
         floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items leave in the order in which they came
         with self._read_lock:
-            server_keys = self._remembered.find(keys, floor)
+            server_keys = self._server_keys.find(keys, floor)
             self._dropped += server_keys.count(None)
         values = np.maximum(priorities, LOWEST).tolist()
         updates = {key: value for key, value in zip(server_keys, values) if key is not None}
@@ -307,9 +313,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     def close(self) -> None:
         """Ends the datasets and every call that waits. The server goes on."""
         self._connection.closed.set()
-        for dataset in self._datasets:
-            dataset.close()
-        self._datasets.clear()
+        super().close()
         self._writer.close()
 
     def _connect(self) -> int:

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlframe.errors import StoppedError, UsageError
+from rlframe.replay.assembler import ItemAssembler
 from rlframe.replay.base import ReplayClosedError
-from rlframe.replay.reverb_connection import Connection, Inserter
-from rlframe.replay.reverb_items import Assembler
-from rlframe.replay.reverb_registry import Registry
-from rlframe.replay.reverb_tables import HIGHEST, REPLAY, inserted
-from rlframe.replay.rows import ItemRows
-from rlframe.types import AgentSpecs, Step, split_env_ids
+from rlframe.replay.reverb.connection import ReverbConnection, ReverbInserter
+from rlframe.replay.reverb.items import ItemRows
+from rlframe.replay.reverb.registry import RankRegistry
+from rlframe.replay.reverb.tables import HIGHEST, REPLAY, inserted
+from rlframe.types import AgentSpecs, Step
 
 _LOOK_FOR_STOP = 0.2  # seconds
 _LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
 
 
-class Writer:
+class ReverbWriter:
     """What `ReverbReplayBuffer` adds with; its methods of these names say what they do. Any thread may call it.
 
     Args:
@@ -38,16 +38,16 @@ class Writer:
     """
 
     def __init__(
-        self, agent: AgentSpecs, connection: Connection, registry: Registry, rows: ItemRows, patience: float
+        self, agent: AgentSpecs, connection: ReverbConnection, registry: RankRegistry, rows: ItemRows, patience: float
     ) -> None:
         self._agent, self._connection, self._registry, self._rows = agent, connection, registry, rows
         self._patience = patience
         self.steps = 0
         self._block = 1  # items per row of the table
         self._lock = threading.RLock()
-        self._inserter: Inserter | None = None
+        self._inserter: ReverbInserter | None = None
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
-        self._assemblers: dict[int, Assembler] = {}
+        self._assembler = ItemAssembler(agent)
         self._told_to_stop: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
         self._looked = 0.0
 
@@ -56,7 +56,7 @@ class Writer:
         with self._lock:
             rank, incarnation = self._registry.claim(rank)
             self._claimed[rank] = incarnation
-            self._assemblers.pop(rank, None)
+            self._assembler.drop(rank)
             if num_envs is not None:
                 self.open(block, rank, num_envs)
             return rank, incarnation
@@ -73,18 +73,17 @@ class Writer:
         with self._lock:
             self._block, incarnation = block, self._claimed[rank]
             self._told_to_stop[rank] = threading.Event()
-            self._assemblers[rank] = Assembler(self._agent, rank, incarnation, num_envs)
+            self._assembler.open(rank, incarnation, num_envs)
             if self._agent.replay_spec.batch_size is None:
                 self._registry.open(rank, incarnation, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """See `ReverbReplayBuffer.add`."""
-        assembler = self._find(env_ids)
-        stop = self._told_to_stop[assembler.rank]
+        stop = self._told_to_stop[self._assembler.rank_of(env_ids)]
         with self._writing(stop):
             if self._connection.closed.is_set():
                 raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
-            batch = assembler.add(env_ids, step)
+            batch = self._assembler.add(env_ids, step)
             self.steps += len(env_ids)
             if batch is None:
                 return
@@ -93,9 +92,9 @@ class Writer:
                 info = self._connection.info("add", stop)
                 before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
             # Numbers follow the order in which a prioritised table got its items, so that they tell which have left.
-            batch = assembler.number(batch, at_least=before)
+            self._assembler.renumber(batch, at_least=before)
             if self._inserter is None:
-                self._inserter = Inserter(self._connection, REPLAY, self._patience)
+                self._inserter = ReverbInserter(self._connection, REPLAY, self._patience)
             rows = self._rows.pack(batch)
             if rest := -len(rows) % self._block:
                 rows = np.concatenate([rows, self._rows.padding(rest)])
@@ -124,13 +123,3 @@ class Writer:
             yield
         finally:
             self._lock.release()
-
-    def _find(self, env_ids: np.ndarray) -> Assembler:
-        rank = int(split_env_ids(env_ids[:1])[0][0]) if len(env_ids) else -1
-        if rank not in self._assemblers:
-            claimed = ", ".join(f"{r} ({it.num_envs} environments)" for r, it in self._assemblers.items()) or "none"
-            raise UsageError(
-                f"add() got the env_ids {env_ids!r}; they must be of one claimed rank. Claimed: {claimed}. "
-                "Call claim_rank(num_envs) first and use rlframe.types.global_env_ids(rank, indices)."
-            )
-        return self._assemblers[rank]

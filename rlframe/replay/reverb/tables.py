@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rlframe.errors import UsageError
-from rlframe.replay.reverb_connection import load
-from rlframe.replay.rows import ItemRows
+from rlframe.replay.rate_limiter import RateLimiter
+from rlframe.replay.reverb.connection import load
+from rlframe.replay.reverb.items import ItemRows
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
 REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the tables' names
-CLAIM_FIELDS = 5  # int64 numbers of an entry of CLAIMS, see `reverb_registry`
+CLAIM_FIELDS = 5  # int64 numbers of an entry of CLAIMS, see `RankRegistry`
 _CLAIMS_KEPT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Tables:
+class ReverbTables:
     """Makes tables: call it, or iterate over it. Pickles without Reverb, which only the node that serves them needs.
 
     See `ReverbReplayBuffer.tables`.
@@ -83,11 +84,9 @@ class Tables:
             return limiters.Queue(size) if self.when_full == "wait" else limiters.MinSize(1)
         if spec.samples_per_insert is None:
             return limiters.MinSize(spec.min_size)
-        ratio, batch = spec.samples_per_insert, spec.batch_size or 1
-        due = ratio * spec.min_size  # samples that the first `min_size` items do not count for
-        least, most = due - batch, due + ratio * self.run_ahead
-        # Narrower than this, both sides could be held back at once.
-        return limiters.SampleToInsertRatio(ratio, spec.min_size, (least, max(most, least + 2 * max(1.0, ratio))))
+        ratio = spec.samples_per_insert
+        bounds = RateLimiter(spec).reverb_bounds(spec.batch_size or 1, ratio * self.run_ahead)
+        return limiters.SampleToInsertRatio(ratio, spec.min_size, bounds)
 
 
 def items_kept(spec: ReplaySpec) -> int:

@@ -32,13 +32,13 @@ STEP_SPEC = StepSpec(
 
 
 def fake_agent(
-    kind: str, item: Any, batch_size: int | None, capacity: int, step_spec: StepSpec = STEP_SPEC, **more: Any
+    kind: Any, item: Any, batch_size: int | None, capacity: int, step_spec: StepSpec = STEP_SPEC, **more: Any
 ) -> Any:
     """What a replay buffer needs of an agent."""
     return types.SimpleNamespace(replay_spec=ReplaySpec(kind, item, batch_size, capacity, **more), step_spec=step_spec)
 
 
-class Stream:
+class StepStream:
     """Environments whose every timestep has a number of its own in `observation["id"]`."""
 
     next_id = 0
@@ -86,8 +86,8 @@ class Stream:
         return global_env_ids(self.rank, envs), Step(before, output, state, self.version, after)
 
     def _observations(self, count: int) -> dict[str, np.ndarray]:
-        ids = np.arange(Stream.next_id, Stream.next_id + count)
-        Stream.next_id += count
+        ids = np.arange(StepStream.next_id, StepStream.next_id + count)
+        StepStream.next_id += count
         return {"id": ids, "image": self._rng.integers(0, 255, (count, 2, 3)).astype(np.uint8)}
 
     def _rows(self, envs: np.ndarray) -> TimeStep:
@@ -103,7 +103,7 @@ class Stream:
             o.observation[key][envs] = value
 
 
-class Twin:
+class ReplayTwin:
     """A replay buffer of Python lists, one environment and one step at a time; it forgets nothing.
 
     `items` maps the id of an item's first observation to (the item's arrays, its origin, its version), in the order of
@@ -111,7 +111,7 @@ class Twin:
     """
 
     def __init__(self, item: Transition | Sequence):
-        self._item = item
+        self._item: Any = item
         self.items: dict[int, tuple[Any, tuple[int, int], int]] = {}
         self.seen: dict[int, list[int]] = {}  # rank -> ids of the observations that followed its steps, in order
         self._fragments: dict[int, list[dict[str, Any]]] = {}
@@ -197,7 +197,7 @@ class Twin:
 
 
 def batch_items(batch: Any) -> list[dict[str, Any]]:
-    """The items of a batch, in the form that `Twin` keeps them in."""
+    """The items of a batch, in the form that `ReplayTwin` keeps them in."""
     items = []
     for i in range(len(batch.keys)):
         item: dict[str, Any] = {}
@@ -216,7 +216,7 @@ def first_ids(batch: Any) -> np.ndarray:
     return ids if ids.ndim == 1 else ids[:, 0]
 
 
-def assert_batch_matches(batch: Any, twin: Twin) -> None:
+def assert_batch_matches(batch: Any, twin: ReplayTwin) -> None:
     """Every item of `batch` is one that the twin completed, with the same arrays, origin and version."""
     for i, (first, item) in enumerate(zip(first_ids(batch).tolist(), batch_items(batch))):
         assert first in twin.items, f"the buffer made up an item that starts at observation {first}"

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import PeerError
-from rlframe.replay.reverb_connection import Connection, Inserter
-from rlframe.replay.reverb_tables import CLAIM_FIELDS, CLAIMS, HIGHEST, inserted
+from rlframe.replay.reverb.connection import ReverbConnection, ReverbInserter
+from rlframe.replay.reverb.tables import CLAIM_FIELDS, CLAIMS, HIGHEST, inserted
 
 # The last two numbers of an entry (rank, incarnation, token, what, environments).
 _CLAIMED, _WITHDRAWN, _OPENED = 0, 1, 2
 _READ_AHEAD = 64
 
 
-class Registry:
+class RankRegistry:
     """Ranks, how many environments each has, and the highest priority so far.
 
     Args:
@@ -33,7 +33,7 @@ class Registry:
         patience: seconds after which a claim that does not succeed is an error.
     """
 
-    def __init__(self, connection: Connection, patience: float) -> None:
+    def __init__(self, connection: ReverbConnection, patience: float) -> None:
         self._connection, self._patience = connection, patience
         self._random = random.Random()  # tokens must differ between processes, whatever their seeds
         self._lock = threading.RLock()
@@ -180,7 +180,7 @@ class Registry:
         self._insert(CLAIMS, np.array(entry, np.int64))
 
     def _insert(self, table: str, array: np.ndarray) -> None:
-        inserter = Inserter(self._connection, table, self._patience)
+        inserter = ReverbInserter(self._connection, table, self._patience)
         try:
             inserter.insert([array])
         finally:

@@ -1,0 +1,144 @@
+"""When a batch may be sampled, and when an item may be inserted: the one rule that every replay buffer follows.
+
+It is the rule of Reverb's rate limiters (https://github.com/google-deepmind/reverb/blob/master/docs/rate_limiters.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rlframe.types import ReplaySpec
+
+_log = logging.getLogger(__name__)
+
+_START = 2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
+
+
+class RateLimiter:
+    """Paces what is sampled against what is inserted.
+
+    A batch may be sampled
+
+    - from a queue, once it holds a whole batch and at least `min_size` items;
+    - from another replay, once `min_size` items were ever inserted and some item is there. (A full buffer may hold
+      fewer than its capacity: an episode's last timestep begins no item. So it is not the items that are there.)
+
+    With `samples_per_insert` there is a second condition, on how far the inserts are ahead:
+
+        ahead = samples_per_insert * (inserted - min_size) - sampled
+
+    A batch may be sampled while `ahead >= 0`, so the first is due with item number `min_size`; an item may be inserted
+    while `ahead <= run_ahead`. Between the two bounds neither side waits for the other.
+
+    Args:
+        spec: what the agent learns from.
+    """
+
+    def __init__(self, spec: ReplaySpec) -> None:
+        self._is_queue, self._min_size, self.ratio = spec.kind == "queue", spec.min_size, spec.samples_per_insert
+
+    def ahead(self, inserted: int, sampled: int) -> float:
+        """Samples by which the inserts are ahead of the ratio; 0 where there is none."""
+        return 0.0 if self.ratio is None else self.ratio * (inserted - self._min_size) - sampled
+
+    def may_sample(self, batch_size: int, size: int, inserted: int, sampled: int) -> bool:
+        """Whether a batch of `batch_size` may be sampled of the `size` items that are there."""
+        if self._is_queue:
+            enough = size >= max(self._min_size, batch_size)
+        else:
+            enough = inserted >= self._min_size and size > 0
+        return enough and self.ahead(inserted, sampled) >= 0
+
+    def may_insert(self, inserted: int, sampled: int, run_ahead: float) -> bool:
+        """Whether an item may be inserted, where inserts may be ahead by `run_ahead` samples."""
+        return self.ahead(inserted, sampled) <= run_ahead
+
+    def inserts_needed(self, batch_size: int, size: int, inserted: int, sampled: int) -> int:
+        """How many items must have been inserted, in all, before `may_sample` can be true."""
+        if self._is_queue:
+            return inserted + max(1, max(self._min_size, batch_size) - size)
+        needed = max(self._min_size, 1 if size else inserted + 1)
+        return max(needed, self._min_size + math.ceil(sampled / self.ratio)) if self.ratio else needed
+
+    def reverb_bounds(self, batch_size: int, run_ahead: float) -> tuple[float, float]:
+        """The bounds of Reverb's `SampleToInsertRatio` on `samples_per_insert * inserted - sampled`.
+
+        Reverb asks before each item of a batch, and not before the first alone.
+        """
+        assert self.ratio is not None
+        zero = self.ratio * self._min_size
+        least = zero - batch_size
+        # Narrower than this, both sides could be held back at once.
+        return least, max(zero + run_ahead, least + 2 * max(1.0, self.ratio))
+
+
+class WriterState(NamedTuple):
+    """What is known of a writer."""
+
+    num_envs: int  # 0 before it came
+    progress: Any  # differs after each step that it took (where only items are seen: after each of these); 0 before
+    is_alive: Callable[[], bool]  # False where it is known to have ended
+
+
+class WriterQuorum:
+    """Decides which writers a batch of one item per environment waits for.
+
+    Each writer owes an item of each of its environments. One that is dead, or stands still, lapses, so that it does not
+    hold up the others; it counts again as soon as it moves. One thread at a time.
+
+    Args:
+        lapse_after: seconds without a step of a writer, while others' items wait, after which it lapses.
+        clock: gives the time in seconds.
+    """
+
+    def __init__(self, lapse_after: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lapse_after, self._clock = lapse_after, clock
+        self._lapsed: set[int] = set()  # ranks
+        self._progress: dict[int, Any] = {}
+        self._moved: dict[int, float] = {}  # when the progress was seen to change
+        self._items: Mapping[int, int] = {}
+        self._came = 0.0  # when the items were seen to change
+
+    def due(self, writers: Mapping[int, WriterState], items: Mapping[int, int]) -> int:
+        """How many items to draw: 0 while some writer's items are waited for, or no writer's are all there.
+
+        Args:
+            writers: of each rank.
+            items: how many items of each rank there are; ranks without any may be left out.
+        """
+        now = self._clock()
+        if items != self._items:
+            self._items, self._came = dict(items), now
+        whole, missing = 0, []
+        for rank, writer in writers.items():
+            if self._progress.get(rank) != writer.progress:
+                self._progress[rank], self._moved[rank] = writer.progress, now
+                self._lapsed.discard(rank)
+            self._moved.setdefault(rank, now)
+            if 0 < writer.num_envs <= items.get(rank, 0):
+                whole += writer.num_envs
+            elif rank not in self._lapsed:
+                missing.append(rank)
+        if not whole:
+            self._came = now  # nobody waits yet
+            return 0
+        waited_for = [rank for rank in missing if not self._lapses(rank, writers[rank], now)]
+        return 0 if waited_for else whole
+
+    def expected(self, writers: Mapping[int, WriterState]) -> int:
+        """Items of a batch of all that have not lapsed."""
+        return sum(writer.num_envs for rank, writer in writers.items() if rank not in self._lapsed)
+
+    def _lapses(self, rank: int, writer: WriterState, now: float) -> bool:
+        limit = self._lapse_after * (1 if writer.progress else _START)
+        waited = now - max(self._came, self._moved[rank])
+        if writer.is_alive():
+            if waited <= limit:
+                return False
+            _log.warning("Writer %d has stood still for %.0f s: batches are made without it.", rank, waited)
+        self._lapsed.add(rank)
+        return True

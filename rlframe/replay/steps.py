@@ -1,0 +1,242 @@
+"""A ring of timesteps and the items that they form: one class, wherever the memory lies and whoever reads it.
+
+A buffer in this process has one of its own. In shared memory each writer has one over its segment, and each reader one
+over all of them. A writer to a Reverb server has a small one, which its items leave as soon as they are complete.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.replay.items import Sequences, Transitions
+from rlframe.replay.layout import Outputs, TreeLayout, check_step
+from rlframe.replay.stores import Allocate, TreeStore, check_memory, observation_bytes, own_memory
+from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
+from rlframe.replay.timeline import Fragments, Index, Timeline
+from rlframe.types import ReplaySpec, Step, StepSpec, Transition, split_env_ids
+
+_CHUNK = 1024  # timesteps that are given up at once
+_BOOKKEEPING = 1 + 2 * 8 + 4  # bytes per slot: whether an item starts there, the table's entries, and the writer
+
+
+class StepStore:
+    """What is kept of each timestep, a row per slot of `timeline`; steps are added, and items read.
+
+    Args:
+        spec: what the agent learns from.
+        step_spec: what a step holds.
+        timeline: which timesteps there are, and where.
+        table: which items there are; it is told of each that is complete, and of those that are overwritten.
+        num_envs: environments of the first writer.
+        single_frame: keep frame-stacked pixels one frame per step; None: where they look like it.
+        allocate: gives the arrays.
+
+    Attributes:
+        items: actions, rewards and what else an item is made of.
+        observations: each once.
+        origin: [slots] int32, which of the (rank, incarnation)s wrote the slot.
+        marks_origin: whether `origin` must be written.
+    """
+
+    def __init__(
+        self,
+        spec: ReplaySpec,
+        step_spec: StepSpec,
+        timeline: Timeline,
+        table: ItemTable,
+        num_envs: int = 1,
+        single_frame: bool | None = False,
+        allocate: Allocate = own_memory,
+    ) -> None:
+        self.timeline, self.table = timeline, table
+        kind = Transitions if isinstance(spec.item, Transition) else Sequences
+        self.items: Transitions | Sequences = kind(spec.item, step_spec, timeline, table, allocate)  # type: ignore[arg-type]
+        self._layouts = {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
+        self.observations = TreeStore(self._layouts["observation"], timeline, allocate, single_frame, num_envs)
+        self.origin = allocate("origin", (timeline.slots,), np.dtype(np.int32))
+        self.marks_origin = False
+        self._outputs = Outputs()
+
+    @classmethod
+    def in_own_memory(
+        cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
+    ) -> StepStore:
+        """Room for `slots` timesteps in this process's memory. Raises `UsageError` where it is not there."""
+        names = ", ".join(leaf.name for leaf in TreeLayout("observation", step_spec.observation).leaves)
+        size = bytes_needed(spec, step_spec, slots, num_envs, single_frame)
+        check_memory(size, slots, f"{names} and what the agent stores of each step")
+        timeline = Timeline(slots, chunk)
+        table = make_table(spec.kind, timeline, spec.priority_exponent)
+        return cls(spec, step_spec, timeline, table, num_envs, single_frame)
+
+    def open(self, rank: int, incarnation: int, num_envs: int, origin: int) -> Fragments:
+        """The open fragments of a writer, which `origin` stands for in the slots that it writes."""
+        fragments = Fragments(rank, incarnation, num_envs, self.items.period, self.items.history)
+        fragments.origin = origin
+        fragments.margin = num_envs + self.timeline.chunk - self.timeline.slots
+        return fragments
+
+    def add(self, writer: Fragments, envs: np.ndarray | None, step: Step) -> None:
+        """Adds a step of the environments `envs` [B] of `writer`; None: of all of them, in order."""
+        types, after = step.timestep.step_type.tobytes(), step.next_timestep
+        if not writer.checked:
+            check_step(self._layouts, step, writer.num_envs if envs is None else len(envs))
+            writer.checked = True
+        if envs is None and writer.type_bytes == types and writer.block >= self.timeline.head + writer.margin:
+            after_types = after.step_type.tobytes()
+            new, index = self._take(writer.num_envs, writer)
+            if self.observations.single is not None:
+                self.observations.single[index] = after.observation
+            else:
+                self.observations.write(index, after.observation, new, writer.block)
+            self.items.put(writer, writer.block, new, step, types, after_types)
+            writer.block, writer.index, writer.type_bytes = new, index, after_types
+            writer.position += 1
+        else:
+            self._add_scattered(writer, writer.range if envs is None else envs, step)
+
+    def _add_scattered(self, writer: Fragments, envs: np.ndarray, step: Step) -> None:
+        """Adds a step of some of a writer's environments, or of ones whose fragments are broken."""
+        writer.scatter()
+        before, after, count = step.timestep, step.next_timestep, len(envs)
+        now = writer.open[envs]
+        # What this call may overwrite (two timesteps for each environment) counts as gone.
+        kept = (now >= self.timeline.safe(2 * count)) & (writer.types[envs] == before.step_type)
+        if not kept.all():
+            lost = ~kept
+            first, index = self._take(int(np.count_nonzero(lost)), writer)
+            now[lost] = first + np.arange(np.count_nonzero(lost))
+            self.observations.write(index, self._layouts["observation"].map(before.observation, lost), first)
+            self.items.open(index, before.step_type[lost])
+            self.items.discard(writer, envs[lost])
+        first, index = self._take(count, writer)
+        new = first + np.arange(count)
+        self.observations.write(index, after.observation, first, now)
+        self.items.put_scattered(writer, envs, now, new, step)
+        writer.open[envs], writer.types[envs] = new, after.step_type
+        writer.positions[envs] += 1
+        if count == writer.num_envs and (envs == writer.range).all():
+            writer.gather(self.timeline)
+
+    def _take(self, count: int, writer: Fragments) -> tuple[int, Index]:
+        """Allocates `count` timesteps, and drops the items that are given up for them."""
+        timeline = self.timeline
+        first = timeline.head
+        if first + count - timeline.floor > timeline.slots:
+            for index in timeline.give_up(count):
+                self.table.evict(index)
+        timeline.head = first + count
+        low = first % timeline.slots
+        fits = low + count <= timeline.slots
+        index = slice(low, low + count) if fits else timeline.index(first, count)
+        if self.marks_origin:
+            self.origin[index] = writer.origin
+        return first, index
+
+    def read(self, slots: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Copies out the items that start in `slots` [B]: (their data, [B] the oldest version that acted in each)."""
+        return self.items.assemble(slots, self.observations, self._outputs)
+
+    def forget_before(self, version: int) -> int:
+        """Drops the items of a queue that a version below `version` acted in, and returns how many."""
+        if version < 0 or not isinstance(self.table, QueueTable) or not self.table.size:
+            return 0
+        return self.table.forget_before(version, self.items.params_version)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a checkpoint must hold of each slot: the part that is used."""
+        parts = {"items": self.items, "observations": self.observations, "table": self.table}
+        arrays = {f"{part}/{name}": array for part, it in parts.items() for name, array in it.arrays().items()}
+        return {**arrays, "origin": self.timeline.used(self.origin)}
+
+
+class Writers:
+    """The open fragments of the writers of a buffer, found by the ids of their environments."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, Fragments] = {}
+        self._last: Fragments | None = None  # that added
+
+    def put(self, writer: Fragments) -> None:
+        """Takes over a rank."""
+        self.by_rank[writer.rank] = writer
+
+    def drop(self, rank: int) -> None:
+        """Forgets the writer of a rank, if there is one."""
+        self.by_rank.pop(rank, None)
+
+    def find(self, env_ids: np.ndarray) -> tuple[Fragments, np.ndarray | None]:
+        """The writer that `env_ids` belong to, and the environments' indices (None: all of its, in order).
+
+        Raises:
+            UsageError: they are not all of one writer.
+        """
+        given, last = env_ids.tobytes(), self._last
+        if last is not None and given == last.id_bytes and self.by_rank.get(last.rank) is last:
+            return last, None
+        for writer in list(self.by_rank.values()):  # threads may come and go
+            if given == writer.id_bytes:
+                self._last = writer
+                return writer, None
+        ranks, envs = split_env_ids(np.asarray(env_ids, np.int64))
+        owner = self.by_rank.get(int(ranks[0])) if len(ranks) else None
+        if owner is None or (ranks != ranks[0]).any() or (envs >= owner.num_envs).any():
+            claimed = ", ".join(f"{w.rank} ({w.num_envs} environments)" for w in self.by_rank.values()) or "none"
+            raise UsageError(
+                f"add() got the env_ids {env_ids!r}; they must be of one claimed rank. Claimed: {claimed}. "
+                "Call claim_rank(num_envs) first and use rlframe.types.global_env_ids(rank, indices)."
+            )
+        return owner, envs
+
+
+def make_table(kind: str, timeline: Timeline, priority_exponent: float) -> ItemTable:
+    """The table of the items of `timeline`, drawn as `kind` says."""
+    if kind == "prioritised":
+        return PrioritisedTable(timeline, priority_exponent)
+    return QueueTable(timeline) if kind == "queue" else UniformTable(timeline)
+
+
+def sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16) -> tuple[int, int]:
+    """Returns (slots, chunk) so that the newest `spec.capacity` timesteps are always there, in whole batches.
+
+    A chunk, which is given up at once, is one of at least `chunks` that they are in.
+    """
+    chunk = -(-min(_CHUNK, max(1, spec.capacity // chunks)) // num_envs) * num_envs
+    slots = -(-max(spec.capacity + num_envs, needed(spec, all_envs)) // num_envs) * num_envs + chunk
+    return slots, chunk
+
+
+def needed(spec: ReplaySpec, all_envs: int) -> int:
+    """Timesteps for an item of each environment, the open ones, and those that one call may allocate."""
+    item = spec.item
+    return all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
+
+
+def bytes_needed(spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int, single_frame: bool | None) -> int:
+    """Bytes that a full buffer takes."""
+    layout = TreeLayout("observation", step_spec.observation)
+    return row_bytes(spec, step_spec) * slots + observation_bytes(layout, single_frame, slots, num_envs)
+
+
+def row_bytes(spec: ReplaySpec, step_spec: StepSpec) -> int:
+    """Bytes of one slot, its observation aside."""
+    kind = Transitions if isinstance(spec.item, Transition) else Sequences
+    return kind.row_bytes(step_spec) + _BOOKKEEPING
+
+
+def check_capacity(spec: ReplaySpec, step_spec: StepSpec, single_frame: bool | None) -> None:
+    """Raises `UsageError` where a buffer of `spec.capacity` timesteps does not fit into the memory that is left."""
+    size = bytes_needed(spec, step_spec, spec.capacity, 1, single_frame)
+    check_memory(size, spec.capacity, "observations and what the agent stores of each step")
+
+
+def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
+    """Raises `UsageError` where a buffer in use is too small for `all_envs` environments."""
+    if needed(spec, all_envs) + chunk > slots:
+        raise UsageError(
+            f"The replay buffer keeps {slots - chunk} timesteps, but {all_envs} environments need "
+            f"{needed(spec, all_envs)} for one item each. Give it a capacity of at least {needed(spec, all_envs)}."
+        )

@@ -1,0 +1,328 @@
+"""What every replay promises, checked on yours against one in plain Python."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
+from rlframe.types import Sequence, Transition, global_env_ids
+
+Item = Transition | Sequence
+Factory = Callable[..., Any]
+
+KINDS = ("uniform", "queue", "prioritised")
+ITEMS: tuple[Item, ...] = (
+    Transition(1),
+    Transition(3, 0.9),
+    Transition(5, 0.97),
+    Sequence(4),
+    Sequence(5, period=2),
+    Sequence(2, period=3),
+    Sequence(1),
+)
+SCENES = ("lockstep", "subsets", "broken fragments", "two writers", "reclaimed rank", "one slow environment")
+
+
+def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Several[Item] = ITEMS) -> None:
+    """Holds a replay to what Actors and Learners rely on. It takes seconds for one that is in memory.
+
+        check_replay(lambda agent, num_writers: MyReplay(agent))
+
+    Args:
+        factory: `factory(agent, num_writers)` makes an empty replay, which has the methods of `ReplayWriter` and of
+            `ReplayReader`; `agent.replay_spec` and `agent.step_spec` say of what. Writer and reader are one thread.
+        kinds: of `ReplaySpec` that it can be.
+        items: that it can hold.
+
+    Raises:
+        AssertionError: it does not keep a promise. The message names the check, the kind, the item and the scene.
+    """
+    for kind in kinds:
+        for item in items:
+            for scene in SCENES:
+                with _named(f"{kind} replay of {item}, {scene}"):
+                    check_items(factory, kind, item, scene)
+                    check_eviction(factory, kind, item, scene)
+        for check in CHECKS[kind]:
+            with _named(f"{kind} replay, {check.__name__}"):
+                check(factory, kind)
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"In a {what}: {error}") from error
+
+
+@contextlib.contextmanager
+def made(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> Iterator[Any]:
+    """A replay for an agent with `ReplaySpec(*spec, **options)`, closed in the end where it can be."""
+    replay = factory(fake_agent(*spec, **options), num_writers)
+    try:
+        yield replay
+    finally:
+        getattr(replay, "close", lambda: None)()
+
+
+def writers(scene: str) -> int:
+    """How many there are in a scene."""
+    return 2 if scene == "two writers" else 1
+
+
+def play(
+    scene: str, replay: Any, twin: ReplayTwin, steps: int, num_envs: int = 6, seed: int = 0, end: float = 0.2
+) -> Iterator[int]:
+    """Feeds replay and twin with the same experience; yields after every step."""
+    rng = np.random.default_rng(seed)
+    streams = [StepStream(num_envs, rank, seed, end) for rank in range(writers(scene))]
+    for stream in streams:
+        claimed = replay.claim_rank(stream.num_envs, stream.rank)
+        assert claimed == (stream.rank, 0), f"claim_rank gave {claimed} to the first writer of rank {stream.rank}"
+        twin.claim_rank(stream.num_envs, stream.rank)
+    for t in range(steps):
+        stream = streams[int(rng.integers(len(streams)))]
+        envs = None
+        if scene == "subsets":
+            envs = rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)]
+        elif scene == "broken fragments" and rng.random() < 0.3:
+            stream.restart(rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)], unless_first=True)
+        elif scene == "reclaimed rank" and t % 11 == 10:
+            stream.restart(np.arange(num_envs))
+            claimed, incarnation = replay.claim_rank(num_envs, 0), (t + 1) // 11
+            assert claimed == (0, incarnation), f"claim_rank gave {claimed} for incarnation {incarnation} of rank 0"
+            twin.claim_rank(num_envs, 0)
+        elif scene == "one slow environment" and t % 9:
+            envs = np.arange(1, num_envs)
+        ids, step = stream.step(envs)
+        replay.add(ids, step)
+        twin.add(ids, step)
+        yield t
+
+
+def check_items(factory: Factory, kind: str, item: Item, scene: str) -> None:
+    """Each item that is sampled is one that was added; a queue gives each once, the others each with its chance."""
+    twin, seen, batch_size = ReplayTwin(item), [], 4 if kind == "queue" else 8
+    with made(factory, kind, item, batch_size, 10_000, num_writers=writers(scene)) as replay:
+        for _ in play(scene, replay, twin, 40):
+            if kind == "queue":
+                while (batch := replay.sample()) is not None:
+                    assert_batch_matches(batch, twin)
+                    seen += first_ids(batch).tolist()
+                assert replay.stats()["items"] == len(twin.items) - len(seen) < 4, "an item is missing, or not taken"
+                continue
+            assert replay.stats()["items"] == len(twin.items), "it does not hold the items that are complete"
+            batch = replay.sample()
+            assert (batch is None) == (not twin.items), "sample() gives a batch as soon as there is an item"
+            if batch is not None:
+                assert_batch_matches(batch, twin)
+                np.testing.assert_allclose(batch.probabilities, 1 / len(twin.items), rtol=1e-6)
+    order = {first: i for i, first in enumerate(twin.items)}
+    assert len(set(seen)) == len(seen) and set(seen) <= set(order), "a queue gives each item once"
+    # A call may complete several items, whose order among each other is free.
+    out_of_order = max((abs(order[first] - i) for i, first in enumerate(seen)), default=0)
+    assert out_of_order <= 6 * 5, f"an item of the queue is {out_of_order} places from where it belongs"
+
+
+def check_eviction(factory: Factory, kind: str, item: Item, scene: str) -> None:
+    """A full replay drops the oldest items, counts them, and draws whole ones only."""
+    twin, sampled = ReplayTwin(item), 0
+    with made(factory, kind, item, 4, 96, num_writers=writers(scene)) as replay:
+        for t in play(scene, replay, twin, 140):
+            batch = replay.sample() if t % 30 == 29 else None
+            if batch is not None:
+                assert_batch_matches(batch, twin)
+                sampled += 4
+        stats = replay.stats()
+        # An item whose first step left before its last one came is never there.
+        slow = scene in ("one slow environment", "two writers")
+        assert stats["added"] <= len(twin.items) if slow else stats["added"] == len(twin.items), f"{stats}: added"
+        taken = sampled if kind == "queue" else 0
+        assert stats["added"] == stats["items"] + stats["evicted"] + taken, f"{stats}: items are lost from the count"
+        assert stats["evicted"] > 0, f"{stats}: nothing left a full replay"
+        if kind == "queue":
+            return
+        drawn: set[int] = set()
+        for _ in range(2000):
+            drawn.update(first_ids(replay.sample()).tolist())
+            if len(drawn) == stats["items"]:
+                break
+        assert len(drawn) == stats["items"], f"{len(drawn)} different items are drawn of {stats['items']}"
+
+
+def check_none_is_an_item_per_environment(factory: Factory, kind: str) -> None:
+    """`batch_size=None`: a batch is one item of each environment."""
+    with made(factory, kind, Sequence(3), None, 1000) as replay:
+        replay.claim_rank(5)
+        stream = StepStream(5, end=0.0)
+        for _ in range(2):
+            replay.add(*stream.step())
+            assert replay.sample() is None, "there is no item of each environment yet"
+        replay.add(*stream.step())
+        batch = replay.sample()
+        assert batch is not None and batch.data.action.shape == (5, 3), "a batch is [environments, length, ...]"
+        assert batch.data.observation["image"].shape == (5, 4, 2, 3), "observations are length + 1"
+        assert len(set(first_ids(batch))) == 5, "each environment's item is there once"
+        assert replay.sample() is None, "each item is given once"
+
+
+def check_oldest_version(factory: Factory, kind: str) -> None:
+    """`params_version` is that of the oldest parameters which acted in an item."""
+    with made(factory, kind, Sequence(4), 2, 1000) as replay:
+        stream = StepStream(2, end=0.0)
+        replay.claim_rank(2)
+        for version in (5, 6, 4, 7):  # one inferencer answered for another
+            ids, step = stream.step()
+            replay.add(ids, step._replace(params_version=version))
+        np.testing.assert_array_equal(replay.sample().params_version, [4, 4])
+
+
+def check_chances(factory: Factory, kind: str) -> None:
+    """Each item is drawn with the same chance."""
+    twin = ReplayTwin(Transition(3))
+    with made(factory, kind, Transition(3), 100, 200) as replay:
+        for _ in play("subsets", replay, twin, 200):
+            pass
+        size = replay.stats()["items"]
+        draws = np.concatenate([first_ids(replay.sample()) for _ in range(400)])
+    ids, counts = np.unique(draws, return_counts=True)
+    expected = 40_000 / size
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert len(ids) == size, f"{len(ids)} items of {size} are drawn"
+    assert abs(chi_square - size) < 5 * np.sqrt(2 * size), f"chi square {chi_square:.0f} of {size} items"
+
+
+def check_rate(factory: Factory, kind: str) -> None:
+    """`min_size` and `samples_per_insert` hold sampling back; see `RateLimiter`."""
+    with made(factory, kind, Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0) as replay:
+        replay.claim_rank(2)
+        stream, given = StepStream(2, end=0.0), []
+        for _ in range(12):
+            replay.add(*stream.step())
+            given.append(0)
+            while replay.sample() is not None:
+                given[-1] += 1
+    assert given[:5] == [0, 0, 0, 0, 1], f"the first batch is due with item 10; batches after each 2 items: {given}"
+    assert abs(sum(given) * 8 - 2 * (24 - 10)) <= 8, f"{sum(given) * 8} samples of 24 items, at 2 samples per insert"
+
+
+def check_batch_stays(factory: Factory, kind: str) -> None:
+    """A batch is the caller's: what comes later does not change it."""
+    with made(factory, kind, Transition(1), 8, 100) as replay:
+        replay.claim_rank(4)
+        stream = StepStream(4)
+        for _ in range(30):
+            replay.add(*stream.step())
+        batch = replay.sample()
+        reward, image = np.array(batch.data.reward), np.array(batch.data.observation["image"])
+        for _ in range(60):
+            replay.add(*stream.step())
+            replay.sample()
+        np.testing.assert_array_equal(batch.data.reward, reward)
+        np.testing.assert_array_equal(batch.data.observation["image"], image)
+
+
+def check_ranks(factory: Factory, kind: str) -> None:
+    """Ranks are given in order, and taken again with a new incarnation; steps of others are refused."""
+    with made(factory, kind, Transition(1), 8, 1000, num_writers=2) as replay:
+        claimed = [replay.claim_rank(4), replay.claim_rank(4), replay.claim_rank(4, rank=0)]
+        assert claimed == [(0, 0), (1, 0), (0, 1)], f"claim_rank gave {claimed}"
+        ids, step = StepStream(4, rank=3).step()
+        for wrong in (ids, global_env_ids(0, np.array([2, 3, 4, 5]))):
+            try:
+                replay.add(wrong, step)
+            except UsageError:
+                continue
+            raise AssertionError(f"add() took steps of the environments {wrong}, which nobody has claimed")
+
+
+def check_dataset(factory: Factory, kind: str) -> None:
+    """`make_dataset` gives batches without end."""
+    twin = ReplayTwin(Transition(1))
+    with made(factory, kind, Transition(1), 4, 1000) as replay:
+        for _ in play("lockstep", replay, twin, 20):
+            pass
+        dataset = replay.make_dataset()
+        for _ in range(5):
+            assert_batch_matches(next(dataset), twin)
+        getattr(dataset, "close", lambda: None)()
+
+
+def check_priorities(factory: Factory, kind: str) -> None:
+    """Items are drawn by priority^exponent, and `probabilities` say so."""
+    with made(factory, kind, Transition(2), 50, 400, priority_exponent=0.5) as replay:
+        for _ in play("subsets", replay, ReplayTwin(Transition(2)), 100):
+            pass
+        priorities: dict[int, float] = {}
+        for _ in range(400):  # every item gets the priority that its observation's number says
+            batch = replay.sample()
+            ids = first_ids(batch)
+            replay.update_priorities(batch.keys, (ids % 7 + 0.5) ** 2)
+            priorities.update(zip(ids.tolist(), ((ids % 7) + 0.5).tolist()))
+        assert len(priorities) == replay.stats()["items"], "not every item is drawn"
+        total, counts = sum(priorities.values()), dict.fromkeys(priorities, 0)
+        for _ in range(400):
+            batch = replay.sample()
+            expected = [priorities[first] / total for first in first_ids(batch).tolist()]
+            np.testing.assert_allclose(batch.probabilities, expected, rtol=1e-5)
+            for first in first_ids(batch).tolist():
+                counts[first] += 1
+    chances = {first: 20_000 * priority / total for first, priority in priorities.items()}
+    chi_square = sum((counts[first] - chances[first]) ** 2 / chances[first] for first in priorities)
+    assert chi_square < len(priorities) + 5 * np.sqrt(2 * len(priorities)), f"chi square {chi_square:.0f}"
+
+
+def check_new_priority(factory: Factory, kind: str) -> None:
+    """A new item has the highest priority so far."""
+    with made(factory, kind, Transition(1), 64, 400, priority_exponent=1.0) as replay:
+        replay.claim_rank(1)
+        stream = StepStream(1, end=0.0)
+        replay.add(*stream.step())
+        replay.update_priorities(replay.sample().keys[:1], np.array([3.0]))
+        replay.add(*stream.step())
+        np.testing.assert_allclose(replay.sample().probabilities, 0.5)
+        batch = replay.sample()
+        older = batch.keys[batch.keys[:, 2].argmin()]
+        replay.update_priorities(older[None], np.array([1.0]))
+        chances = {float(chance) for chance in np.round(replay.sample().probabilities, 6)}
+        assert chances == {0.25, 0.75}, f"priorities 1 and 3 give the chances {chances}"
+
+
+def check_late_priorities(factory: Factory, kind: str) -> None:
+    """Priorities of items that are gone are dropped and counted; what is no priority is refused."""
+    stream = StepStream(2)
+    with made(factory, kind, Transition(1), 8, 50) as replay:
+        replay.claim_rank(2)
+        for _ in range(10):
+            replay.add(*stream.step())
+        old = replay.sample().keys
+        for _ in range(100):
+            replay.add(*stream.step())
+        before = replay.sample().probabilities
+        replay.update_priorities(old, np.full(8, 100.0))
+        assert replay.stats()["dropped_priorities"] == 8, "priorities of items that are gone are counted"
+        np.testing.assert_allclose(replay.sample().probabilities, before)
+        replay.update_priorities(replay.sample().keys + [7, 0, 0], np.full(8, 100.0))
+        assert replay.stats()["dropped_priorities"] == 16, "priorities of another writer's items are counted"
+        for wrong in ([-1.0] * 8, [np.nan] * 8, [np.inf] * 8, [1.0] * 7):
+            try:
+                replay.update_priorities(replay.sample().keys, np.array(wrong))
+            except UsageError:
+                continue
+            raise AssertionError(f"update_priorities took {wrong}")
+
+
+_FOR_ALL = (check_ranks, check_dataset)
+_FOR_DRAWN = (*_FOR_ALL, check_rate, check_batch_stays)
+CHECKS: dict[str, tuple[Callable[[Factory, str], None], ...]] = {
+    "uniform": (*_FOR_DRAWN, check_chances),
+    "queue": (*_FOR_ALL, check_none_is_an_item_per_environment, check_oldest_version),
+    "prioritised": (*_FOR_DRAWN, check_priorities, check_new_priority, check_late_priorities),
+}

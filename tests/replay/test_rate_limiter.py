@@ -1,0 +1,114 @@
+"""When a batch is due, when writers wait, and whom a batch of one item per environment waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlframe.replay.rate_limiter import RateLimiter, WriterQuorum, WriterState
+from rlframe.types import ReplaySpec, Transition
+
+
+def limiter(kind: str, **options: object) -> RateLimiter:
+    return RateLimiter(ReplaySpec(kind, Transition(1), 8, 1000, **options))
+
+
+def test_a_replay_is_sampled_once_min_size_items_were_ever_inserted() -> None:
+    uniform = limiter("uniform", min_size=10)
+    assert not uniform.may_sample(8, size=9, inserted=9, sampled=0)
+    assert uniform.may_sample(8, size=3, inserted=10, sampled=10**6)  # the others have left
+    assert not uniform.may_sample(8, size=0, inserted=10, sampled=0)
+    assert uniform.inserts_needed(8, size=9, inserted=9, sampled=0) == 10
+    assert uniform.inserts_needed(8, size=0, inserted=20, sampled=0) == 21
+
+
+def test_a_queue_is_sampled_while_it_holds_a_batch_and_min_size_items() -> None:
+    queue = limiter("queue", min_size=10)
+    assert not queue.may_sample(8, size=9, inserted=900, sampled=0)
+    assert queue.may_sample(8, size=10, inserted=900, sampled=0)
+    assert not queue.may_sample(12, size=11, inserted=900, sampled=0)
+    assert queue.inserts_needed(8, size=9, inserted=900, sampled=0) == 901
+    assert queue.inserts_needed(12, size=9, inserted=900, sampled=0) == 903
+
+
+def test_a_ratio_holds_both_sides_between_its_bounds() -> None:
+    paced = limiter("uniform", min_size=10, samples_per_insert=2.0)
+    assert paced.may_sample(8, size=10, inserted=10, sampled=0)  # the first batch is due with the item `min_size`
+    assert not paced.may_sample(8, size=13, inserted=13, sampled=8)
+    assert paced.may_sample(8, size=14, inserted=14, sampled=8)
+    assert paced.inserts_needed(8, size=13, inserted=13, sampled=8) == 14
+    assert paced.may_insert(inserted=18, sampled=0, run_ahead=16)
+    assert not paced.may_insert(inserted=19, sampled=0, run_ahead=16)
+    assert paced.may_insert(inserted=19, sampled=8, run_ahead=16)
+
+
+@pytest.mark.parametrize("run_ahead", [0.0, 16.0])
+def test_reverbs_bounds_say_the_same(run_ahead: float) -> None:
+    paced = limiter("uniform", min_size=10, samples_per_insert=2.0)
+    least, most = paced.reverb_bounds(8, run_ahead)
+    for inserted in range(10, 40):
+        for sampled in range(0, 60, 8):
+            diff = 2.0 * inserted - sampled
+            assert (diff - 8 >= least) == paced.may_sample(8, inserted, inserted, sampled)
+            if run_ahead:
+                assert (diff <= most) == paced.may_insert(inserted, sampled, run_ahead)
+    assert most - least >= 4.0  # or neither side could go on
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def writers(*steps: int, dead: tuple[int, ...] = ()) -> dict[int, WriterState]:
+    """Of four environments each, which have taken so many steps."""
+    return {rank: WriterState(4, count, lambda rank=rank: rank not in dead) for rank, count in enumerate(steps)}
+
+
+def test_a_batch_is_due_when_all_items_of_each_writer_are_there(clock: Clock) -> None:
+    both = WriterQuorum(10.0, clock)
+    assert both.due(writers(8, 8), {}) == 0
+    assert both.due(writers(16, 8), {0: 4}) == 0
+    assert both.due(writers(16, 15), {0: 4, 1: 3}) == 0
+    assert both.due(writers(16, 16), {0: 4, 1: 4}) == 8
+
+
+def test_a_writer_that_stands_still_lapses_until_it_moves(clock: Clock) -> None:
+    both = WriterQuorum(10.0, clock)
+    assert both.due(writers(16, 8), {0: 4}) == 0
+    clock.now += 9.0
+    assert both.due(writers(16, 9), {0: 4}) == 0  # slow, but not still
+    clock.now += 9.0
+    assert both.due(writers(16, 9), {0: 4}) == 0
+    clock.now += 2.0
+    assert both.due(writers(16, 9), {0: 4}) == 4
+    assert both.expected(writers(16, 9)) == 4
+    assert both.due(writers(32, 9), {0: 4}) == 4  # at once
+    assert both.due(writers(48, 10), {0: 4}) == 0
+    assert both.expected(writers(48, 10)) == 8
+
+
+def test_a_dead_writer_is_not_waited_for_and_one_that_has_yet_to_begin_for_longer(clock: Clock) -> None:
+    three = WriterQuorum(10.0, clock)
+    there = writers(16, 8, 0, dead=(1,))
+    assert three.due(there, {0: 4}) == 0
+    clock.now += 19.0
+    assert three.due(there, {0: 4}) == 0
+    clock.now += 2.0
+    assert three.due(there, {0: 4}) == 4
+
+
+def test_nobody_lapses_while_nobody_waits(clock: Clock) -> None:
+    both = WriterQuorum(10.0, clock)
+    assert both.due(writers(8, 8), {}) == 0
+    clock.now += 100.0  # an update took so long
+    assert both.due(writers(8, 8), {}) == 0
+    assert both.due(writers(16, 8), {0: 4}) == 0
+    clock.now += 9.0
+    assert both.due(writers(16, 8), {0: 4}) == 0
