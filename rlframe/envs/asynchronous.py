@@ -9,8 +9,8 @@ import numpy as np
 
 from rlframe.envs.envpool import EnvPoolAsync
 from rlframe.envs.group import ANSWER_TIMEOUT, build_group
-from rlframe.envs.handle import PoolHandle
 from rlframe.envs.names import Builder
+from rlframe.envs.pool import PoolHandle
 from rlframe.envs.process import AsyncProcesses
 from rlframe.envs.sync import check_arguments, refuse_builder, split_among, workers_for
 from rlframe.envs.thread import AsyncThreads
@@ -75,7 +75,7 @@ class AsyncEnv(PoolHandle):
     def send(self, env_ids: Any, actions: Any) -> None:
         """Gives `actions` [n, ...] to the environments `env_ids` [n], which were received and not sent to since.
 
-        Ids and actions that do not fit (see `rlframe.envs.actions`) are refused before anything is sent.
+        Ids and actions that do not fit (see `rlframe.envs.checks`) are refused before anything is sent.
         """
         if self._closed:
             self._check_open()

@@ -11,11 +11,13 @@ import numpy as np
 
 from rlframe.envs import snapshot
 from rlframe.envs.adapters import SingleEnv, wrap
-from rlframe.envs.frames import Rows
+from rlframe.envs.frames import FrameRing, Rows
 from rlframe.envs.logs import EnvLog
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.clock import Clock
+from rlframe.metrics.sums import Sums
+from rlframe.types import TimeStep
 
 ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung, by default
 LOOK = 0.5  # seconds between looks at whether those that a pool waits for are alive
@@ -226,31 +228,30 @@ class StepWatch:
     """Finds the environments that hang, while a pool waits for workers which step theirs one after another.
 
     Args:
-      slices: (start, stop) of each worker's environments.
       answer_timeout: seconds that each environment has, from the look that first sees it stepped.
     """
 
-    def __init__(self, slices: list[tuple[int, int]], answer_timeout: float):
-        self._slices, self._answer_timeout = slices, answer_timeout
+    def __init__(self, answer_timeout: float):
+        self._answer_timeout = answer_timeout
         self._clock = Clock()
-        self._seen: dict[int, tuple[int, float]] = {}  # by worker: (place, since when by the clock)
+        self._seen: dict[int, tuple[Any, float]] = {}  # by worker: (what it is at, since when by the clock)
 
     def begin(self) -> None:
         """The workers were given something to do."""
         self._seen.clear()
 
-    def look(self, at: dict[int, int]) -> None:
-        """Raises EnvError where an environment hangs. `at`: of each worker that is at work, its `EnvGroup.at`."""
+    def look(self, at: dict[int, tuple[int, Any]]) -> None:
+        """Raises EnvError where an environment hangs.
+
+        Args:
+          at: of each worker that is at work: (the environment that it steps, what is another value in its next step).
+        """
         now = self._clock.tick()
         self._seen = {
-            worker: self._seen[worker] if self._seen.get(worker, (-1,))[0] == place else (place, now)
-            for worker, place in at.items()
+            worker: self._seen[worker] if self._seen.get(worker, (None,))[0] == task else (task, now)
+            for worker, task in at.items()
         }
-        late = [
-            self._slices[worker][0] + place
-            for worker, (place, since) in self._seen.items()
-            if now - since > self._answer_timeout
-        ]
+        late = sorted(task[0] for task, since in self._seen.values() if now - since > self._answer_timeout)
         if late:
             raise silence([(env_id, env_id + 1) for env_id in late], self._answer_timeout)
 
@@ -288,3 +289,39 @@ def build_group(build: Callable[[int], SingleEnv], seed_of: Callable[[int], int]
         for env in envs:
             env.close()
         raise
+
+
+class LoopPool:
+    """`type='loop'`: steps one group of environments in the caller's thread."""
+
+    def __init__(self, group: EnvGroup):
+        self._group = group
+        self.num_envs = len(group.envs)
+        self.observation_spec = group.observation_spec
+        self.action_spec = group.action_spec
+        self._ring = FrameRing(group.layout, self.num_envs, [(0, self.num_envs)])
+
+    def reset(self) -> TimeStep:
+        frame = self._ring.take()
+        self._group.reset(frame.rows(0, self.num_envs))
+        return frame.timestep()
+
+    def step(self, actions: np.ndarray) -> TimeStep:
+        frame = self._ring.take()
+        self._group.step(actions, frame.rows(0, self.num_envs))
+        return frame.timestep()
+
+    def get_state(self) -> list[EnvState] | None:
+        return self._group.get_state()
+
+    def set_state(self, states: list[EnvState]) -> None:
+        self._group.set_state(states)
+
+    def sums(self) -> Sums:
+        return self._group.log.sums()
+
+    def progress(self) -> Any:
+        return self._group.at[0]
+
+    def close(self) -> None:
+        self._group.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe import extras
-from rlframe.envs.adapters import SingleEnv, env_seed, wrap
+from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
@@ -150,6 +150,11 @@ class Builder:
         self.kwargs = dict(env_kwargs or {})
         if isinstance(name_or_pybuilder, str):
             check_name(name_or_pybuilder)
+        elif is_environment(name_or_pybuilder):
+            raise UsageError(
+                f"{type(name_or_pybuilder).__name__} is one environment, and each in a pool must be another: pass a "
+                "callable that makes one. `as_pool(env)` makes a batch of this one."
+            )
         elif not callable(name_or_pybuilder):
             raise UsageError(f"Expected the name of an environment or a callable, got {name_or_pybuilder!r}.")
 

@@ -12,11 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs import shared
 from rlframe.envs.frames import Frame
-from rlframe.envs.group import LOOK, EnvState, StepWatch, interrupted, silence
+from rlframe.envs.group import LOOK, EnvState, StepWatch, interrupted
+from rlframe.envs.worker import (
+    AT,
+    CALL,
+    COMMAND,
+    DONE,
+    FAILED,
+    FRAME,
+    GO,
+    NUM_FRAMES,
+    REQUESTED,
+    RESET,
+    STEP,
+    WANTED,
+)
 from rlframe.envs.workers import Workers
-from rlframe.interprocess.clock import Clock
 from rlframe.metrics.sums import Sums
 from rlframe.types import TimeStep
 
@@ -38,14 +50,14 @@ class ProcessPool:
         self._next = 0
         self._given = 0  # commands so far
         self._is_waiting = False
-        self._watch = StepWatch(slices, answer_timeout)
+        self._watch = StepWatch(answer_timeout)
 
     def reset(self) -> TimeStep:
-        return self._run(shared.RESET)
+        return self._run(RESET)
 
     def step(self, actions: np.ndarray) -> TimeStep:
         self._actions[...] = actions
-        return self._run(shared.STEP)
+        return self._run(STEP)
 
     def get_state(self) -> list[EnvState] | None:
         parts = self._call("get_state", [()] * len(self._workers.slices))
@@ -58,7 +70,7 @@ class ProcessPool:
         return self._workers.sums()
 
     def progress(self) -> Any:
-        return [header[shared.AT] for header in self._workers.headers]
+        return [header[AT] for header in self._workers.headers]
 
     def close(self) -> None:
         self._workers.close()
@@ -71,7 +83,7 @@ class ProcessPool:
 
     def _take(self) -> Frame:
         """A frame that the caller does not hold; frame 0, of which it only ever gets copies, if it holds them all."""
-        for i in range(1, shared.NUM_FRAMES):
+        for i in range(1, NUM_FRAMES):
             self._next = i
             if self._frames[i].is_idle():
                 return self._frames[i]
@@ -81,7 +93,7 @@ class ProcessPool:
     def _call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         for worker, argument in enumerate(arguments):
             self._workers.tell(worker, pickle.dumps((method, argument)))
-        self._command(shared.CALL)
+        self._command(CALL)
         results = [self._workers.answer(worker, self._workers.answer_timeout) for worker in range(len(arguments))]
         self._wait()
         return results
@@ -93,9 +105,9 @@ class ProcessPool:
         self._given += 1
         self._watch.begin()
         for header, go in zip(self._workers.headers, self._workers.block.go, strict=True):
-            header[shared.COMMAND] = command
-            header[shared.FRAME] = self._next
-            header[shared.GO] = self._given
+            header[COMMAND] = command
+            header[FRAME] = self._next
+            header[GO] = self._given
             go.wake()
 
     def _wait(self) -> None:
@@ -103,18 +115,19 @@ class ProcessPool:
         headers, done, given = self._workers.headers, self._workers.block.done, self._given
         while True:
             value = done.value
-            waiting = [header for header in headers if header[shared.DONE] != given]
+            waiting = [header for header in headers if header[DONE] != given]
             if not waiting:
                 break
-            if any([header[shared.FAILED] for header in waiting]) or not done.wait(value, LOOK):
+            if any(header[FAILED] for header in waiting) or not done.wait(value, LOOK):
                 self._look()
         self._is_waiting = False
 
     def _look(self) -> None:
         try:
             self._workers.check()
-            headers = enumerate(self._workers.headers)
-            self._watch.look({worker: each[shared.AT] for worker, each in headers if each[shared.DONE] != self._given})
+            workers = enumerate(zip(self._workers.headers, self._workers.slices, strict=True))
+            busy = {i: (start + each[AT], None) for i, (each, (start, _)) in workers if each[DONE] != self._given}
+            self._watch.look(busy)
         except BaseException:
             self.close()
             raise
@@ -135,12 +148,10 @@ class AsyncProcesses:
         self._requested = [0] * len(slices)
         self._taken = [0] * len(slices)
         self._ready: list[int] = []  # finished, in order, but not yet received
-        self._workers.headers[0][shared.WANTED] = _NOBODY_WAITS
+        self._workers.headers[0][WANTED] = _NOBODY_WAITS
         self._next_look = 0.0
         self._has_failed = False  # and is closed
-        self._clock = Clock()
-        # What each worker had done at the last look, and since when by the clock it has done no more.
-        self._progress = [(0, self._clock())] * len(slices)
+        self._watch = StepWatch(answer_timeout)
 
     def start(self) -> None:
         self.send(np.arange(self.num_envs), np.zeros(self._actions.shape, self._actions.dtype))
@@ -153,12 +164,10 @@ class AsyncProcesses:
         for worker, go in enumerate(self._workers.block.go):
             ids = env_ids[workers == worker]
             if len(ids):
-                if self._requested[worker] == self._workers.headers[worker][shared.DONE]:
-                    self._progress[worker] = self._requested[worker], self._clock.tick()  # it was idle until now
                 places = np.arange(self._requested[worker], self._requested[worker] + len(ids)) % self.num_envs
                 self._requests[worker, places] = ids
                 self._requested[worker] += len(ids)
-                self._workers.headers[worker][shared.REQUESTED] = self._requested[worker]
+                self._workers.headers[worker][REQUESTED] = self._requested[worker]
                 go.wake()
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
@@ -167,14 +176,14 @@ class AsyncProcesses:
         self._collect()
         now = time.monotonic()
         # The others may be quick enough that we never wait for a worker that failed or died.
-        if now > self._next_look or any(header[shared.FAILED] for header in self._workers.headers):
+        if now > self._next_look or any(header[FAILED] for header in self._workers.headers):
             self._next_look = now + LOOK
             self._look()
         missing = self._wait_num - len(self._ready)
         if missing > 0:
-            self._workers.headers[0][shared.WANTED] = sum(self._taken) + missing
+            self._workers.headers[0][WANTED] = sum(self._taken) + missing
             self._wait()
-            self._workers.headers[0][shared.WANTED] = _NOBODY_WAITS
+            self._workers.headers[0][WANTED] = _NOBODY_WAITS
         env_ids = np.array(self._ready[: self._wait_num], np.int32)
         del self._ready[: self._wait_num]
         return env_ids, self._latest.select(env_ids).timestep()
@@ -183,14 +192,14 @@ class AsyncProcesses:
         return self._workers.sums()
 
     def progress(self) -> Any:
-        return [header[shared.DONE] for header in self._workers.headers]
+        return [header[DONE] for header in self._workers.headers]
 
     def close(self) -> None:
         self._workers.close()
 
     def _collect(self) -> None:
         for worker, header in enumerate(self._workers.headers):
-            done = header[shared.DONE]
+            done = header[DONE]
             while self._taken[worker] < done:
                 self._ready.append(int(self._results[worker, self._taken[worker] % self.num_envs]))
                 self._taken[worker] += 1
@@ -205,22 +214,18 @@ class AsyncProcesses:
                 return
             # A wake-up may be missed where WANTED and DONE change together, so the sleep is short.
             woken = done.wait(value, _ASYNC_LOOK)
-            if not woken or any(header[shared.FAILED] for header in self._workers.headers):
+            if not woken or any(header[FAILED] for header in self._workers.headers):
                 self._look()
 
     def _look(self) -> None:
         try:
             self._workers.check()
-            now, late = self._clock.tick(), []
-            for worker, header in enumerate(self._workers.headers):
-                done, since = self._progress[worker]
-                if header[shared.DONE] != done:
-                    self._progress[worker] = header[shared.DONE], now
-                elif done < self._requested[worker] and now - since > self._workers.answer_timeout:
-                    env_id = int(self._requests[worker, done % self.num_envs])
-                    late.append((env_id, env_id + 1))
-            if late:
-                raise silence(late, self._workers.answer_timeout)
+            at = {}
+            for worker, (header, requested) in enumerate(zip(self._workers.headers, self._requested, strict=True)):
+                done = header[DONE]
+                if done < requested:
+                    at[worker] = int(self._requests[worker, done % self.num_envs]), done
+            self._watch.look(at)
         except BaseException:
             self._has_failed = True
             self.close()

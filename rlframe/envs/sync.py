@@ -13,10 +13,9 @@ import numpy as np
 
 from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import EnvPoolPool
-from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, build_group
-from rlframe.envs.handle import PoolHandle
-from rlframe.envs.loop import LoopPool
+from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group
 from rlframe.envs.names import Builder, takes_seed
+from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
 from rlframe.envs.process import ProcessPool
 from rlframe.envs.thread import ThreadPool
 from rlframe.errors import UsageError, suggest
@@ -82,7 +81,7 @@ class SyncEnv(PoolHandle):
     def step(self, actions: Any) -> TimeStep:
         """Steps all environments with `actions` [B, ...]; those that were LAST ignore theirs and give FIRST.
 
-        Actions that do not fit (see `rlframe.envs.actions`) are refused before any environment steps.
+        Actions that do not fit (see `rlframe.envs.checks`) are refused before any environment steps.
         """
         if self._closed:
             self._check_open()
@@ -114,16 +113,33 @@ def as_pool(env: Any, *, seed: int = 0) -> Any:
     """A pool of whatever an `env_builder` is or returns.
 
     Args:
-      env: a pool (returned as it is), one gymnasium or dm_env environment (becomes a SyncEnv of size 1), or a callable
-        that returns one of those; it is given `seed=` where its signature has that.
+      env: a pool (a `SyncEnv` or `AsyncEnv` is returned as it is; one of your own is an `EnvPool` or `AsyncEnvPool`),
+        one gymnasium or dm_env environment (becomes a SyncEnv of size 1), or a callable that returns one of those; it
+        is given `seed=` where its signature has that.
+
+    Raises:
+      UsageError: it is none of these; the message says what it lacks.
     """
     if hasattr(env, "is_sync"):
         return env
+    if hasattr(env, "single_observation_space"):
+        raise UsageError(
+            f"{type(env).__name__} is one of gymnasium.vector, whose timesteps have other rules. Give SyncEnv the name "
+            "of the task, or a callable that returns one environment, and a size."
+        )
     if is_environment(env):
         return SyncEnv.from_env(env, seed=seed)
+    if not isinstance(env, type) and isinstance(env, (EnvPool, AsyncEnvPool)):
+        return OwnPool(env)
     if callable(env):
         return as_pool(env(seed=seed) if takes_seed(env) else env(), seed=seed)
-    raise UsageError(f"Expected a pool, an environment or a callable that returns one, got {type(env).__name__}.")
+    if isinstance(env, str):
+        raise UsageError(f"{env!r} names an environment, but not how many: use SyncEnv({env!r}, size).")
+    missing = [name for name in ("num_envs", "reset", "step") if not hasattr(env, name)]
+    lacks = f" As a pool it lacks {', '.join(missing)}." if len(missing) < 3 else ""
+    raise UsageError(
+        f"Expected a pool, an environment or a callable that returns one, got {type(env).__name__}.{lacks}"
+    )
 
 
 def check_arguments(

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.envs.frames import FrameRing, Rows, new_frame
-from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted, silence
-from rlframe.interprocess.clock import Clock
+from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted
 from rlframe.metrics.sums import Sums, add_up
 from rlframe.types import TimeStep
 
@@ -69,7 +68,7 @@ class ThreadPool:
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups]
         self._done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._is_waiting = False
-        self._watch = StepWatch(self._slices, answer_timeout)
+        self._watch = StepWatch(answer_timeout)
         works = [
             functools.partial(_serve, group, i, jobs, self._done)
             for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
@@ -118,8 +117,8 @@ class ThreadPool:
             try:
                 worker, answers[worker] = self._done.get(timeout=LOOK)
             except Empty:
-                at = {worker: group.at[0] for worker, group in enumerate(self._groups) if worker not in answers}
-                self._watch.look(at)
+                busy = [worker for worker in range(len(self._jobs)) if worker not in answers]
+                self._watch.look({i: (self._groups[i].first_id + self._groups[i].at[0], None) for i in busy})
         self._is_waiting = False
         for worker in range(len(answers)):
             error = answers[worker]
@@ -135,7 +134,7 @@ class AsyncThreads:
         self.num_envs = len(group.envs)
         self.observation_spec = group.observation_spec
         self.action_spec = group.action_spec
-        self._wait_num, self._answer_timeout = wait_num, answer_timeout
+        self._wait_num, self._watch = wait_num, StepWatch(answer_timeout)
         self._log = group.log
         # One row for each environment: it is not written again before the caller has received it.
         self._latest = new_frame(group.layout, self.num_envs)
@@ -143,18 +142,15 @@ class AsyncThreads:
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
         self._ready: list[int] = []  # finished, in order, but not yet received
-        self._clock = Clock()
-        # What each thread is doing: (environment, since when by the clock), or None.
-        self._doing: list[tuple[int, float] | None] = [None] * num_workers
+        # What each thread is doing: (environment, how many it has done before), or None.
+        self._doing: list[tuple[int, int] | None] = [None] * num_workers
         self._next_look = 0.0
         self._is_waiting = False
         self._has_failed = False  # an environment raised: it answers no more
         self._is_ending = threading.Event()
         left = list(range(num_workers))
         works = [
-            functools.partial(
-                _serve_any, group, i, rows, self._jobs, self._done, self._clock, self._doing, self._is_ending, left
-            )
+            functools.partial(_serve_any, group, i, rows, self._jobs, self._done, self._doing, self._is_ending, left)
             for i in range(num_workers)
         ]
         self._crew = Crew(works, [self._jobs] * num_workers)
@@ -165,7 +161,6 @@ class AsyncThreads:
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
         if self._has_failed:
             raise interrupted()
-        self._clock.tick()
         for env_id, action in zip(env_ids.tolist(), np.array(actions), strict=True):
             self._jobs.put((env_id, action))
 
@@ -201,11 +196,8 @@ class AsyncThreads:
 
     def _look(self) -> None:
         """Raises EnvError where an environment hangs."""
-        now = self._clock.tick()
         self._next_look = time.monotonic() + LOOK
-        late = [each[0] for each in self._doing if each is not None and now - each[1] > self._answer_timeout]
-        if late:
-            raise silence([(env_id, env_id + 1) for env_id in sorted(late)], self._answer_timeout)
+        self._watch.look({worker: task for worker, task in enumerate(list(self._doing)) if task is not None})
 
 
 def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: SimpleQueue[Any]) -> None:
@@ -229,15 +221,15 @@ def _serve_any(
     rows: Rows,
     jobs: SimpleQueue[Any],
     done: SimpleQueue[Any],
-    clock: Clock,
-    doing: list[tuple[int, float] | None],
+    doing: list[tuple[int, int] | None],
     is_ending: threading.Event,
     left: list[int],
 ) -> None:
     """Steps one environment for each job; the last of the threads that share the group closes it."""
+    count = 0
     while (job := jobs.get()) is not None and not is_ending.is_set():
         env_id, action = job
-        doing[worker] = env_id, clock()
+        doing[worker], count = (env_id, count), count + 1
         answer: Any = env_id
         try:
             group.step_one(env_id, np.asarray(action), rows, env_id)

@@ -1,4 +1,8 @@
-"""The process at the other end of a process pool: steps its share of the environments when it is woken."""
+"""The process at the other end of a process pool, and the memory that it shares with it.
+
+A worker steps its share of the environments when it is woken. The memory is anonymous, and children inherit it, so
+nothing of it can be left behind. Wake-ups are hints: the counters are the truth. Every counter has one writer.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,70 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from rlframe.envs import shared
+import numpy as np
+
+from rlframe.envs.frames import Frame, frame_shapes
 from rlframe.envs.group import EnvGroup, build_group
+from rlframe.envs.logs import EnvLog, log_shapes
+from rlframe.envs.spaces import Layout
 from rlframe.errors import EnvError, RlframeError, UsageError
+from rlframe.interprocess.futex import Futex
+from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import die_soon_after_parent
+
+# Words of a worker's header, each an int64.
+GO = 0  # written by the pool: commands given so far
+COMMAND = 1  # written by the pool: which
+FRAME = 2  # written by the pool: the frame to write
+DONE = 3  # written by the worker: commands done so far (sync), results given so far (async)
+FAILED = 4  # written by the worker: 1 once an exception waits on its connection
+REQUESTED = 5  # written by the pool: environments sent so far (async)
+WANTED = 6  # written by the pool in the header of worker 0: results, of all workers together, that wake it (async)
+AT = 7  # written by the worker: the place, in its share, of the environment that it steps (sync)
+GO_FUTEX = 12  # wakes the worker; by the pool
+DONE_FUTEX = 13  # in the header of worker 0: wakes the pool; by any worker
+HEADER = 16  # words: two cache lines, so that no two workers share one
+
+STEP, RESET, CALL, CLOSE = range(4)
+
+NUM_FRAMES = 4  # three that the caller may hold, and one that is always free
 
 ORPHAN_GRACE = 2.0  # seconds that a worker whose parent is gone has to close its environments
 _IDLE_WAIT = 3600.0  # seconds; a worker waits for its parent, whose end wakes it too
+
+
+class PoolMemory:
+    """The memory of a pool, seen from the pool or from a worker: headers, rings, actions and frames.
+
+    Attributes:
+      headers: one memoryview of HEADER int64 words for each worker.
+      go: what each worker sleeps on.
+      done: what the pool sleeps on.
+      requests, results: [num_workers, num_envs] int32 rings of environment ids (async).
+      actions: [num_envs, ...] in the action spec's dtype.
+      logs: what the environments of each worker log; its worker writes.
+      frames: NUM_FRAMES of [num_envs, ...].
+    """
+
+    def __init__(self, descriptor: int, num_workers: int, num_envs: int, layout: Layout, action_spec: Any):
+        fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+            "headers": ((num_workers, HEADER), np.dtype(np.int64)),
+            "requests": ((num_workers, num_envs), np.dtype(np.int32)),
+            "results": ((num_workers, num_envs), np.dtype(np.int32)),
+            "actions": ((num_envs, *action_spec.shape), np.dtype(action_spec.dtype)),
+        }
+        for i, (shape, dtype) in enumerate(log_shapes()):
+            fields[f"log {i}"] = ((num_workers, *shape), dtype)
+        of_frames = [[f"frame {n} {i}" for i in range(len(frame_shapes(layout, 1)))] for n in range(NUM_FRAMES)]
+        for names in of_frames:
+            fields.update(zip(names, frame_shapes(layout, num_envs)))
+        memory = SharedArrays(descriptor, fields)
+        arrays, self.headers = memory.arrays, memory.rows("headers")
+        self.go = [Futex(header[GO_FUTEX : GO_FUTEX + 1]) for header in self.headers]
+        self.done = Futex(self.headers[0][DONE_FUTEX : DONE_FUTEX + 1])
+        self.requests, self.results, self.actions = arrays["requests"], arrays["results"], arrays["actions"]
+        self.logs = [EnvLog(names, values) for names, values in zip(arrays["log 0"], arrays["log 1"], strict=True)]
+        self.frames = [Frame(layout, [arrays[name] for name in names]) for names in of_frames]
 
 
 class Job(NamedTuple):
@@ -93,7 +154,7 @@ class Worker:
 
     def __init__(self, job: Job, group: EnvGroup, connection: Connection, memory: int, watch: ParentWatch):
         self._job, self._group, self._connection, self._watch = job, group, connection, watch
-        block = shared.Block(memory, job.num_workers, job.num_envs, group.layout, group.action_spec)
+        block = PoolMemory(memory, job.num_workers, job.num_envs, group.layout, group.action_spec)
         self._go, self._done = block.go[job.worker], block.done
         watch.wake = self._go.wake
         self._headers = block.headers
@@ -101,7 +162,7 @@ class Worker:
         self._requests, self._results = block.requests[job.worker], block.results[job.worker]
         self._actions = block.actions
         group.log_to(block.logs[job.worker])
-        group.at = self._header[shared.AT : shared.AT + 1]
+        group.at = self._header[AT : AT + 1]
         self._rows = [frame.rows(job.start, job.stop) for frame in block.frames]
 
     def serve(self) -> None:
@@ -111,7 +172,7 @@ class Worker:
             work()
         except Exception as error:
             send_error(self._connection, error)
-            self._header[shared.FAILED] = 1
+            self._header[FAILED] = 1
             self._done.wake()
         finally:
             # An environment that cannot close must not keep the others, or the process, from ending.
@@ -121,25 +182,25 @@ class Worker:
     def _next_command(self, served: int) -> int:
         while not self._watch.parent_is_gone:
             value = self._go.value
-            if self._header[shared.GO] != served:
-                return self._header[shared.COMMAND]
+            if self._header[GO] != served:
+                return self._header[COMMAND]
             self._go.wait(value, _IDLE_WAIT)
-        return shared.CLOSE
+        return CLOSE
 
     def _serve_sync(self) -> None:
         header, group, rows = self._header, self._group, self._rows
         actions = self._actions[self._job.start : self._job.stop]
         served = 0
-        while (command := self._next_command(served)) != shared.CLOSE:
+        while (command := self._next_command(served)) != CLOSE:
             served += 1
-            if command == shared.STEP:
-                group.step(actions, rows[header[shared.FRAME]])
-            elif command == shared.RESET:
-                group.reset(rows[header[shared.FRAME]])
+            if command == STEP:
+                group.step(actions, rows[header[FRAME]])
+            elif command == RESET:
+                group.reset(rows[header[FRAME]])
             else:
                 method, arguments = self._connection.recv()
                 self._connection.send(("ok", getattr(group, method)(*arguments)))
-            header[shared.DONE] = served
+            header[DONE] = served
             self._done.wake()
 
     def _serve_async(self) -> None:
@@ -149,18 +210,18 @@ class Worker:
         served = 0
         while True:
             value = self._go.value
-            if self._watch.parent_is_gone or header[shared.COMMAND] == shared.CLOSE:
+            if self._watch.parent_is_gone or header[COMMAND] == CLOSE:
                 return
-            if header[shared.REQUESTED] == served:
+            if header[REQUESTED] == served:
                 self._go.wait(value, _IDLE_WAIT)
                 continue
             env_id = int(self._requests[served % capacity])
             self._group.step_one(env_id - first, self._actions[env_id], rows, env_id - first)
             self._results[served % capacity] = env_id
             served += 1
-            header[shared.DONE] = served
+            header[DONE] = served
             # Waking the pool for each of many light environments would cost more than stepping them.
-            if sum([one[shared.DONE] for one in all_headers]) >= wanted[shared.WANTED]:
+            if sum([one[DONE] for one in all_headers]) >= wanted[WANTED]:
                 self._done.wake()
 
 

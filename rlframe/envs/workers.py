@@ -12,10 +12,10 @@ import weakref
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from rlframe.envs import shared, snapshot
+from rlframe.envs import snapshot
 from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, different_specs, env_error, silence, span
 from rlframe.envs.spaces import Layout
-from rlframe.envs.worker import Descriptors, Job
+from rlframe.envs.worker import CLOSE, COMMAND, FAILED, GO, Descriptors, Job, PoolMemory
 from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.memory import SUPPORTED, anonymous_file
@@ -70,7 +70,7 @@ class Workers:
                 raise different_specs(0, answers[0], start, specs_came)
         self.observation_spec, self.action_spec = answers[0]
         layout = Layout(self.observation_spec)
-        self.block = shared.Block(self._memory, len(self.slices), self.num_envs, layout, self.action_spec)
+        self.block = PoolMemory(self._memory, len(self.slices), self.num_envs, layout, self.action_spec)
         self.headers = self.block.headers
         for worker in range(len(self.slices)):
             self.tell(worker, b"")
@@ -105,7 +105,7 @@ class Workers:
     def check(self) -> None:
         """Raises what a worker raised, or that one died; called while waiting."""
         for worker, (header, process) in enumerate(zip(self.headers, self.processes, strict=True)):
-            if header[shared.FAILED]:
+            if header[FAILED]:
                 self.answer(worker, self.answer_timeout)
             if process.poll() is not None:
                 raise self.death(worker)
@@ -158,13 +158,13 @@ def _shut_down(
     processes: list[subprocess.Popen[bytes]],
     connections: list[Connection],
     memory: int,
-    block: shared.Block | None,
+    block: PoolMemory | None,
 ) -> None:
     """Ends the workers and closes every descriptor. Runs once, also when the pool is collected or the program ends."""
     if block is not None:
         for header, go in zip(block.headers, block.go, strict=True):
-            header[shared.COMMAND] = shared.CLOSE
-            header[shared.GO] += 1
+            header[COMMAND] = CLOSE
+            header[GO] += 1
             go.wake()
     deadline = time.monotonic() + _CLOSE_TIMEOUT
     for connection, process in zip(connections, processes, strict=True):

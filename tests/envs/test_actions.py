@@ -9,7 +9,7 @@ import pytest
 from dm_env import specs
 
 from rlframe.envs import AsyncEnv, SyncEnv
-from rlframe.envs.actions import ActionCheck
+from rlframe.envs.checks import ActionCheck
 from rlframe.errors import UsageError
 
 SYNC_TYPES = ("loop", "thread", "process", "envpool")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import dm_env
 import gymnasium
 import jax
@@ -13,6 +15,7 @@ from gymnasium import spaces as g
 from rlframe.agents import PPO, PPOConfig
 from rlframe.envs import SyncEnv, as_pool, spaces
 from rlframe.errors import UsageError
+from rlframe.types import FIRST, MID, TimeStep
 from tests.envs.scripted import ScriptedDmEnv, ScriptedEnv
 
 
@@ -146,6 +149,66 @@ def test_as_pool_takes_pools_environments_and_builders():
     assert marks == [3.0, 3.0, 4.0]
     with pytest.raises(UsageError, match="got int"):
         as_pool(3)
+
+
+class Halves:
+    """A pool of one's own, around a batched simulator: two numbers that count."""
+
+    num_envs = 2
+    observation_spec = specs.Array((), np.float32, "observation")
+    action_spec = specs.DiscreteArray(2, np.int32, "action")
+
+    def __init__(self):
+        self.t = 0
+
+    def reset(self):
+        self.t = 0
+        return self.timestep(FIRST)
+
+    def step(self, actions):
+        self.t += 1
+        return self.timestep(MID)
+
+    def timestep(self, step_type):
+        ones = np.ones(2, np.float32)
+        return TimeStep(np.full(2, step_type), ones * (self.t > 0), ones, ones * self.t)
+
+
+class AsyncHalves(Halves):
+    wait_num, step = 1, None
+
+    def recv(self):
+        return np.zeros(1, np.int32), self.timestep(FIRST)
+
+    def send(self, env_ids, actions):
+        self.t += 1
+
+
+def test_a_pool_of_ones_own_needs_only_its_own_half():
+    pool = as_pool(Halves)
+    assert pool.is_sync and pool.num_envs == 2
+    assert pool.reset().observation.tolist() == [0, 0] and pool.step(np.zeros(2)).observation.tolist() == [1, 1]
+    assert pool.get_state() is None and pool.sums() == {}
+    pool.close()
+    assert not as_pool(AsyncHalves()).is_sync
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("CartPole-v1", r"not how many: use SyncEnv\('CartPole-v1', size\)"),
+        (types.SimpleNamespace(num_envs=3, reset=None), "SimpleNamespace. As a pool it lacks step"),
+        (types.SimpleNamespace(single_observation_space=3), "is one of gymnasium.vector"),
+    ],
+)
+def test_what_is_no_pool_is_refused_with_what_it_lacks(given, message):
+    with pytest.raises(UsageError, match=message):
+        as_pool(given)
+
+
+def test_an_environment_that_is_there_already_cannot_fill_a_pool():
+    with pytest.raises(UsageError, match="ScriptedEnv is one environment, and each in a pool must be another"):
+        SyncEnv(ScriptedEnv(), 2)
 
 
 class Wrong(ScriptedEnv):

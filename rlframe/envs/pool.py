@@ -1,0 +1,129 @@
+"""Pools of environments: what an Actor needs of one, and what `SyncEnv` and `AsyncEnv` have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from dm_env import specs
+
+from rlframe.envs.checks import ActionCheck, FiniteCheck
+from rlframe.envs.group import ANSWER_TIMEOUT
+from rlframe.errors import UsageError
+from rlframe.metrics.sums import Sums
+from rlframe.types import TimeStep
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@runtime_checkable
+class EnvPool(Protocol):
+    """Many environments as one batch, all stepped together: what an Actor's `env_builder` is, or returns.
+
+    It obeys the data contract of `rlframe.types`: it resets an environment by itself on the step after LAST, and says
+    by the discount at LAST whether the environment terminated. `SyncEnv` is one; so are those that you write, say
+    around a simulator that is batched itself. It may have `close`, `get_state` and `set_state`, as `SyncEnv` has.
+
+    Attributes:
+      num_envs: how many environments.
+    """
+
+    num_envs: int
+
+    def reset(self) -> TimeStep:
+        """Starts a new episode everywhere: a FIRST timestep [num_envs, ...]."""
+
+    def step(self, actions: np.ndarray) -> TimeStep:
+        """Steps all environments with `actions` [num_envs, ...]."""
+
+
+@runtime_checkable
+class AsyncEnvPool(Protocol):
+    """Many environments, of which some answer at a time: the other form of an `EnvPool`. `AsyncEnv` is one.
+
+    Attributes:
+      num_envs: how many environments.
+      wait_num: how many answer at a time.
+    """
+
+    num_envs: int
+    wait_num: int
+
+    def recv(self) -> tuple[np.ndarray, TimeStep]:
+        """Waits for `wait_num` environments: (env_ids [wait_num] int32, their timesteps [wait_num, ...])."""
+
+    def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
+        """Gives `actions` [n, ...] to the environments `env_ids` [n]."""
+
+
+class OwnPool:
+    """A user's `EnvPool` or `AsyncEnvPool` with what it may leave out."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.is_sync = isinstance(pool, EnvPool)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def get_state(self) -> Any:
+        """See `SyncEnv.get_state`."""
+        return self._pool.get_state() if hasattr(self._pool, "get_state") else None
+
+    def sums(self) -> Sums:
+        """See `SyncEnv.sums`."""
+        return self._pool.sums() if hasattr(self._pool, "sums") else {}
+
+    def progress(self) -> Any:
+        """See `SyncEnv.progress`."""
+        return self._pool.progress() if hasattr(self._pool, "progress") else None
+
+    def close(self) -> None:
+        """Closes the pool, where it can be."""
+        getattr(self._pool, "close", lambda: None)()
+
+
+class PoolHandle:
+    """Holds a pool, shows its specs, and closes it."""
+
+    def _attach(
+        self,
+        pool: Any,
+        answer_timeout: float = ANSWER_TIMEOUT,
+        check_finite: bool | None = None,
+        is_native: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._closed = False
+        self.num_envs: int = pool.num_envs
+        self.observation_spec = pool.observation_spec
+        self.action_spec: specs.Array = pool.action_spec
+        self.answer_timeout = answer_timeout
+        self._check_actions = ActionCheck(self.action_spec, every_value=is_native)
+        checks = not is_native if check_finite is None else check_finite
+        self._check_finite = FiniteCheck(self.observation_spec) if checks else None
+
+    def sums(self) -> Sums:
+        """What the environments logged since they were made: name -> [sum, count]. Any thread may ask, at any time."""
+        return self._pool.sums()
+
+    def progress(self) -> Any:
+        """Compares as equal for as long as no environment gets on (always, of EnvPool). Any thread may ask."""
+        return self._pool.progress()
+
+    def close(self) -> None:
+        """Ends every thread and process of the pool. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._pool.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("This environment pool is closed: make a new one.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
