@@ -116,6 +116,7 @@ def check_items(factory: Factory, kind: str, item: Item, scene: str) -> None:
                 while (batch := replay.sample()) is not None:
                     assert_batch_matches(batch, twin)
                     seen += first_ids(batch).tolist()
+                    assert len(seen) <= len(twin.items), "a queue gives each item once"
                 assert replay.stats()["items"] == len(twin.items) - len(seen) < 4, "an item is missing, or not taken"
                 continue
             assert replay.stats()["items"] == len(twin.items), "it does not hold the items that are complete"
