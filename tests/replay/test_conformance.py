@@ -100,7 +100,7 @@ def test_a_replay_that_breaks_a_promise_is_told_which(wrong: Any, kind: str) -> 
 
 
 def test_the_whole_suite_runs_on_one_replay() -> None:
-    testing.check_replay(local, items=[Transition(1), Sequence(4)])
+    testing.check_replay(local, kinds=["uniform"], items=[Transition(3)])
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
