@@ -8,7 +8,6 @@ import heapq
 import itertools
 import json
 import logging
-import os
 import pathlib
 import queue
 import threading
@@ -30,6 +29,7 @@ from rlframe.coordinator.scaling import Scaling, Watch, cores_here
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.clock import Clock
+from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.progress import Phase
 
 _log = logging.getLogger(__name__)
@@ -375,10 +375,8 @@ class Coordinator:
             self._published = self._machine.accounts.to_json()
             status = self.status()
         path = pathlib.Path(self._cfg.path) / "status.json"
-        temporary = path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(status, indent=1) + "\n")
-            os.replace(temporary, path)
+            write_atomically(path, json.dumps(status, indent=1), "\n")
         except OSError as error:  # what the recorder writes counts
             _log.warning("Cannot write %s: %s.", path, error.strerror)
         if self._recorder is not None:

@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 from rlframe.errors import CheckpointError
+from rlframe.interprocess.files import write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -97,16 +98,10 @@ class Journal:
 
     def _compact(self) -> None:
         """Writes anew what still holds, in one piece."""
-        temporary = self._path.with_suffix(".tmp")
         records: list[dict[str, Any]] = [{"note": note} for note in self.notes]
         if self.state is not None:
             records.append({"state": self.state})
-        try:
-            temporary.write_bytes(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-            os.replace(temporary, self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_atomically(self._path, *(json.dumps(record) + "\n" for record in records))
         file = self._path.open("ab", buffering=0)
         if self._file is not None:
             self._file.close()

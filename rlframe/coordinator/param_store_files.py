@@ -31,6 +31,7 @@ from rlframe.coordinator.param_store import (
 )
 from rlframe.errors import CheckpointError, PeerError, StoppedError, UsageError
 from rlframe.interprocess import locks
+from rlframe.interprocess.files import write_atomically
 from rlframe.types import Tree
 
 _MAGIC = b"rlframe policy 1\n"
@@ -38,7 +39,7 @@ _LENGTHS = struct.Struct("<QI")
 _POLICY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _NAME = re.compile(r"(\d{12,})\.params")
 _PIN = re.compile(r"(\d{12,})\.pinned")
-_TEMPORARY = re.compile(r"\.\d+\.tmp")
+_TEMPORARY = re.compile(r"\..*\.\d+\.new")
 _OPENED = "opened.json"  # which attempt may put
 _LOOK = 0.02  # seconds between two looks into the directory
 _LOCK_TIMEOUT = 30.0  # seconds; a put takes milliseconds
@@ -225,18 +226,7 @@ def _write(path: Path, *contents: bytes) -> None:
     for name in os.listdir(folder):  # of processes that died while they wrote
         if _TEMPORARY.fullmatch(name):
             (folder / name).unlink()
-    temporary = folder / f".{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            for content in contents:
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    write_atomically(path, *contents, sync=True)
 
 
 def _read(path: Path, policy_id: str, version: int) -> StoredParams:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import CheckpointError
+from rlframe.interprocess.files import write_atomically
 from rlframe.types import Tree
 
 # Versions are reserved this many at a time, so that one file is written per so many updates.
@@ -234,12 +235,9 @@ class VersionCounter:
         assert self._path is not None
         self._may_write()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)
             try:
-                temporary = self._path.with_suffix(".tmp")
-                temporary.write_text(text)
-                os.replace(temporary, self._path)
+                write_atomically(self._path, text, parents=True)
             except OSError:  # a full disk: what is there has room for it
                 with self._path.open("r+") as file:
                     file.write(text)

@@ -57,7 +57,7 @@ class ReplayFiles:
             # One large replay is kept: it may well be as large as the memory.
             if age and (age >= self._keep or self._path(number).stat().st_size > _SMALL_BYTES):
                 self._path(number).unlink()
-        for unfinished in self._directory.glob("*.tmp-*"):
+        for unfinished in self._directory.glob(".*.new"):
             unfinished.unlink()
 
     def drop_after(self, number: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
 Path = str | os.PathLike[str]
@@ -94,10 +95,8 @@ class _Lines:
 
     def replace(self, text: str) -> None:
         """Puts `text` in the place of everything written so far, all at once."""
-        beside = self._path.with_name(self._path.name + ".new")
         with writing(self._path):
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, self._path)
+            write_atomically(self._path, text)
             os.close(self._fd)
             self._fd = self._open()
 

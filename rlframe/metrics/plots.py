@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.files import replacing
 from rlframe.metrics.base import writing
 from rlframe.metrics.curves import Group, Over, group_runs, load_run
 
@@ -164,8 +165,7 @@ def _save(figure: Any, out: pathlib.Path) -> None:
     known = sorted(figure.canvas.get_supported_filetypes())
     if out.suffix.lstrip(".").lower() not in known:
         raise UsageError(f"{out} cannot be drawn: the suffix must be one of {', '.join(known)}.")
-    beside = out.with_name(f".{out.stem}.new{out.suffix}")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(beside)
-        os.replace(beside, out)
+        with replacing(out) as beside:
+            figure.savefig(beside, format=out.suffix.lstrip("."))

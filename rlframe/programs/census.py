@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pathlib
 from typing import Any
 
 from rlframe.errors import CheckpointError
+from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.sums import Sums, add_up
 
 _log = logging.getLogger(__name__)
@@ -72,11 +72,9 @@ class Census:
 
     def save(self) -> None:
         """Writes the file in one piece. Raises CheckpointError where it cannot be written."""
-        temporary = self._path.with_suffix(".tmp")
         try:
             content = {"session": self._session, "evaluated": self.evaluated, "counts": self._counts}
-            temporary.write_text(json.dumps({**content, "logged": self._logged}))
-            os.replace(temporary, self._path)
+            write_atomically(self._path, json.dumps({**content, "logged": self._logged}))
         except OSError as error:
             raise CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.") from error
 

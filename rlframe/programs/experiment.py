@@ -11,6 +11,7 @@ from typing import Any, Literal, Union
 from rlframe import handles
 from rlframe.engines.base import GRACE
 from rlframe.errors import UsageError, suggest
+from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs import naming
 from rlframe.programs.jsonable import from_jsonable, to_jsonable
@@ -358,13 +359,13 @@ def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 
 
 def save_experiment(described: Any, path: pathlib.Path, notes: dict[str, Any]) -> None:
-    """Writes `config.json`: the experiment, and `notes` that nothing reads back (versions, preset)."""
+    """Writes `config.json` in one piece: the experiment, and `notes` that nothing reads back (versions, preset)."""
     values = to_jsonable(described)
     for name in ("agent", "env", "network"):
         if values.get(name) is not None:
             values[name] = naming.absolute_name(values[name])
     content = {"experiment": values, "notes": to_jsonable(notes)}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_atomically(path, json.dumps(content, indent=2), "\n")
 
 
 def load_experiment(path: str | pathlib.Path) -> Any:

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs import run_lock
@@ -93,19 +94,15 @@ class RunDir:
 
     def write_config(self, described: Any, notes: dict[str, Any]) -> None:
         """Writes `config.json` in one piece."""
-        temporary = self.config.with_suffix(".tmp")
         try:
-            save_experiment(described, temporary, {**notes, "versions": versions()})
-            os.replace(temporary, self.config)
+            save_experiment(described, self.config, {**notes, "versions": versions()})
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.config}: {error.strerror}.") from error
 
     def write_result(self, values: dict[str, Any]) -> None:
         """Writes `result.json`, the object that `--json` prints, in one piece: its writer may be killed."""
-        temporary = self.result.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(values) + "\n")
-            os.replace(temporary, self.result)
+            write_atomically(self.result, json.dumps(values), "\n")
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.programs import run_lock
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import Result, RunDir, rows_after
@@ -56,10 +57,8 @@ class StatusFile:
     def write(self, **changes: Any) -> None:
         """Writes it in one piece, with these fields; a disk that is full ends nothing."""
         self._written = {**self._written, **changes, "time": time.time()}
-        temporary = self._path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(self._written) + "\n")
-            os.replace(temporary, self._path)
+            write_atomically(self._path, json.dumps(self._written), "\n")
 
     def watch(self, stops: bool, nodes: list[dict[str, Any]]) -> None:
         """Takes how the processes of a program are, from their supervisor."""

@@ -6,7 +6,6 @@ by their CRC-32. It is written beside its name and renamed when it is complete.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rlframe.errors import CheckpointError
+from rlframe.interprocess.files import replacing
 from rlframe.types import ReplaySpec
 
 _MAGIC = b"rlframe replay 1\n"
@@ -39,18 +39,14 @@ def write(
     path = Path(path)
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
     text = json.dumps({"spec": repr(spec), **header, "arrays": shapes}).encode()
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with replacing(path) as temporary, open(temporary, "wb") as file:
             file.write(_MAGIC + _LENGTHS.pack(len(text), zlib.crc32(text)) + text)
             for array in arrays.values():
                 _write_array(file, array)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise CheckpointError(
             f"The replay buffer could not be saved to {path}: {error}. What was saved there before is untouched."
         ) from error

@@ -17,6 +17,7 @@ import secrets
 from typing import Any
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
 
 _VERSION = 1
 
@@ -60,18 +61,18 @@ def status_when_over(run_dir: str | os.PathLike) -> dict[str, Any] | None:
 def make_token(run_dir: str | os.PathLike) -> str:
     """The path of the run's token file, with a new secret in it where there was none. Only its owner may read it."""
     path = pathlib.Path(run_dir) / "token"
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        _write(path, secrets.token_urlsafe(24) + "\n")
+        write_atomically(path, secrets.token_urlsafe(24), "\n", parents=True, mode=0o600)
     return str(path.absolute())
 
 
 def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) -> None:
     """Writes the file, in one piece."""
     path = control_file(run_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
     known = ControlAddress(url, None if token_file is None else os.path.abspath(token_file), os.getpid())
-    _write(path, json.dumps({"version": _VERSION, **dataclasses.asdict(known)}) + "\n")
+    write_atomically(
+        path, json.dumps({"version": _VERSION, **dataclasses.asdict(known)}), "\n", parents=True, mode=0o600
+    )
 
 
 def remove_control(run_dir: str | os.PathLike) -> None:
@@ -98,11 +99,3 @@ def read_control(run_dir: str | os.PathLike) -> ControlAddress:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not what a run writes there: {error}. Name the service by --url.") from error
-
-
-def _write(path: pathlib.Path, content: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(content)
-    os.replace(temporary, path)

@@ -15,6 +15,7 @@ from typing import Protocol
 from rlframe.coordinator.operators.base import Operator, OperatorError, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Plan, Reconciler, Seen, Start
 from rlframe.errors import UsageError, suggest
+from rlframe.interprocess.files import write_atomically
 
 _JOIN = 10.0  # seconds for the thread to end: longer than any call of a backend takes
 
@@ -243,11 +244,8 @@ class _Incarnations:
     def write(self, incarnations: dict[str, int]) -> None:
         if incarnations == self._written:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._path.with_suffix(".new")
         try:
-            fresh.write_text(json.dumps(incarnations))
-            os.replace(fresh, self._path)
+            write_atomically(self._path, json.dumps(incarnations), parents=True)
         except OSError as error:
             raise OperatorError(f"{self._path} cannot be written: {error}. Nothing is started without it.") from error
         self._written = dict(incarnations)

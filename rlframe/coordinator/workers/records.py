@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.processes import ProcessId
 
 MakeWorker = Callable[[str, int, int], Any]  # (worker_id, index, incarnation) -> an object with the worker's calls
@@ -67,9 +68,7 @@ class Records:
             knows_more = before.incarnation == record.incarnation and before.address and not record.address
             if is_newer or knows_more:
                 return False
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(dataclasses.asdict(record)))
-        os.replace(fresh, path)
+        write_atomically(path, json.dumps(dataclasses.asdict(record)))
         return True
 
     def remove(self, record: Record) -> None:
@@ -122,9 +121,7 @@ def save_workers(state_dir: str | os.PathLike[str], workers: Mapping[str, MakeWo
             f"The workers {', '.join(workers)} cannot be sent to their processes: {type(error).__name__}: {error}. "
             "What makes them, and what that holds, must be picklable."
         ) from error
-    fresh = directory / "workers.pkl.new"
-    fresh.write_bytes(pickled)
-    os.replace(fresh, directory / "workers.pkl")
+    write_atomically(directory / "workers.pkl", pickled)
 
 
 def load_maker(state_dir: str | os.PathLike[str], role: str) -> MakeWorker:

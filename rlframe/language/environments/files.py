@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
@@ -11,6 +10,7 @@ from typing import IO, Any
 import numpy as np
 
 from rlframe.errors import CheckpointError
+from rlframe.interprocess.files import write_atomically
 
 _CHECKPOINTS = "env_checkpoints"  # in the trainer's checkpoint_dir, as published
 
@@ -44,7 +44,7 @@ class GroupsFile:
 def save_checkpoint(checkpoint_dir: str, name: str, step: int, data: Mapping[str, Any]) -> pathlib.Path:
     """Writes the data for a step, whole or not at all."""
     path = pathlib.Path(checkpoint_dir, _CHECKPOINTS, name, f"step-{step}.json")
-    write_atomically(path, to_json(data))
+    write_atomically(path, to_json(data), parents=True)
     return path
 
 
@@ -70,19 +70,11 @@ def write_evaluation(
 ) -> pathlib.Path:
     """`metrics.json` and, where there are samples, `samples.jsonl`."""
     path = pathlib.Path(folder, "metrics.json")
-    write_atomically(path, to_json(result, indent=2))
+    write_atomically(path, to_json(result, indent=2), parents=True)
     if samples:
         lines = "".join(to_json(sample) + "\n" for sample in samples)
         write_atomically(path.with_name("samples.jsonl"), lines)
     return path
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Makes the folder, and the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def to_json(content: Any, indent: int | None = None) -> str:

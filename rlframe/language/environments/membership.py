@@ -10,8 +10,8 @@ import pathlib
 from collections.abc import Sequence
 
 from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.language.environments.config import BaseEnvConfig
-from rlframe.language.environments.files import write_atomically
 from rlframe.trajectories.client.caller import new_key
 from rlframe.trajectories.client.client import AsyncClient
 from rlframe.trajectories.client.groups import Group
@@ -57,7 +57,7 @@ class Membership:
             wait=config.service_timeout,
         )
         if self._resume_file is not None:
-            write_atomically(self._resume_file, json.dumps({"resume_token": self._env.resume_token}))
+            write_atomically(self._resume_file, json.dumps({"resume_token": self._env.resume_token}), parents=True)
         return self._env
 
     async def info(self) -> Info:

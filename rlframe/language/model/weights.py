@@ -14,6 +14,7 @@ import numpy as np
 
 from rlframe import extras
 from rlframe.errors import CheckpointError, UsageError
+from rlframe.interprocess.files import replacing, write_atomically
 from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
@@ -71,15 +72,10 @@ def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) ->
     folder = Path(folder)
     fields = json.dumps(config.to_json(), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    new = folder / f".{os.getpid()}.new"
-    try:
+    with replacing(folder / WEIGHTS) as new:
         save_file(published(config, params), new, metadata={"format": "pt"})  # transformers refuses a file without it
-        os.replace(new, folder / WEIGHTS)
-        (folder / INDEX).unlink(missing_ok=True)  # of shards that were there before
-        new.write_text(fields)
-        os.replace(new, folder / CONFIG)
-    finally:
-        new.unlink(missing_ok=True)
+    (folder / INDEX).unlink(missing_ok=True)  # of shards that were there before
+    write_atomically(folder / CONFIG, fields)
 
 
 def published(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:

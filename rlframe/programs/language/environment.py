@@ -13,9 +13,9 @@ from rlframe import handles
 from rlframe.actors.actor import env_seed
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.progress import Phase, advance
 from rlframe.language.environments import APIServerConfig, BaseEnv
-from rlframe.language.environments.files import write_atomically
 from rlframe.language.environments.flags import made
 from rlframe.language.environments.loop import ServeLoop
 from rlframe.programs import naming
@@ -228,5 +228,5 @@ def model_server(run: LanguageRun) -> APIServerConfig:
 def next_incarnation(path: pathlib.Path) -> int:
     """How often an environment was started before; the file counts."""
     number = json.loads(path.read_text()) + 1 if path.exists() else 0
-    write_atomically(path, json.dumps(number))
+    write_atomically(path, json.dumps(number), parents=True)
     return number

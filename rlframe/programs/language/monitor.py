@@ -12,7 +12,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import EnvError, PeerError, StoppedError
-from rlframe.language.environments.files import write_atomically
+from rlframe.interprocess.files import write_atomically
 from rlframe.programs.experiment import peer_deadline
 from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.monitor import finish
@@ -186,7 +186,7 @@ class LanguageMonitor:
 
     def _try_to_write_evaluated(self, step: int) -> None:
         try:
-            write_atomically(self._directory.progress, json.dumps({"evaluated": step}))
+            write_atomically(self._directory.progress, json.dumps({"evaluated": step}), parents=True)
         except OSError as error:
             told = "Cannot write %s: %s. Make room: the next evaluation is another try."
             _log.warning(told, self._directory.progress, error.strerror)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import threading
@@ -58,7 +57,7 @@ class WarmUp:
         temporary = directory.warmup.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         weights.save(temporary, run.agent.model_config, params)  # type: ignore[attr-defined]
-        os.replace(temporary, directory.warmup)
+        temporary.rename(directory.warmup)
 
     def stop(self) -> None:
         """Ends `run()` before the next update. Any thread may call it."""

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlframe.errors import CheckpointError
+from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import patience as patience_of
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.dataset import Dataset
@@ -283,9 +284,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         before = inserted(self._connection.info("checkpoint")[REPLAY])
         try:
             saved = self._connection.checkpoint()
-            temporary = Path(path).with_name(f"{Path(path).name}.tmp-{os.getpid()}")
-            temporary.write_text(json.dumps({"checkpoint": saved, "inserted": before}))
-            os.replace(temporary, path)
+            write_atomically(path, json.dumps({"checkpoint": saved, "inserted": before}))
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"The replay at {self._connection.address} could not be saved: {error}.") from error
 

@@ -1,0 +1,50 @@
+"""Files that others read while they are written, and whose writer may be killed: whole, or as they were before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+
+
+def write_atomically(
+    path: str | os.PathLike[str],
+    *contents: str | bytes | memoryview,
+    parents: bool = False,
+    sync: bool = False,
+    mode: int = 0o666,
+) -> None:
+    """Writes the contents, one after the other, to the file at `path`; if it raises, the file is as it was before.
+
+    Args:
+        contents: text is written as UTF-8.
+        parents: whether to make the folders that it is in.
+        sync: whether to wait until the device has written it down.
+        mode: permissions of the file, less the process's umask.
+    """
+    if parents:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with replacing(path) as temporary, open(temporary, "wb", opener=lambda name, _: os.open(name, flags, mode)) as file:
+        for content in contents:
+            file.write(content.encode() if isinstance(content, str) else content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Gives a path to write to, which takes the place of `path` at the end, or is removed after an error."""
+    path = pathlib.Path(path)
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.new")  # no other thread of any process's
+    try:
+        temporary.unlink(missing_ok=True)  # of one that was killed
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
