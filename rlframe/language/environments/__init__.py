@@ -4,21 +4,26 @@ from rlframe import extras
 
 extras.require("BaseEnv", "trajectories", "envs")
 with extras.needed("BaseEnv", "trajectories", "envs"):
-    from rlframe.language.environments.config import BaseEnvConfig, EvalHandlingEnum
-    from rlframe.language.environments.env import BaseEnv
-    from rlframe.language.environments.servers import (
-        APIServer,
+    from rlframe.language.environments.config import (
         APIServerConfig,
-        ManagedServer,
+        BaseEnvConfig,
+        EvalHandlingEnum,
         OpenaiConfig,
         ReasoningConfig,
-        SequenceNode,
         ServerBaseline,
-        ServerManager,
         ServerManagerConfig,
     )
-    from rlframe.language.environments.tokens import tokenize_for_trainer
-    from rlframe.language.environments.types import Item, Message, ScoredDataGroup, ScoredDataItem, number
+    from rlframe.language.environments.env import BaseEnv
+    from rlframe.language.environments.groups import (
+        Item,
+        Message,
+        ScoredDataGroup,
+        ScoredDataItem,
+        number,
+        tokenize_for_trainer,
+    )
+    from rlframe.language.environments.model_server import APIServer
+    from rlframe.language.environments.server_manager import ManagedServer, SequenceNode, ServerManager
 
 __all__ = [
     "APIServer",

@@ -1,4 +1,7 @@
-"""The command line of an environment: `python my_env.py serve|process|evaluate`."""
+"""The command line of an environment, `python my_env.py serve|process|evaluate`, and its options.
+
+Options are those of the class, then of a YAML file, then of the command line.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import asyncio
 import contextlib
 import logging
 import os
+import pathlib
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import pydantic
+from pydantic.fields import FieldInfo
 
 from rlframe.errors import RlframeError, UsageError, suggest
 from rlframe.language.environments import process
-from rlframe.language.environments.config import BaseEnvConfig
-from rlframe.language.environments.flags import Flags, Options, help_text
+from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ServerBaseline, ServerManagerConfig
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
@@ -24,8 +30,20 @@ COMMANDS = {
     "process": "write groups to a JSONL and an HTML file; needs a model server only",
     "evaluate": "evaluate once; needs a model server only",
 }
+_ENV, _SERVER, _CONFIG = "env", "openai", "config"
+
+Model = TypeVar("Model", bound=pydantic.BaseModel)
+Servers = ServerBaseline | list[APIServerConfig]
 
 logger = logging.getLogger("rlframe.language.environments")
+
+
+class Options(NamedTuple):
+    """What an environment is made with."""
+
+    env: BaseEnvConfig
+    servers: Servers
+    manager: ServerManagerConfig
 
 
 def main(env_cls: type[BaseEnv], arguments: Sequence[str] | None = None) -> None:
@@ -58,9 +76,15 @@ def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> Opt
     Raises:
         UsageError: an option is unknown, or its value does not fit.
     """
-    env, servers = env_cls.config_init()
-    flags: Flags[Any] = Flags(_defaults(env_cls, command, env), servers)
-    return flags.options(arguments)
+    defaults, servers = _defaults(env_cls, command)
+    given: dict[str, dict[str, Any]] = {space: {} for space in defaults}
+    for name, value in _given(arguments, _fields(defaults)).items():
+        space, _, field = name.rpartition(".")
+        given[space][field] = value
+    file = {name: told for name, told in read_yaml(given[""].pop(_CONFIG, None)).items() if told is not None}
+    env = made(defaults[_ENV], file.pop(_ENV, {}), given[_ENV], f"{_ENV}.")
+    servers = _made_servers(servers, defaults[_SERVER], file.pop(_SERVER, None), given[_SERVER])
+    return Options(env, servers, made(defaults[""], file, given[""], ""))
 
 
 def make(env_cls: type[BaseEnv], options: Options) -> BaseEnv:
@@ -70,28 +94,10 @@ def make(env_cls: type[BaseEnv], options: Options) -> BaseEnv:
     return env
 
 
-def _defaults(env_cls: type[BaseEnv], command: str, env: BaseEnvConfig) -> BaseEnvConfig:
-    """The class's, with what suits the command better."""
-    update: dict[str, Any] = {}
-    if env.wandb_name is None and env_cls.name is not None:
-        update["wandb_name"] = env_cls.name
-    if command != "serve":
-        update["use_wandb"] = False
-    if command == "process":
-        update |= {"ensure_scores_are_not_same": False, "include_messages": True}
-        if env.data_path_to_save_groups is None:
-            update["data_path_to_save_groups"] = f"data/{env_cls.name or 'groups'}.jsonl"
-    return env.model_copy(update=update)
-
-
 async def _command(env_cls: type[BaseEnv], command: str, options: Options) -> None:
     env = make(env_cls, options)
-    if command == "serve":
-        await env.env_manager()
-    elif command == "process":
-        await env.process_manager()
-    else:
-        await process.evaluate(env)
+    commands = {"serve": env.env_manager, "process": env.process_manager, "evaluate": lambda: process.evaluate(env)}
+    await commands[command]()
 
 
 async def _until_signal(start: Any) -> int:
@@ -121,10 +127,145 @@ async def _until_signal(start: Any) -> int:
 
 
 def _usage(env_cls: type[BaseEnv]) -> str:
+    lines = [f"{env_cls.__name__}: {', '.join(COMMANDS)}", ""]
+    lines += [f"  {name:<9} {what}" for name, what in COMMANDS.items()]
+    lines += ["", "options:", "  --config FILE.yaml", "      options from a file; those given here go first"]
+    for name, (field, default) in _fields(_defaults(env_cls, "serve")[0]).items():
+        shown = getattr(default, "value", default)
+        lines.append(f"  --{name} {'' if shown is None else shown}".rstrip())
+        lines += [f"      {field.description}"] if field.description else []
+    return "\n".join(lines)
+
+
+def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[dict[str, Any], Servers]:
+    """What the flags of each prefix begin with, and the model servers: of the class, as suits the command."""
     env, servers = env_cls.config_init()
-    commands = "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())
-    flags: Flags[Any] = Flags(_defaults(env_cls, "serve", env), servers)
-    return f"{env_cls.__name__}: {', '.join(COMMANDS)}\n\n{commands}\n\noptions:\n{help_text(flags)}"
+    update: dict[str, Any] = {}
+    if env.wandb_name is None and env_cls.name is not None:
+        update["wandb_name"] = env_cls.name
+    if command != "serve":
+        update["use_wandb"] = False
+    if command == "process":
+        update |= {"ensure_scores_are_not_same": False, "include_messages": True}
+        if env.data_path_to_save_groups is None:
+            update["data_path_to_save_groups"] = f"data/{env_cls.name or 'groups'}.jsonl"
+    server = servers if isinstance(servers, ServerBaseline) else servers[0] if len(servers) == 1 else ServerBaseline()
+    if not isinstance(server, APIServerConfig):
+        server = APIServerConfig(**server.model_dump())
+    return {_ENV: env.model_copy(update=update), _SERVER: server, "": ServerManagerConfig()}, servers
+
+
+def _fields(defaults: Mapping[str, pydantic.BaseModel]) -> dict[str, tuple[FieldInfo, Any]]:
+    """Of each flag without its dashes: the field, and its default."""
+    return {
+        f"{space}.{name}".removeprefix("."): (field, getattr(model, name))
+        for space, model in defaults.items()
+        for name, field in type(model).model_fields.items()
+    }
+
+
+def _made_servers(servers: Servers, default: APIServerConfig, of_file: Any, given: dict[str, Any]) -> Servers:
+    """The class's, unless the file or the command line says something; the command line can say it of one only."""
+    listed = of_file if isinstance(of_file, list) else [of_file]
+    several = len(listed) > 1
+    if given and (several or (of_file is None and isinstance(servers, list) and len(servers) > 1)):
+        raise UsageError(f"--{_SERVER}.* is for one model server, and there are several: name them in a YAML file.")
+    if several:
+        return [made(APIServerConfig(), one, {}, f"{_SERVER}.") for one in listed]
+    told = listed[0] if listed else None
+    return [made(default, told or {}, given, f"{_SERVER}.")] if told or given else servers
+
+
+def _given(arguments: Sequence[str], fields: Mapping[str, tuple[FieldInfo, Any]]) -> dict[str, Any]:
+    """The flags of a command line, as values of their fields."""
+    given: dict[str, Any] = {}
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        if not argument.startswith("--"):
+            raise UsageError(f"{argument!r} is no option: options begin with `--`.")
+        name, joined, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        values = [value] if joined else []
+        while not joined and left and not left[0].startswith("--"):
+            values.append(left.pop(0))
+        if name == _CONFIG:
+            if len(values) != 1:
+                raise UsageError("--config is the path of one YAML file.")
+            given[name] = values[0]
+        elif name in fields:
+            given[name] = _value(name, fields[name][0], values)
+        else:
+            raise UsageError(f"There is no option --{name}.{_suggested(name, [*fields, _CONFIG])}")
+    return given
+
+
+def read_yaml(path: str | None) -> dict[str, Any]:
+    """The options of a file: `env`, `openai` (one server or a list), and those of the command line's top level."""
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"The config file {path} cannot be read: {error}") from error
+    if not isinstance(content, Mapping):
+        raise UsageError(f"The config file {path} is to hold names and values; got {type(content).__name__}.")
+    known = (_ENV, _SERVER, *ServerManagerConfig.model_fields)
+    for name in content:
+        if name not in known:
+            raise UsageError(f"The config file {path} has no use for {name!r}.{suggest(str(name), known)}")
+    return dict(content)
+
+
+def made(default: Model, of_file: Any, given: Mapping[str, Any], prefix: str) -> Model:
+    """The default with what a file and the command line say, checked.
+
+    Raises:
+        UsageError: a name is unknown, or a value does not fit; options begin with `--` and `prefix`.
+    """
+    if not isinstance(of_file, Mapping):
+        raise UsageError(f"{prefix.rstrip('.')} is to hold names and values; got {of_file!r}.")
+    values = {name: getattr(default, name) for name in type(default).model_fields}
+    try:
+        return type(default)(**{**values, **of_file, **given})
+    except pydantic.ValidationError as error:
+        raise UsageError("; ".join(_sentence(one, prefix) for one in error.errors())) from None
+
+
+def _sentence(error: Any, prefix: str) -> str:
+    where, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    return f"--{prefix}{where}: {message}; got {error['input']!r}." if where else message
+
+
+def _value(name: str, field: FieldInfo, values: list[str]) -> Any:
+    """What the words after a flag mean for its field: none is true, several are a list."""
+    import yaml
+
+    if not values:
+        return True
+    if values == ["None"]:
+        return None
+    annotation: Any = field.annotation
+    adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
+    candidates: list[Any] = [values]
+    if len(values) == 1:
+        candidates.insert(0, values[0])
+        with contextlib.suppress(yaml.YAMLError):
+            candidates.insert(1, yaml.safe_load(values[0]))
+    for candidate in candidates:
+        with contextlib.suppress(pydantic.ValidationError):
+            adapter.validate_python(candidate)
+            return candidate
+    if len(values) > 1:
+        raise UsageError(f"--{name} does not take {len(values)} values; got {' '.join(values)}.")
+    return values[0]  # and let the whole config say what is wrong
+
+
+def _suggested(name: str, known: Sequence[str]) -> str:
+    near = suggest(name, known)
+    return near.replace("Did you mean '", "Did you mean '--") if near else " See --help."
 
 
 def _log() -> None:

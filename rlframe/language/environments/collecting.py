@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import dataclasses
 import logging
 import random
-from collections.abc import Awaitable, Callable
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from rlframe.errors import EnvError, PeerError, RemoteError, UnavailableError
-from rlframe.language.environments import work
-from rlframe.language.environments.statistics import Statistics
-from rlframe.language.environments.work import Gate, Work
+from rlframe.language.environments.metrics import Statistics
 
 ATTEMPTS = 3  # for one item
 FAILURES_IN_A_ROW = 32  # of attempts, after which the environment or its model is broken
@@ -21,8 +22,83 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds before an item's next attempt, dou
 
 logger = logging.getLogger(__name__)
 
+_AWAY = (PeerError, RemoteError, UnavailableError)  # the service or a model, at the end of its deadline
+
+T = TypeVar("T")
 Next = Callable[[], Awaitable[Any]]
 Handle = Callable[[Any], Awaitable[bool]]
+
+
+class Gate:
+    """Open or closed. What runs behind a closed one goes on until it asks a model, and waits there."""
+
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._stood_at = self._stood = 0.0  # since when, and for how long, its clock stands
+
+    @property
+    def closed(self) -> bool:
+        return not self._opened.is_set()
+
+    @property
+    def clock(self) -> float:
+        """Seconds on a clock that stands still while it is closed."""
+        return (self._stood_at if self.closed else time.monotonic()) - self._stood
+
+    def set(self, closed: bool) -> None:
+        if closed and not self.closed:
+            self._stood_at = time.monotonic()
+            self._opened.clear()
+        elif not closed and self.closed:
+            self._stood += time.monotonic() - self._stood_at
+            self._opened.set()
+
+    async def passed(self) -> None:
+        """Returns while it is open."""
+        await self._opened.wait()
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """One attempt to collect a group for an item."""
+
+    item: Any
+    gate: Gate
+    attempt: int = 1
+    policy_version: int | None = None  # the oldest that answered
+    task: asyncio.Task[Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._started = self.gate.clock
+
+    @property
+    def seconds(self) -> float:
+        """Since it started, without pauses."""
+        return self.gate.clock - self._started
+
+    def answered(self, policy_version: int | None) -> None:
+        """A model answered for it, with this version of its parameters."""
+        if policy_version is not None:
+            known = self.policy_version
+            self.policy_version = policy_version if known is None else min(known, policy_version)
+
+
+# Set in the task that collects a group, and so in every task that this one starts. Nowhere else: an evaluation has
+# none, and passes closed gates.
+current_work: contextvars.ContextVar[Work | None] = contextvars.ContextVar("rlframe_work", default=None)
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, side by side. Where one raises, the others end first: nothing goes on unseen."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class Collector:
@@ -34,13 +110,13 @@ class Collector:
     Args:
         next_item: gives an item, or None where there is none now.
         handle: collects a group for an item and sends it; says whether there was one.
-        timeout: seconds for one attempt, not counting pauses; None: none.
+        timeout: seconds for one attempt, not counting pauses; 0 or less: none.
 
     Attributes:
         fruitless: items in a row that were handled and gave no group.
     """
 
-    def __init__(self, next_item: Next, handle: Handle, statistics: Statistics, timeout: float | None) -> None:
+    def __init__(self, next_item: Next, handle: Handle, statistics: Statistics, timeout: float) -> None:
         self.gate = Gate()
         self.under_way: set[Work] = set()
         self.failed: BaseException | None = None  # what the environment cannot go on from
@@ -78,7 +154,7 @@ class Collector:
         finally:
             timer.cancel()
         self._changed.clear()
-        for late in [one for one in self.under_way if self._timeout is not None and one.seconds > self._timeout]:
+        for late in [one for one in self.under_way if 0 < self._timeout < one.seconds]:
             logger.warning("An item is given up after %g s (worker_timeout): %.200r", self._timeout, late.item)
             self._statistics.ended(late.seconds, sent=False)
             self._drop(late)
@@ -102,19 +178,15 @@ class Collector:
             one.task.cancel()
 
     async def _run(self, one: Work) -> None:
-        work.current.set(one)
+        current_work.set(one)
         try:
             sent = await self._handle(one.item)
-        except (
-            PeerError,
-            RemoteError,
-            UnavailableError,
-        ) as error:  # the service or a model, at the end of its deadline
-            self._statistics.ended(one.seconds, sent=False)
-            self.failed = self.failed or error
         except Exception as error:
             self._statistics.ended(one.seconds, sent=False)
-            await self._failure(one, error)
+            if isinstance(error, _AWAY):
+                self.failed = self.failed or error
+            else:
+                await self._failure(one, error)
         else:
             self._failures = 0
             self._statistics.ended(one.seconds, sent=sent)

@@ -11,20 +11,14 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Union
 
 from rlframe.errors import EnvError
-from rlframe.language.environments import cli, files, process, scoring, work
-from rlframe.language.environments.config import BaseEnvConfig
-from rlframe.language.environments.loop import ServeLoop
-from rlframe.language.environments.membership import Membership
-from rlframe.language.environments.servers import (
-    APIServer,
-    APIServerConfig,
-    ReasoningConfig,
-    ServerBaseline,
-    ServerManager,
-)
-from rlframe.language.environments.statistics import Statistics
-from rlframe.language.environments.tracking import WandbRun
-from rlframe.language.environments.types import Item, ScoredDataGroup, ScoredDataItem
+from rlframe.language.environments import cli, files, groups, process
+from rlframe.language.environments.collecting import Work, current_work, together
+from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ReasoningConfig, ServerBaseline
+from rlframe.language.environments.groups import Item, ScoredDataGroup, ScoredDataItem
+from rlframe.language.environments.metrics import Statistics, WandbRun, length_metrics
+from rlframe.language.environments.model_server import APIServer
+from rlframe.language.environments.server_manager import ServerManager
+from rlframe.language.environments.serving import Membership, ServeLoop
 from rlframe.language.model.tokenizers import load_tokenizer
 
 T = TypeVar("T")
@@ -72,7 +66,7 @@ class BaseEnv(abc.ABC):
         self.env_id: int | None = None
         self.status_dict: dict[str, Any] = {}
         self.backlog: list[Item] = []
-        self.workers: set[work.Work] = set()
+        self.workers: set[Work] = set()
         self.eval_workers: set[asyncio.Task[Any]] = set()
         self.eval_runner: asyncio.Task[Any] | None = None
         self.checkpoint_dir, self.checkpoint_interval = "", -1
@@ -116,7 +110,7 @@ class BaseEnv(abc.ABC):
 
         By default `group_size` times `collect_trajectory`, side by side; without one of them there is no group.
         """
-        results = await work.together(self.collect_trajectory(item) for _ in range(self.config.group_size))
+        results = await together(self.collect_trajectory(item) for _ in range(self.config.group_size))
         sequences: list[Any] = [sequence for sequence, _ in results]
         backlog = [further for _, more in results for further in more]
         if any(sequence is None for sequence in sequences):
@@ -126,7 +120,7 @@ class BaseEnv(abc.ABC):
                 f"{type(self).__name__}.collect_trajectory has to return a ScoredDataItem (or None) for the default "
                 f"collect_trajectories; got {', '.join(sorted({type(one).__name__ for one in sequences}))}."
             )
-        return scoring.put_together(sequences), backlog
+        return groups.put_together(sequences), backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
         """The last word on what `collect_trajectories` gave, before it is sent."""
@@ -161,7 +155,7 @@ class BaseEnv(abc.ABC):
 
         listed = list(tasks)
         try:
-            return await work.together(map(run, listed))
+            return await together(map(run, listed))
         finally:
             for task in listed:
                 task.close()  # where one failed, of those that had not begun
@@ -216,7 +210,7 @@ class BaseEnv(abc.ABC):
         """Logs metrics. A subclass adds its own, and calls this one with them."""
         metrics = dict(wandb_metrics or {})
         longest = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
-        metrics |= scoring.length_metrics(self.completion_lengths, longest)
+        metrics |= length_metrics(self.completion_lengths, longest)
         metrics = await self.create_rollout_table(metrics)
         metrics = self.perf_stats(metrics)
         self.rollouts_for_wandb, self.completion_lengths = [], []
@@ -273,8 +267,8 @@ class BaseEnv(abc.ABC):
 
     async def process_manager(self) -> None:
         """`process`: collects `total_steps` groups into a JSONL and an HTML file."""
-        groups, page = await process.process(self)
-        logger.info("Groups are in %s; to read in %s.", groups, page)
+        lines, page = await process.process(self)
+        logger.info("Groups are in %s; to read in %s.", lines, page)
 
     @classmethod
     def cli(cls) -> None:
@@ -285,17 +279,13 @@ class BaseEnv(abc.ABC):
         """From the backlog, or a new one."""
         return self.backlog.pop() if self.backlog else await self.get_next_item()
 
-    async def collect_groups(self, item: Item) -> Groups:
-        """What collecting and postprocessing make of an item; what is left to do of it is in the backlog."""
-        collected, further = await self.collect_trajectories(item)
-        self.backlog.extend(further)
-        return await self.postprocess_histories(collected) if collected else None
-
     async def handle_env(self, item: Item) -> bool:
-        """Collects for an item and sends it; whether something was sent."""
+        """Collects for an item and sends it, or writes it in process mode; whether there was a group."""
         try:
-            groups = await self.collect_groups(item)
-            return bool(groups) and await self.handle_send_to_api(groups, item)
+            collected, further = await self.collect_trajectories(item)
+            self.backlog.extend(further)
+            scored = await self.postprocess_histories(collected) if collected else None
+            return bool(scored) and await self.handle_send_to_api(scored, item, do_send_to_api=not self.process_mode)
         finally:
             await self.cleanup()
 
@@ -311,22 +301,20 @@ class BaseEnv(abc.ABC):
         Raises:
             UsageError: rows of a group do not fit each other.
         """
-        groups: list[Any] = list(scored_data) if isinstance(scored_data, (list, tuple)) else [scored_data]
-        doing = work.current.get()
+        listed: list[Any] = list(scored_data) if isinstance(scored_data, (list, tuple)) else [scored_data]
+        doing = current_work.get()
         fit = []
-        for group in groups:
-            if not group:
-                continue
-            if why := scoring.unfit(self, group, abort_on_any_max_length_exceeded):
+        for group in filter(None, listed):
+            if why := groups.unfit(self, group, abort_on_any_max_length_exceeded):
                 if why not in self._said:  # once: as a model gets better, most of its groups are all right
                     self._said.add(why)
                     logger.info("A group is not sent: %s. (train/items_rejected counts such groups.)", why)
                 continue
-            message = scoring.to_send(group, self.env_id, None if doing is None else doing.policy_version)
+            message = groups.to_send(group, self.env_id, None if doing is None else doing.policy_version)
             if self.config.include_messages and message.messages is None:
-                group = scoring.with_text(self, group)
-                message = scoring.to_send(group, self.env_id, message.policy_version)
-            self.completion_lengths += scoring.completion_lengths(group)
+                group = groups.with_text(self.tokenizer, group)
+                message = groups.to_send(group, self.env_id, message.policy_version)
+            self.completion_lengths += groups.completion_lengths(group)
             await self.add_rollouts_for_wandb(group, item)
             if self.groups_file is not None:
                 self.groups_file.write(group)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlframe.errors import EnvError, UsageError
 from rlframe.language.environments.collecting import FRUITLESS, WHY, Collector
-from rlframe.language.environments.page import write_page
-from rlframe.language.environments.tracking import WandbRun
+from rlframe.language.environments.files import write_page
+from rlframe.language.environments.metrics import WandbRun
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
@@ -38,35 +38,26 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
         )
     env.process_mode = True
     _track(env)
-    timeout = config.worker_timeout
-    done = 0
 
     async def handle(item: Any) -> bool:
-        nonlocal done
-        try:
-            groups = await env.collect_groups(item)
-            kept = bool(groups) and await env.handle_send_to_api(
-                groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False
-            )
-            if kept:
-                done += 1
-                env.curr_step = done
-                await env.wandb_log({})
-                logger.info("%d of %d groups", done, config.total_steps)
-            return kept
-        finally:
-            await env.cleanup()
+        kept = await env.handle_env(item)
+        if kept:
+            env.curr_step += 1
+            await env.wandb_log({})
+            logger.info("%d of %d groups", env.curr_step, config.total_steps)
+        return kept
 
-    collector = Collector(env.next_item, handle, env.statistics, timeout if timeout > 0 else None)
+    collector = Collector(env.next_item, handle, env.statistics, config.worker_timeout)
     try:
         await env.setup()
-        while done < config.total_steps:
-            more = await collector.fill(min(env.max_num_workers, config.total_steps - done))
+        while (left := config.total_steps - env.curr_step) > 0:
+            more = await collector.fill(min(env.max_num_workers, left))
             if not more and not collector.under_way:
-                raise EnvError(f"There are no more items after {done} of {config.total_steps} groups.")
+                raise EnvError(f"There are no more items after {env.curr_step} of {config.total_steps} groups.")
             await collector.wait(_LOOK)
             if collector.fruitless >= FRUITLESS:
-                raise EnvError(f"{FRUITLESS} items in a row gave no group, after {done} of {config.total_steps}: {WHY}")
+                so_far = f"after {env.curr_step} of {config.total_steps}"
+                raise EnvError(f"{FRUITLESS} items in a row gave no group, {so_far}: {WHY}")
     finally:
         await collector.stop()
         await env.close()

@@ -16,8 +16,8 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.progress import Phase, advance
 from rlframe.language.environments import APIServerConfig, BaseEnv
-from rlframe.language.environments.flags import made
-from rlframe.language.environments.loop import ServeLoop
+from rlframe.language.environments.cli import made
+from rlframe.language.environments.serving import ServeLoop
 from rlframe.programs import naming
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.language.environments import BaseEnvConfig, files, work
-from rlframe.language.environments.membership import Membership
-from rlframe.language.environments.scoring import length_metrics, put_together
-from rlframe.language.environments.statistics import Statistics
-from rlframe.language.environments.work import Gate, Work
+from rlframe.language.environments import BaseEnvConfig, collecting, files
+from rlframe.language.environments.collecting import Gate, Work
+from rlframe.language.environments.groups import put_together
+from rlframe.language.environments.metrics import Statistics, length_metrics
+from rlframe.language.environments.serving import Membership
 
 
 def test_where_one_raises_the_others_end_first():
@@ -30,7 +30,7 @@ def test_where_one_raises_the_others_end_first():
 
     async def run():
         with pytest.raises(RuntimeError, match="no"):
-            await work.together([long("a"), fails(), long("b")])
+            await collecting.together([long("a"), fails(), long("b")])
         return list(ended)
 
     assert asyncio.run(run()) == ["a", "b"]
@@ -38,17 +38,17 @@ def test_where_one_raises_the_others_end_first():
 
 def test_work_does_not_count_pauses(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(work.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(collecting.time, "monotonic", lambda: now[0])
     gate = Gate()
     gate.set(closed=True)
     now[0] = 5.0
     gate.set(closed=True)
     gate.set(closed=False)
-    one = Work("item", gate, started=now[0])
+    one = Work("item", gate)
     now[0] = 7.0
     gate.set(closed=True)
     now[0] = 20.0
-    assert one.seconds == 2.0 and gate.closed and gate.closed_seconds == 18.0
+    assert one.seconds == 2.0 and gate.closed and gate.clock == 2.0
     gate.set(closed=False)
     now[0] = 21.0
     assert one.seconds == 3.0

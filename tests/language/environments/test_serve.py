@@ -18,7 +18,7 @@ import pytest
 from rlframe.errors import EnvError, UnavailableError, UsageError
 from rlframe.language.environments import APIServerConfig, EvalHandlingEnum, ScoredDataGroup, ScoredDataItem
 from rlframe.language.environments.collecting import ATTEMPTS, FAILURES_IN_A_ROW
-from rlframe.language.environments.membership import Membership
+from rlframe.language.environments.serving import Membership
 from rlframe.trajectories import Group
 from tests.language.environments.model import Model, serving
 from tests.language.environments.running import (

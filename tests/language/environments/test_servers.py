@@ -12,12 +12,16 @@ import openai
 import pytest
 
 from rlframe.errors import PeerError, UsageError
-from rlframe.language.environments import APIServerConfig, ServerBaseline, ServerManager
-from rlframe.language.environments.servers import ReasoningConfig, server
-from rlframe.language.environments.servers.config import servers_of
-from rlframe.language.environments.servers.slots import Slots
-from rlframe.language.environments.tokens import tokenize_for_trainer
-from rlframe.language.environments.work import Gate, Work, current
+from rlframe.language.environments import (
+    APIServerConfig,
+    ReasoningConfig,
+    ServerBaseline,
+    ServerManager,
+    model_server,
+    tokenize_for_trainer,
+)
+from rlframe.language.environments.collecting import Gate, Work, current_work
+from rlframe.language.environments.server_manager import servers_of
 from rlframe.language.model.tokenizers import load_tokenizer
 from tests.language.environments.model import Model, serving
 from tests.ports import free_port
@@ -77,7 +81,7 @@ def test_the_version_of_an_answer_is_that_of_its_oldest_token(model, said, chats
     doing = Work("item", Gate())
 
     async def question(manager):
-        current.set(doing)
+        current_work.set(doing)
         if chats:
             await manager.chat_completion(messages=[{"role": "user", "content": "hi"}], n=2)
         else:
@@ -185,17 +189,17 @@ def test_what_fails_is_repeated_until_the_timeout(model):
 def test_what_is_waited_for_before_a_request_is_not_of_its_time(model, monkeypatch, behind):
     """After a pause, or others' requests, that took longer than `timeout`, it has all of that and is repeated still."""
     late, clock = [0.0], time.monotonic
-    monkeypatch.setattr(server, "time", types.SimpleNamespace(monotonic=lambda: clock() + late[0]))
+    monkeypatch.setattr(model_server, "time", types.SimpleNamespace(monotonic=lambda: clock() + late[0]))
     model.failures = 1
     doing = Work("item", Gate())
 
     async def question(manager):
         slots = manager.servers[0].sem
-        current.set(doing)
+        current_work.set(doing)
         doing.gate.set(closed=behind == "pause")
         async with slots if behind == "others" else contextlib.nullcontext():
             asking = asyncio.create_task(manager.completion(prompt="x"))
-            while not (slots._waiting or doing.gate._opened._waiters):
+            while not (slots.statistics().tasks_waiting or doing.gate._opened._waiters):
                 await asyncio.sleep(0)
             late[0] = 10.0 * DEADLINE
         doing.gate.set(closed=False)
@@ -214,7 +218,7 @@ def test_what_is_refused_is_not_repeated(model):
 
 
 def test_a_server_that_failed_is_avoided(model, monkeypatch):
-    monkeypatch.setattr(server, "_AVOIDED", DEADLINE)
+    monkeypatch.setattr(model_server, "_AVOIDED", DEADLINE)
     dead = f"http://127.0.0.1:{free_port()}/v1"
 
     async def question(manager):
@@ -243,25 +247,29 @@ def test_reasoning_is_asked_for_in_the_words_of_the_provider(model):
 
 def test_so_many_requests_are_under_way_and_less_with_a_weight():
     async def run():
-        slots, most = Slots(4), 0
+        server, most = model_server.APIServer(APIServerConfig(base_url="http://x/v1", num_max_requests_at_once=4)), 0
+        slots = server.sem
 
         async def enter():
             nonlocal most
             async with slots:
-                most = max(most, slots.used)
+                most = max(most, slots.borrowed_tokens)
                 await asyncio.sleep(0)
 
         await asyncio.gather(*(enter() for _ in range(20)))
         full, most = most, 0
-        slots.set_weight(0.5)
+        await server.update_weight(0.5)
         given_up = asyncio.create_task(enter())
         tasks = [asyncio.create_task(enter()) for _ in range(20)]
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.gather(*tasks)
-        return full, most, slots.used
+        await server.update_weight(0.0)
+        least = slots.total_tokens
+        await server.close()
+        return full, most, slots.borrowed_tokens, least
 
-    assert asyncio.run(asyncio.wait_for(run(), DEADLINE)) == (4, 2, 0)
+    assert asyncio.run(asyncio.wait_for(run(), DEADLINE)) == (4, 2, 0, 1)
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])

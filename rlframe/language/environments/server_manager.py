@@ -1,17 +1,27 @@
-"""Completions with their tokens: what was sampled is kept as it was, through any number of turns."""
+"""All model servers of an environment as one, and completions with their tokens, through any number of turns."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import itertools
+import os
+import subprocess
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from rlframe.errors import UsageError
-from rlframe.language.environments.servers.server import APIServer
-from rlframe.trajectories.client.groups import IGNORED
+from rlframe.language.environments.config import APIServerConfig, ReasoningConfig, ServerBaseline
+from rlframe.language.environments.model_server import APIServer
+from rlframe.language.model.tokenizers import load_tokenizer
+from rlframe.trajectories.groups import IGNORED
 
+_LOCAL_PORTS = range(9004, 9008)  # where ServerBaseline looks, as published
+_SLURM_PORT = 9000  # and on the nodes of a Slurm job, from here on
+_GPUS_PER_NODE = 8
 _NO_LOGPROB = 1.0  # by convention, where nothing was sampled
 
 
@@ -173,3 +183,125 @@ def _begins(messages: list[Any], earlier: list[Any] | None) -> bool:
 
 def _plain(content: Any) -> Any:
     return content.strip() if isinstance(content, str) else content
+
+
+class ServerManager:
+    """Sends each request to the server with the most free slots, of those that answer.
+
+    Args:
+        configs: of the servers; a ServerBaseline: those of this machine.
+        slurm: take the nodes from the Slurm job, where there is one.
+        testing: refused: there are no made-up answers here.
+        server_class: APIServer, or one derived from it.
+        max_n_completions: in one request; n above it is divided among requests.
+    """
+
+    def __init__(
+        self,
+        configs: ServerBaseline | Sequence[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+        server_class: type[APIServer] = APIServer,
+        reasoning_config: ReasoningConfig | None = None,
+        max_n_completions: int = 8,
+    ) -> None:
+        if testing:
+            raise UsageError("testing=True (made-up answers) is not offered: point the environment at a model server.")
+        self.max_n_completions = max_n_completions
+        self.servers = [server_class(config, reasoning_config) for config in servers_of(configs, slurm)]
+
+    async def chat_completion(self, **kwargs: Any) -> Any:
+        """See `APIServer.chat_completion`."""
+        return _merged(await self._divided("chat_completion", kwargs))
+
+    async def completion(self, **kwargs: Any) -> Any:
+        """See `APIServer.completion`."""
+        return _merged(await self._divided("completion", kwargs))
+
+    async def tokens_and_logprobs_completion(
+        self, **kwargs: Any
+    ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
+        """See `APIServer.tokens_and_logprobs_completion`."""
+        answers = await self._divided("tokens_and_logprobs_completion", kwargs)
+        tokens, logprobs, reasons = (list(itertools.chain(*parts)) for parts in list(zip(*answers))[1:])
+        return answers[0][0], tokens, logprobs, reasons
+
+    @contextlib.asynccontextmanager
+    async def dedicated_server(self) -> AsyncIterator[APIServer]:
+        """One server for all turns of a trajectory: it has the earlier ones in its cache."""
+        yield self._chosen("train")
+
+    @contextlib.asynccontextmanager
+    async def managed_server(self, tokenizer: Any = None) -> AsyncIterator[ManagedServer]:
+        """One server, and the tokens of all that is asked of it within the `async with`."""
+        server = self._chosen("train")
+        if tokenizer is None:
+            named = server.config.tokenizer_name
+            tokenizer = load_tokenizer(server.config.model_name if named == "none" else named)
+        yield ManagedServer(server, tokenizer)
+
+    async def update_weight(self, weight: float) -> None:
+        """See `APIServer.update_weight`."""
+        for server in self.servers:
+            await server.update_weight(weight)
+
+    async def close(self) -> None:
+        for server in self.servers:
+            await server.close()
+
+    def _chosen(self, split: str) -> APIServer:
+        def fitness(server: APIServer) -> tuple[bool, float]:
+            return server.usable, (server.sem if split == "train" else server.eval_sem).available_tokens
+
+        return max(self.servers, key=fitness)
+
+    async def _divided(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
+        """The answers of as many requests as n completions take."""
+        n, split = kwargs.pop("n", None) or 1, kwargs.get("split", "train")
+        full, rest = divmod(n, self.max_n_completions)
+        counts = [self.max_n_completions] * full + [rest] * (rest > 0)
+        chosen = [self._chosen(split) for _ in counts]
+        calls = [getattr(server, method)(**kwargs, n=count) for server, count in zip(chosen, counts)]
+        return list(await asyncio.gather(*calls))
+
+
+def servers_of(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:
+    """One config for each server that there is.
+
+    A job of several Slurm nodes has its model servers on those after the first NUM_TRAINING_NODES, from port 9000 on,
+    one for each INFER_TP of 8 GPUs, as published.
+    """
+    listed: list[Any] = [configs] if isinstance(configs, ServerBaseline) else list(configs)
+    if not listed:
+        raise UsageError("There is no model server: the list of server configs is empty.")
+    first = listed[0]
+    if slurm and len(nodes := _slurm_nodes()) > 1:
+        training, each = int(os.environ.get("NUM_TRAINING_NODES", "1")), int(os.environ.get("INFER_TP", "1"))
+        ports = range(_SLURM_PORT, _SLURM_PORT + _GPUS_PER_NODE // each)
+        return [_at(first, f"http://{node}:{port}/v1") for node in nodes[training:] for port in ports]
+    if not isinstance(first, APIServerConfig):
+        return [_at(first, f"http://localhost:{port}/v1") for port in _LOCAL_PORTS]
+    return listed
+
+
+def _at(config: ServerBaseline, url: str) -> APIServerConfig:
+    return APIServerConfig(**{"api_key": "x", **config.model_dump(), "base_url": url})
+
+
+def _slurm_nodes() -> list[str]:
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return []
+    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60)
+    if listed.returncode:
+        raise UsageError(f"`scontrol show hostnames {nodes}` failed: {listed.stderr.strip()}")
+    return listed.stdout.split()
+
+
+def _merged(answers: list[Any]) -> Any:
+    first = answers[0]
+    for answer in answers[1:]:
+        first.choices.extend(answer.choices)
+    for index, choice in enumerate(first.choices):
+        choice.index = index
+    return first

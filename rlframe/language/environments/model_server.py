@@ -1,26 +1,30 @@
-"""One model server that speaks the OpenAI API, asked through the `openai` package."""
+"""One model server that speaks the OpenAI API, asked through the `openai` package.
+
+Servers say in their own ways which tokens they sampled: vLLM and rlframe in completions, SGLang in answers of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio
 import numpy as np
 
 from rlframe import extras
 from rlframe.errors import PeerError, UsageError
-from rlframe.language.environments import work
-from rlframe.language.environments.servers import dialects
-from rlframe.language.environments.servers.config import APIServerConfig, ReasoningConfig
-from rlframe.language.environments.servers.slots import Slots
+from rlframe.language.environments.collecting import current_work
+from rlframe.language.environments.config import APIServerConfig, ReasoningConfig
 
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before an attempt is repeated, doubled in between
 _PROBE = 5.0  # seconds for the question whether it is there
 _AVOIDED = 10.0  # seconds for which new requests go to other servers, once it failed
+_TOKEN_ID = "token_id:"  # what vLLM calls tokens where it is asked to
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +55,8 @@ class APIServer:
             timeout=config.timeout,
             max_retries=0,  # repeating is done here, where a pause of the environment is known
         )
-        self.sem = Slots(config.num_max_requests_at_once)
-        self.eval_sem = Slots(config.num_requests_for_eval)
+        self.sem = anyio.CapacityLimiter(config.num_max_requests_at_once)
+        self.eval_sem = anyio.CapacityLimiter(config.num_requests_for_eval)
         self.server_healthy = True
         self._reasoning = reasoning_config or ReasoningConfig()
         self._repeat = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)
@@ -107,14 +111,15 @@ class APIServer:
             UsageError: the server does not say token ids.
         """
         split = kwargs.pop("split", "train")
-        dialect = dialects.sglang if self.config.server_type == "sglang" else dialects.completions
-        samples = await self._ask(split, lambda timeout: dialect(self.openai, self.config, kwargs, timeout))
+        sample = self._sample_of_sglang if self.config.server_type == "sglang" else self._sample_of_completions
+        samples = await self._ask(split, lambda timeout: sample(kwargs, timeout))
         return samples.prompt_tokens, samples.tokens, samples.logprobs, samples.finish_reasons
 
     async def update_weight(self, weight: float) -> None:
-        """The part of its slots, from 0 to 1, that this environment may use."""
-        self.sem.set_weight(weight)
-        self.eval_sem.set_weight(weight)
+        """The part of its requests at once, from 0 to 1, that this environment may use; one stays in any case."""
+        part = min(1.0, max(0.0, weight))
+        self.sem.total_tokens = max(1, int(self.config.num_max_requests_at_once * part))
+        self.eval_sem.total_tokens = max(1, int(self.config.num_requests_for_eval * part))
 
     async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
         """Adds its statistics, of the last `rolling_buffer_length` requests."""
@@ -151,16 +156,26 @@ class APIServer:
         return answer
 
     async def _ask(self, split: str, ask: Callable[[float], Awaitable[Any]]) -> Any:
-        """Asks until there is an answer."""
-        doing = work.current.get()
+        """Ask until there is an answer. A server that did not answer is asked for its models first: that costs less."""
+        doing = current_work.get()
         evaluating = split != "train"
-        slots = self.eval_sem if evaluating else self.sem
         end, pause, attempts = time.monotonic() + self.config.timeout, _PAUSE, 0
+        failure: Exception | None = None
         while True:
+            if failure is not None:
+                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                if time.monotonic() >= end:
+                    raise PeerError(
+                        f"The model server {self.config.base_url} did not answer within {self.config.timeout} s and "
+                        f"{attempts} attempts; at last: {failure}. Does it run there, and is the URL right?"
+                    ) from failure
+                if self.config.health_check and not self.server_healthy and not await self._is_there():
+                    continue
             waits = time.monotonic()
             if doing is not None:
                 await doing.gate.passed()
-            async with slots:
+            async with self.eval_sem if evaluating else self.sem:
                 attempts += 1
                 began = time.monotonic()
                 end += began - waits  # neither a pause nor others' requests are of its own time
@@ -173,35 +188,87 @@ class APIServer:
                     (self.eval_request_timings if evaluating else self.request_timings).append(time.monotonic() - began)
                     (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
                     if doing is not None:
-                        sampled = isinstance(answer, dialects.Samples)
-                        doing.answered(answer.policy_version if sampled else dialects.oldest_version(answer))
+                        doing.answered(_oldest_version(answer))
                     return answer
             if not isinstance(failure, self._busy):
                 self._note(False, failure)
                 self._failed_at = time.monotonic()
-            await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            if self.config.health_check:
-                await self._until_healthy(end)
-            if time.monotonic() >= end:
-                raise PeerError(
-                    f"The model server {self.config.base_url} did not answer within {self.config.timeout} s and "
-                    f"{attempts} attempts; at last: {failure}. Does it run there, and is the URL right?"
-                ) from failure
 
-    async def _until_healthy(self, end: float) -> None:
-        """Waits for it to answer anything, which costs it less than requests that it cannot serve."""
-        pause = _PAUSE
-        while not self.server_healthy and time.monotonic() < end:
-            try:
-                await self.openai.models.list(timeout=_PROBE)
-            except self._repeat:
-                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            except self._status_error:  # it has no such path, and is there
-                return
-            else:
-                self._note(True)
+    async def _is_there(self) -> bool:
+        """Whether it answers anything."""
+        try:
+            await self.openai.models.list(timeout=_PROBE)
+        except self._repeat:
+            return False
+        except self._status_error:  # it has no such path
+            return True
+        self._note(True)
+        return True
+
+    async def _sample_of_completions(self, options: dict[str, Any], timeout: float) -> Samples:
+        """From `/v1/completions`, with vLLM's fields `return_token_ids`, `token_ids` and `prompt_token_ids`."""
+        options = _renamed(options)
+        input_ids, prompt = options.pop("input_ids", None), options.pop("prompt", None)
+        body = {"return_token_ids": True, "return_tokens_as_token_ids": True, **(options.pop("extra_body", None) or {})}
+        answer = await self.openai.completions.create(
+            model=self.config.model_name,
+            prompt=prompt if input_ids is None else list(input_ids),
+            **{"logprobs": 1, **options},
+            extra_body=body,
+            timeout=timeout,
+        )
+        tokens, logprobs = [], []
+        for choice in answer.choices:
+            ids = getattr(choice, "token_ids", None)
+            listed = None if choice.logprobs is None else choice.logprobs.token_logprobs
+            if ids is None and choice.logprobs is not None:
+                names = choice.logprobs.tokens or []
+                if names and all(name.startswith(_TOKEN_ID) for name in names):
+                    ids = [int(name.removeprefix(_TOKEN_ID)) for name in names]
+            if ids is None or listed is None:
+                raise UsageError(
+                    f"{self.config.base_url} answers without token ids and log-probabilities, which training needs. "
+                    "`rlframe serve policy` and vLLM (from 0.10.2 on) send them; for SGLang say server_type='sglang'."
+                )
+            if len(ids) != len(listed):
+                raise PeerError(
+                    f"{self.config.base_url} sent {len(ids)} token ids and {len(listed)} log-probabilities."
+                )
+            tokens.append(list(ids))
+            logprobs.append([float(value) for value in listed])
+        if input_ids is None:
+            input_ids = getattr(answer.choices[0], "prompt_token_ids", None)
+            if input_ids is None:
+                raise UsageError(
+                    f"{self.config.base_url} does not say the tokens of a prompt: give input_ids, not text."
+                )
+        reasons = [choice.finish_reason or "stop" for choice in answer.choices]
+        return Samples(list(input_ids), tokens, logprobs, reasons, _oldest_version(answer))
+
+    async def _sample_of_sglang(self, options: dict[str, Any], timeout: float) -> Samples:
+        """From SGLang's `/generate`, which takes and gives token ids."""
+        options = _renamed(options)
+        input_ids = options.pop("input_ids", None)
+        if input_ids is None:
+            raise UsageError("SGLang is asked with input_ids, since it does not say the tokens of a prompt.")
+        options.pop("prompt", None)
+        if "max_tokens" in options:
+            options["max_new_tokens"] = options.pop("max_tokens")
+        root = self.openai.with_options(
+            base_url=str(self.config.base_url).removesuffix("/").removesuffix("/v1"), timeout=timeout
+        )
+        body = {"input_ids": list(input_ids), "sampling_params": options, "return_logprob": True}
+        answers = await root.post("/generate", cast_to=object, body=body)
+        infos = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
+        sampled = [info["output_token_logprobs"] for info in infos]  # of each token (log-probability, id, text)
+        reasons = [info.get("finish_reason") or "stop" for info in infos]
+        return Samples(
+            prompt_tokens=list(input_ids),
+            tokens=[[int(entry[1]) for entry in entries] for entries in sampled],
+            logprobs=[[float(entry[0]) for entry in entries] for entries in sampled],
+            finish_reasons=[reason["type"] if isinstance(reason, dict) else reason for reason in reasons],
+            policy_version=None,
+        )
 
     def _note(self, healthy: bool, failure: Exception | None = None) -> None:
         """Whether it answers, said where that changes: who waits should know for what."""
@@ -216,3 +283,34 @@ class APIServer:
                     self.config.timeout,
                 )
         self.server_healthy = healthy
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Completions of one prompt, as token ids."""
+
+    prompt_tokens: list[int]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    finish_reasons: list[str]
+    policy_version: int | None  # the oldest that sampled a token
+
+
+def _oldest_version(answer: Any) -> int | None:
+    """Of the tokens of an answer, or of `Samples`; None where the server does not say it.
+
+    `rlframe serve policy` says the version of each choice's last token, and where they are several those of all.
+    """
+    versions = [getattr(answer, "policy_version", None)]
+    for choice in getattr(answer, "choices", ()):
+        versions += [getattr(choice, "policy_version", None), *(getattr(choice, "policy_versions", None) or [])]
+    return min((version for version in versions if version is not None), default=None)
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """With the one name for the number of tokens that completions take; the model is the config's."""
+    options = {name: value for name, value in options.items() if name != "model"}
+    for name in ("max_new_tokens", "max_completion_tokens"):
+        if name in options:
+            options["max_tokens"] = options.pop(name)
+    return options

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import json
 import logging
 import math
+import pathlib
 import random
 import string
 import time
+from collections.abc import Sequence
 from datetime import date
 from typing import TYPE_CHECKING
 
-from rlframe.errors import UsageError
+from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.language.environments.collecting import Collector
-from rlframe.language.environments.config import EvalHandlingEnum
-from rlframe.language.environments.membership import Membership
-from rlframe.language.environments.tracking import WandbRun
-from rlframe.trajectories.client.replies import EnvStatus
+from rlframe.language.environments.config import BaseEnvConfig, EvalHandlingEnum
+from rlframe.language.environments.metrics import WandbRun
+from rlframe.trajectories.caller import new_key
+from rlframe.trajectories.client import AsyncClient
+from rlframe.trajectories.groups import Group
+from rlframe.trajectories.replies import EnvStatus, RegisteredEnv
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
 _LOOK = 0.1  # seconds from one look at the service to the next, where nothing ends in between
+_LEAVE = 5.0  # seconds for the last words
+_PAUSE = 1.0  # seconds before what could not be taken for `service_timeout` seconds is sent again
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +44,8 @@ class ServeLoop:
         self._config = env.config
         self._membership = Membership(env.config, env.config.wandb_name or env.name or type(env).__name__)
         env.membership = self._membership
-        timeout = self._config.worker_timeout
         self._joined = asyncio.Event()
-        self._collector = Collector(env.next_item, env.handle_env, env.statistics, timeout if timeout > 0 else None)
+        self._collector = Collector(env.next_item, env.handle_env, env.statistics, self._config.worker_timeout)
         env.workers = self._collector.under_way
 
     async def run(self) -> None:
@@ -86,7 +94,7 @@ class ServeLoop:
         self._total_steps = joined.num_steps if config.total_steps == -1 else config.total_steps
         if self._total_steps < 1:
             raise UsageError(f"total_steps is {config.total_steps}, and the trainer says {joined.num_steps}: set one.")
-        info = await self._membership.info()
+        info = await self._membership.client.info()
         env.max_token_len = info.max_token_len
         if info.batch_size != -1:
             config.batch_size = info.batch_size
@@ -99,7 +107,7 @@ class ServeLoop:
     async def _track(self) -> None:
         if not self._config.use_wandb:
             return
-        env, told = self._env, await self._membership.wandb_info()
+        env, told = self._env, await self._membership.client.wandb_info()
         env.wandb_group, env.wandb_project = told.group, told.project
         name = None
         if self._config.wandb_name:
@@ -201,3 +209,85 @@ def _passed(before: int, now: int, interval: int) -> bool:
 def _report(evaluation: asyncio.Task[None]) -> None:
     if not evaluation.cancelled() and (error := evaluation.exception()) is not None:
         logger.error("The evaluation failed.", exc_info=error)
+
+
+class Membership:
+    """One environment at the trajectory service: it joins, sends, comes back after a restart, and leaves.
+
+    Each call is repeated for `service_timeout` seconds while the service is not there.
+
+    Attributes:
+        client: for further calls.
+        posted: groups that the service has acknowledged.
+
+    Raises (every call): as `rlframe.trajectories.AsyncClient`.
+    """
+
+    def __init__(self, config: BaseEnvConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self.client = AsyncClient(config.rollout_server_url, token=config.service_token, timeout=config.service_timeout)
+        self._resume_file = None if config.resume_file is None else pathlib.Path(config.resume_file)
+        self._env: RegisteredEnv | None = None
+        self.posted = 0
+
+    async def join(self) -> RegisteredEnv:
+        """Waits for the trainer, and joins; under its earlier name where it was there before."""
+        logger.info("%s joins %s, once its trainer has asked for a batch.", self._name, self.client.url)
+        config = self._config
+        self._env = await self.client.register_env(
+            desired_name=self._name,
+            group_size=config.group_size,
+            max_token_length=config.max_token_length,
+            weight=config.inference_weight,
+            min_batch_allocation=config.min_batch_allocation,
+            # One that the service does not know (it was started afresh, or its trainer registered anew) means nothing.
+            resume_token=self._env.resume_token if self._env is not None else self._saved_token(),
+            wait=config.service_timeout,
+        )
+        if self._resume_file is not None:
+            write_atomically(self._resume_file, json.dumps({"resume_token": self._env.resume_token}), parents=True)
+        return self._env
+
+    async def status(self) -> EnvStatus | None:
+        """None where the service does not know this environment any more."""
+        assert self._env is not None
+        try:
+            return await self.client.env_status(self._env.env_id)
+        except UsageError as error:
+            logger.warning("%s joins again: %s", self._name, error)
+            return None
+
+    async def post(self, groups: Sequence[Group]) -> int:
+        """Sends them in one request, and returns how many are kept: these outlive a crash of the service from then on.
+
+        Those that are too old for the trainer are not. While the service answers that it cannot take them now (it is
+        full, say), they wait, as all collecting does.
+        """
+        key, kept = new_key(), 0
+        while True:
+            try:
+                kept = (await self.client.post(list(groups) if len(groups) > 1 else groups[0], key=key)).groups
+            except TooOldError as error:
+                logger.info("What was collected is not sent: %s", error)
+            except UnavailableError as error:
+                logger.warning("What was collected waits: %s", error)
+                await asyncio.sleep(_PAUSE)
+                continue
+            self.posted += kept
+            return kept
+
+    async def leave(self) -> None:
+        """Says goodbye if the service is there, and closes the connections."""
+        if self._env is not None:
+            with contextlib.suppress(RlframeError):
+                await self.client.disconnect_env(self._env.env_id, timeout=_LEAVE)
+        await self.client.close()
+
+    def _saved_token(self) -> str | None:
+        if self._resume_file is None or not self._resume_file.exists():
+            return None
+        try:
+            return json.loads(self._resume_file.read_text())["resume_token"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"resume_file {self._resume_file} is none that an environment wrote: {error}.") from error

@@ -1,0 +1,150 @@
+"""Scored groups: their types, how sequences become one, and what is sent of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Union
+
+from rlframe.trajectories.groups import IGNORED, Group
+
+if TYPE_CHECKING:
+    from rlframe.language.environments.env import BaseEnv
+
+_ROWS = (
+    *("advantages", "ref_logprobs", "inference_logprobs", "messages", "overrides", "images"),
+    *("distill_token_ids", "distill_logprobs"),
+)
+
+Item = Any  # what a group starts from: whatever `get_next_item` returns
+number = Union[int, float]
+
+
+class Message(TypedDict, total=False):
+    """One turn of a chat, as the OpenAI API has it."""
+
+    role: str  # system, user, assistant or tool
+    content: Any  # text, or a list of parts
+    reward: float | None
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """S sequences that answer one item, scored: see `rlframe.trajectories.Group` for shapes and meaning.
+
+    `tokens`, `masks` (the token where it is trained on, -100 where not) and `scores` have to be there.
+    """
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    inference_logprobs: list[list[float]] | None
+    messages: list[list[Message]] | None
+    generation_params: dict[str, Any] | None
+    group_overrides: dict[str, Any] | None
+    overrides: list[dict[str, Any]] | None
+    images: Any
+    distill_token_ids: list[list[list[int]]] | None
+    distill_logprobs: list[list[list[float]]] | None
+    policy_version: int | None  # where not given: the oldest that answered while the group was collected
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """One sequence of a group."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    inference_logprobs: list[float] | None
+    messages: list[Message] | None
+    group_overrides: dict[str, Any] | None
+    overrides: dict[str, Any] | None
+    images: Any
+    distill_token_ids: list[list[int]] | None
+    distill_logprobs: list[list[float]] | None
+
+
+def tokenize_for_trainer(
+    tokenizer: Any,
+    chat: Sequence[Any],
+    include_messages: bool = False,
+    train_on_all_assistant_turns: bool = False,
+    finish_reason: str = "",
+) -> dict[str, Any]:
+    """A chat as `tokens` and `masks`, which are -100 but for the last turn, or for all turns of the assistant.
+
+    It encodes again what the model wrote, and that may give other tokens than were sampled: new environments take
+    tokens and log-probabilities from `self.server.managed_server()`.
+
+    Args:
+        include_messages: give the chat back as `messages`.
+        finish_reason: "length" where the last turn was cut off: the end of turn that the template adds is no token of
+            the model's.
+    """
+    chat = list(chat)
+    tokens = list(tokenizer.apply_chat_template(chat))
+    masks = [IGNORED] * len(tokens)
+    if train_on_all_assistant_turns:
+        turns = [index for index, message in enumerate(chat) if message["role"] in ("assistant", "agent")]
+    else:
+        turns = [len(chat) - 1]
+    for turn in turns:
+        start = len(tokenizer.apply_chat_template(chat[:turn], add_generation_prompt=True))
+        end = len(tokenizer.apply_chat_template(chat[: turn + 1])) if turn + 1 < len(chat) else len(tokens)
+        masks[start:end] = tokens[start:end]
+    if finish_reason == "length" and tokens[-1] == tokenizer.eos_token_id:
+        del tokens[-1], masks[-1]
+    return {"tokens": tokens, "masks": masks, **({"messages": chat} if include_messages else {})}
+
+
+def put_together(items: list[ScoredDataItem]) -> ScoredDataGroup:
+    """A group of sequences. What only some of them have is left out: its rows would be other sequences'."""
+    rows: list[Mapping[str, Any]] = list(items)
+    group: dict[str, Any] = {name: [row[name] for row in rows] for name in ("tokens", "masks", "scores")}
+    for name in _ROWS:
+        if all(row.get(name) is not None for row in rows):
+            group[name] = [row[name] for row in rows]
+    overrides: dict[str, Any] = {}
+    for row in rows:
+        overrides |= row.get("group_overrides") or {}
+    if overrides:
+        group["group_overrides"] = overrides
+    return ScoredDataGroup(**group)  # type: ignore[typeddict-item]
+
+
+def unfit(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
+    """Why a group is not sent, None where it is."""
+    config, tokens = env.config, group.get("tokens") or []
+    wanted = (group.get("group_overrides") or {}).get("group_size", config.group_size)
+    if len(tokens) != wanted:
+        return f"it has {len(tokens)} sequences, not {wanted}"
+    scores = group["scores"]
+    if config.ensure_scores_are_not_same and len(scores) > 1 and len(set(map(float, scores))) == 1:
+        return f"its scores are all {float(scores[0]):g}"
+    longest = max(map(len, tokens))
+    if check_length and 0 < env.max_token_len < longest:
+        return f"a sequence has {longest} tokens, and the trainer takes {env.max_token_len}"
+    return None
+
+
+def with_text(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
+    """With messages, made from the tokens where there are none."""
+    if group.get("messages"):
+        return group
+    messages = [[{"role": "user", "content": tokenizer.decode(list(row))}] for row in group["tokens"]]
+    return ScoredDataGroup(**{**group, "messages": messages})  # type: ignore[typeddict-item]
+
+
+def completion_lengths(group: ScoredDataGroup) -> list[int]:
+    """Tokens that are trained on, of each sequence."""
+    return [sum(mask != -100 for mask in row) for row in group["masks"]]
+
+
+def to_send(group: ScoredDataGroup, env_id: int | None, policy_version: int | None) -> Group:
+    """Raises `UsageError` where its rows do not fit each other."""
+    version = group.get("policy_version")
+    told = {"env_id": env_id, "policy_version": policy_version if version is None else version}
+    empty = {name: None for name in ("group_overrides", "overrides", "images") if not group.get(name)}
+    return Group.from_item({**group, **empty, **told})

@@ -1,0 +1,95 @@
+"""Metrics of an environment, in the names of the published ones, and a run in Weights & Biases that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlframe import extras
+from rlframe.errors import UsageError
+
+
+class Statistics:
+    """Collected since they were last reported.
+
+    Attributes:
+        task_duration, succeeded_task_duration, failed_task_duration: seconds for a group, without pauses.
+        mainloop_timings: seconds from one look at the service to the next.
+        workers_added_per_attempt: groups that could be started at each look.
+    """
+
+    def __init__(self) -> None:
+        self.task_duration: list[float] = []
+        self.succeeded_task_duration: list[float] = []
+        self.failed_task_duration: list[float] = []
+        self.mainloop_timings: list[float] = []
+        self.workers_added_per_attempt: list[float] = []
+
+    def ended(self, seconds: float, sent: bool) -> None:
+        self.task_duration.append(seconds)
+        (self.succeeded_task_duration if sent else self.failed_task_duration).append(seconds)
+
+    def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds `train_perf/...` and `train/items_...`, and starts afresh."""
+        if self.succeeded_task_duration:
+            metrics["train/items_sent_to_api"] = len(self.succeeded_task_duration)
+        if self.failed_task_duration:
+            metrics["train/items_rejected"] = len(self.failed_task_duration)
+        for name, values in vars(self).items():
+            metrics |= spread(f"train_perf/{name}", values)
+            values.clear()
+        return metrics
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, standard deviation and bounds; empty where there are no values."""
+    if not values:
+        return {}
+    return {
+        f"{name}_mean": float(np.mean(values)),
+        f"{name}_std": float(np.std(values)),
+        f"{name}_max": float(np.max(values)),
+        f"{name}_min": float(np.min(values)),
+    }
+
+
+def length_metrics(lengths: list[int], longest: int) -> dict[str, float]:
+    """`train/completion_lengths...`, of sequences that may be `longest` tokens long; empty where there are none."""
+    name = "train/completion_lengths"
+    metrics = spread(name, lengths)
+    if metrics:
+        metrics[name] = metrics.pop(f"{name}_mean")
+        # Not a percentile: the part of them that is almost as long as can be. The name is the published one.
+        metrics[f"{name}_p95"] = sum(one > 0.95 * longest for one in lengths) / len(lengths)
+    return metrics
+
+
+class WandbRun:
+    """A run in Weights & Biases, from now until `finish`. `WANDB_MODE=offline` keeps it on this machine.
+
+    Raises:
+        UsageError: wandb is not installed, or cannot begin a run: nobody is logged in, say.
+    """
+
+    def __init__(self, project: str | None, group: str | None, name: str | None, config: Mapping[str, Any]) -> None:
+        with extras.needed("use_wandb", "wandb", otherwise="or --env.use_wandb false"):
+            import wandb
+        self._table = wandb.Table
+        try:
+            self._run = wandb.init(project=project or None, group=group or None, name=name, config=dict(config))
+        except wandb.Error as error:
+            raise UsageError(
+                f"Weights & Biases: {error} WANDB_MODE=offline keeps it here, --env.use_wandb false does without."
+            ) from error
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+        """A table to be logged."""
+        return self._table(columns=list(columns), data=[list(row) for row in rows])
+
+    def finish(self) -> None:
+        self._run.finish()
