@@ -1,17 +1,22 @@
-"""What Prometheus is told of any service: how long requests take, and what the process needs."""
+"""What Prometheus is told of a service: its own numbers, how long requests take, and what the process needs."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+
+Table = Iterable[tuple[str, str, str]]  # of each number its name, its help, and where it stands in what is read
 
 
 class RequestMetrics:
@@ -33,11 +38,31 @@ class RequestMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
 
-    def exposition(self, collector: Collector) -> bytes:
-        """What `collector` has, and these, in Prometheus's text format 0.0.4. May be called in any thread."""
+    def exposition(self, families: Iterable[Metric]) -> bytes:
+        """`families`, and these, in Prometheus's text format 0.0.4. May be called in any thread."""
         asked = CollectorRegistry()
-        asked.register(collector)
+        asked.register(_Families(families))
         return generate_latest(asked) + generate_latest(self._registry)
+
+    def response(self, families: Iterable[Metric]) -> Response:
+        """The answer to Prometheus."""
+        return Response(self.exposition(families), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def numbers(prefix: str, counters: Table, gauges: Table, read: Callable[[str], Any]) -> Iterator[Metric]:
+    """A metric for each row of the tables whose value, which `read` gives, is not None."""
+    for family, table in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
+        for name, help_text, key in table:
+            if (value := read(key)) is not None:
+                yield family(prefix + name, help_text, value)
 
 
 class Measure:

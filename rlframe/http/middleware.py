@@ -50,15 +50,16 @@ def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
 
 
 class RequireToken:
-    """401 unless the request carries the bearer token."""
+    """401 unless the request carries the bearer token, or is for a path in `without`."""
 
-    def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail) -> None:
+    def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail, without: tuple[str, ...] = ()) -> None:
         self._app = app
         self._refusal = refusal
         self._expected = token.encode()
+        self._without = without
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] == "http" and scope["path"] not in self._without:
             scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._expected):
                 error = "This service needs the header Authorization: Bearer TOKEN, with the token of its --token-file."

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from rlframe.errors import UsageError
+from rlframe.errors import PeerError, UsageError
 from rlframe.http.connections import bounded
 from rlframe.interprocess.progress import Phase, advance
 
 _SERVING = Phase("serving", 300.0)
 DRAIN = 10  # seconds for requests that are under way when the service is told to end
+_END = 2 * DRAIN  # seconds for its thread to end
+_READY = 60.0  # seconds for it to begin
 
 
 class Server(uvicorn.Server):
@@ -70,6 +73,69 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._let_go()
         await super().shutdown(sockets)
+
+
+class ServerThread:
+    """Serves an application in a thread, from when it is made until `close`. A context manager.
+
+    Args:
+        app: the application.
+        host, port: where it listens; port 0 is one that is free.
+        max_connections, let_go: as for `Server`.
+        ended: is called in the thread once it ends, be it by `close` or by `failure`.
+
+    Raises:
+        UsageError: it cannot listen there.
+        PeerError: it did not begin in time.
+
+    Attributes:
+        url: where it answers.
+        failure: what ended it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        max_connections: int,
+        *,
+        let_go: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ready, self._ended = threading.Event(), ended
+        self.failure: BaseException | None = None
+        self._listener = listen(host, port)
+        self.url = f"http://{address_of(self._listener)}"
+        self._server = Server(app, max_connections, self._ready.set, let_go)
+        self._thread = threading.Thread(target=self._run, name=f"rlframe HTTP {self.url}", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(_READY):
+            self.close()
+            raise PeerError(f"The service at {self.url} did not begin within {_READY:g} s.")
+        if self.failure is not None:
+            raise self.failure
+
+    def __enter__(self) -> ServerThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Answers what is under way, and ends within seconds. May be called again."""
+        self._server.should_exit = True
+        self._thread.join(_END)
+        self._listener.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._ready.set()
+            self._ended()
 
 
 def listen(host: str, port: int) -> socket.socket:

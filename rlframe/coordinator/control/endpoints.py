@@ -12,10 +12,11 @@ from starlette.responses import Response, StreamingResponse
 from rlframe.coordinator.control.calls import Calls
 from rlframe.coordinator.control.errors import ConflictError, FieldError
 from rlframe.coordinator.control.events import EventLog
-from rlframe.coordinator.control.prometheus import Metrics
+from rlframe.coordinator.control.prometheus import families
 from rlframe.coordinator.messages import Role
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.errors import RlframeError, UsageError
+from rlframe.http.measuring import RequestMetrics
 from rlframe.http.middleware import answer
 
 MOST_EVENTS = 1000  # in one answer
@@ -79,7 +80,7 @@ READS = _described(503)
 WRITES = _described(409, 422, 503)
 
 
-def reading_router(calls: Calls, log: EventLog, metrics: Metrics) -> APIRouter:
+def reading_router(calls: Calls, log: EventLog, metrics: RequestMetrics, prefix: str) -> APIRouter:
     """What changes nothing."""
     router = APIRouter()
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -97,7 +98,7 @@ def reading_router(calls: Calls, log: EventLog, metrics: Metrics) -> APIRouter:
             status: dict[str, Any] | None = await calls.status()
         except RlframeError:
             status = None
-        return Response(metrics.text(status), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return metrics.response(families(prefix, status))
 
     @router.get("/status", response_model=dict[str, Any], responses=READS, tags=["job"])
     async def status() -> Response:

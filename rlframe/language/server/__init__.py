@@ -4,7 +4,6 @@ from rlframe import extras
 
 extras.require("PolicyServer", "trajectories")
 with extras.needed("PolicyServer", "trajectories"):
-    from rlframe.language.server.config import PolicyServerConfig
-    from rlframe.language.server.server import PolicyServer
+    from rlframe.language.server.server import PolicyServer, PolicyServerConfig
 
 __all__ = ["PolicyServer", "PolicyServerConfig"]

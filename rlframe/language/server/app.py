@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
 
-import rlframe
 from rlframe.errors import UnavailableError, UsageError
-from rlframe.http.measuring import Measure, RequestMetrics
-from rlframe.http.middleware import Compress, ReadBody, RequireToken, answer
-from rlframe.http.origins import SameOrigin
+from rlframe.http.app import answer_errors, protect
+from rlframe.http.app import make_app as make_base_app
+from rlframe.http.measuring import RequestMetrics, numbers
+from rlframe.http.middleware import answer
 from rlframe.http.token_file import read_token
-from rlframe.language.server.errors import RefusedError, invalid, refusal
+from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import Generation
-from rlframe.language.server.prometheus import PREFIX, PolicyCollector
 from rlframe.language.server.replies import ChatReplies, CompletionReplies, Replies
 from rlframe.language.server.requests import ChatRequest, CompletionRequest
-from rlframe.language.server.streaming import ClientLeftError, EventStream, while_connected
 
 if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
@@ -33,17 +33,33 @@ _DESCRIPTION = """A language model that learns meanwhile, behind the OpenAI API.
 
 Every answer names its `policy_version`: that of the parameters which its last token was sampled with."""
 
+_PREFIX = "rlframe_policy_"  # of metrics
+# Name, help, and what it is called in `PolicyServer.stats`.
+_COUNTERS = (
+    ("completions", "Completions that were asked for.", "requests"),
+    ("tokens", "Tokens that were sampled.", "tokens"),
+    ("prompt_tokens", "Tokens of prompts that were read.", "prompt_tokens"),
+    ("engine_calls", "Calls of the decode engine.", "calls"),
+    ("refreshes", "Versions of the parameters that were taken over.", "refreshes"),
+)
+_GAUGES = (
+    ("running", "Completions that are decoded.", "running"),
+    ("waiting", "Completions that wait for a slot.", "waiting"),
+    ("version", "Of the parameters.", "version"),
+    ("learner_version", "The newest that was heard of; -1: none.", "learner_version"),
+    ("versions_behind", "Versions by which the parameters are older than the newest heard of.", "versions_behind"),
+    ("since_refresh_seconds", "Since the parameters were taken over.", "since_refresh"),
+    ("since_learner_seconds", "Since the learner was heard of.", "since_learner"),
+)
+
+T = TypeVar("T")
+
 
 def make_app(server: PolicyServer) -> FastAPI:
     """The application. Raises `UsageError` where the token file cannot be read."""
     cfg, token = server.cfg, read_token(server.cfg.token_file)
-    metrics, started = RequestMetrics(PREFIX), int(time.time())
-    app = FastAPI(
-        title="rlframe policy",
-        version=rlframe.__version__,
-        description=_DESCRIPTION,
-        strict_content_type=False,  # CSRF is what SameOrigin is there for
-    )
+    metrics, started = RequestMetrics(_PREFIX), int(time.time())
+    app = make_base_app("rlframe policy", _DESCRIPTION)
     card = {
         "id": cfg.model_name,
         "object": "model",
@@ -60,8 +76,7 @@ def make_app(server: PolicyServer) -> FastAPI:
     @app.get("/metrics", tags=["server"], response_class=Response)
     async def read_metrics() -> Response:
         """Requests, tokens, what runs and waits, and the version, as Prometheus reads them."""
-        content = metrics.exposition(PolicyCollector(server.stats()))
-        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return metrics.response(numbers(_PREFIX, _COUNTERS, _GAUGES, server.stats().get))
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
@@ -89,16 +104,24 @@ def make_app(server: PolicyServer) -> FastAPI:
         """Answers a conversation."""
         return await _reply(server, body, request, ChatReplies)
 
-    _handle_errors(app)
-    # The last one added is the first that a request meets.
-    app.add_middleware(Compress)
-    app.add_middleware(ReadBody, limit=cfg.max_body_mb << 20, refusal=refusal)
-    if token is not None:
-        app.add_middleware(RequireToken, token=token, refusal=refusal)
-    app.add_middleware(
-        SameOrigin, token=token is not None, no_token=cfg.no_token, hosts=cfg.allowed_hosts, refusal=refusal
+    known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
+    answer_errors(
+        app,
+        {
+            RequestValidationError: lambda error: invalid(error, known).response,
+            **{kind: lambda error: refused(error).response for kind in (RefusedError, UsageError, UnavailableError)},
+        },
+        refusal,
     )
-    app.add_middleware(Measure, metrics=metrics)
+    protect(
+        app,
+        metrics,
+        max_body=cfg.max_body_mb << 20,
+        token=token,
+        no_token=cfg.no_token,
+        hosts=cfg.allowed_hosts,
+        refusal=refusal,
+    )
     return app
 
 
@@ -119,51 +142,55 @@ async def _reply(
     )
     replies = form(body, asked, tokenizer)
     if body.stream:
-        return EventStream(_events(generation, replies))
-    try:
-        pieces = await while_connected(request.receive, generation.whole())
-    except ClientLeftError:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(generation, replies), headers=headers, media_type="text/event-stream")
+    pieces = await _unless_left(request.receive, generation.whole())
+    if pieces is None:
         return Response(status_code=499)  # as nginx notes it: nobody sees it
     return answer(replies.whole(pieces))
 
 
-async def _events(generation: Generation, replies: Replies) -> AsyncIterator[dict[str, Any]]:
+async def _unless_left(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
+    """What `work` gives; None where the client leaves before, and the work is cancelled."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await working  # it frees its slots
+
+
+async def _events(generation: Generation, replies: Replies) -> AsyncIterator[bytes]:
+    """Server-sent events, each a JSON object; at the end `[DONE]`. An error is an event too.
+
+    Starlette cancels it where the client leaves.
+    """
     try:
         async for piece in generation.pieces():
             if (event := replies.event(piece)) is not None:
-                yield event
+                yield _event(event)
         if (last := replies.last_event()) is not None:
-            yield last
+            yield _event(last)
+    except (RefusedError, UnavailableError) as error:
+        yield _event(refused(error).content)
     finally:
         generation.cancel()
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: object) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def _check_model(asked: str, name: str) -> None:
     if asked != name:
         message = f"There is no model {asked!r}; this server has {name!r}."
         raise RefusedError(message, 404, param="model", code="model_not_found")
-
-
-def _handle_errors(app: FastAPI) -> None:
-    known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid_request(_: Request, error: RequestValidationError) -> Response:
-        return invalid(error, known).response
-
-    @app.exception_handler(RefusedError)
-    async def refused(_: Request, error: RefusedError) -> Response:
-        return error.response
-
-    @app.exception_handler(UsageError)
-    async def impossible(_: Request, error: UsageError) -> Response:
-        return RefusedError(str(error), 400).response
-
-    @app.exception_handler(UnavailableError)
-    async def unavailable(_: Request, error: UnavailableError) -> Response:
-        return RefusedError(str(error), 503, retry=1).response
-
-    @app.exception_handler(HTTPException)
-    async def no_such_path(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}. The endpoints are described at /docs."
-        return RefusedError(message, error.status_code).response

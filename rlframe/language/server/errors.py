@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
-from rlframe.errors import RlframeError, suggest
+from rlframe.errors import RlframeError, UnavailableError, suggest
 from rlframe.http.middleware import answer
 
 _TYPES = {
@@ -38,6 +38,15 @@ class RefusedError(RlframeError):
     def content(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(error: RlframeError) -> RefusedError:
+    """What a request that raised is answered with."""
+    if isinstance(error, RefusedError):
+        return error
+    return (
+        RefusedError(str(error), 503, retry=1) if isinstance(error, UnavailableError) else RefusedError(str(error), 400)
+    )
 
 
 def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> Response:

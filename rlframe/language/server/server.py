@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -13,19 +14,46 @@ import jax.numpy as jnp
 
 from rlframe import handles
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from rlframe.http.serving import DRAIN, Server, address_of, listen
-from rlframe.http.token_file import no_token_means
+from rlframe.http.serving import ServerThread
+from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.inferencers.refreshing import Refresher
-from rlframe.language.decoding import Engine
+from rlframe.language.decoding import Engine, EngineConfig
 from rlframe.language.model import ModelConfig, transformer
 from rlframe.language.model.tokenizers import Tokenizer, load_tokenizer
-from rlframe.language.server.config import CAN, PolicyServerConfig
 from rlframe.types import Params
 
 _log = logging.getLogger(__name__)
 
-_END = 2 * DRAIN  # seconds for the HTTP side to end
+CAN = "have the model answer"  # what whoever may call the server can do
 _READY = 60.0  # seconds for it to begin
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyServerConfig:
+    """Where it listens, how much it takes, and how it follows its learner."""
+
+    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks
+    port: int = 8001  # 0: one that is free
+    token_file: str | None = None  # file with the bearer token that every request has to carry
+    no_token: bool = False  # whether to answer other machines without a token: whoever reaches it can do all of `CAN`
+    allowed_hosts: tuple[str, ...] = ()  # without a token: its names, beside localhost and IP addresses
+    model_name: str = "policy"  # that requests have to ask for
+    max_connections: int = 1024  # at the same time; more are refused
+    max_body_mb: int = 64  # megabytes of one request, decompressed
+    request_timeout: float = 600.0  # seconds for an answer
+    refresh_interval: float = 0.02  # seconds between two looks at the learner's parameters
+    learner_deadline: float = handles.DEADLINE  # seconds that a learner in another process may be out of reach
+    seed: int = 0  # of the requests that name none
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)  # how much is decoded at once
+
+    def __post_init__(self) -> None:
+        check_guarded(self.host, self.token_file, CAN, self.no_token)
+        for name in ("max_connections", "max_body_mb"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"PolicyServerConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("request_timeout", "refresh_interval", "learner_deadline"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"PolicyServerConfig.{name} must be more than 0 s, got {getattr(self, name)}.")
 
 
 class PolicyServer:
@@ -82,32 +110,27 @@ class PolicyServer:
             raise UsageError("This PolicyServer runs already, or did: make another.")
         from rlframe.language.server.app import make_app
 
-        app = make_app(self)
-        listener = listen(self.cfg.host, self.cfg.port)
-        self._url = f"http://{address_of(listener)}/v1"
-        server = Server(app, self.cfg.max_connections, self._greet)
-        thread = threading.Thread(target=self._serve, args=(server, listener), name="policy server", daemon=True)
         try:
             if self._params is not None:
                 self._take(0, self._params)
                 self._params = None  # the engine has a copy
                 self._seen = -1  # a learner's version 0 may be of others
-            thread.start()
-            with handles.stopped_by_program(self.stop):
+            cfg, app = self.cfg, make_app(self)
+            with (
+                ServerThread(app, cfg.host, cfg.port, cfg.max_connections, ended=self.stop) as serving,
+                handles.stopped_by_program(self.stop),
+            ):
+                self._greet(serving.url)
                 if self._learner is not None:
-                    self._refresher.follow(self.cfg.refresh_interval, required=self._engine is None)
+                    self._refresher.follow(cfg.refresh_interval, required=self._engine is None)
                 else:
                     self._stop.wait()
         finally:
             self.stop()
-            server.should_exit = True
-            if thread.ident is not None:
-                thread.join(_END)
-            listener.close()
             if self._engine is not None:
                 self._engine.close()
-        if self._failure is not None:
-            raise self._failure
+        if failure := self._failure or serving.failure:
+            raise failure
 
     def stop(self) -> None:
         """Ends `run()`: what is under way has seconds to be answered. Any thread may call it."""
@@ -178,19 +201,12 @@ class PolicyServer:
         if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, expected):
             raise UsageError("The parameters are not those of the policy server's model: another model is learned.")
 
-    def _greet(self) -> None:
+    def _greet(self, url: str) -> None:
+        self._url = f"{url}/v1"
         if self.cfg.no_token:
             print(no_token_means(CAN), file=sys.stderr, flush=True)
-        root = self._url.removesuffix("/v1")
-        print(f"Policy at {self._url}  (model {self.cfg.model_name!r}, endpoints: {root}/docs)", flush=True)
+        print(f"Policy at {self._url}  (model {self.cfg.model_name!r}, endpoints: {url}/docs)", flush=True)
         self._ready.set()
-
-    def _serve(self, server: Server, listener: Any) -> None:
-        try:
-            server.run(sockets=[listener])
-        except BaseException as error:
-            self._fail(error)
-        self.stop()
 
     def _fail(self, error: BaseException) -> None:
         if not self._stop.is_set():

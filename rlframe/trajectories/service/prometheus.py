@@ -37,7 +37,7 @@ class Metrics(RequestMetrics):
 
     def text(self, scrape: Scrape) -> bytes:
         """The exposition in Prometheus's text format 0.0.4. May be called in any thread."""
-        return self.exposition(_Queues(scrape))
+        return self.exposition(_Queues(scrape).collect())
 
 
 class _Queues(Collector):

@@ -28,9 +28,10 @@ from rlframe.coordinator.control.app import make_app
 from rlframe.coordinator.control.calls import STATUS_AGE
 from rlframe.coordinator.control.client import ControlClient
 from rlframe.coordinator.control.errors import ConflictError
-from rlframe.coordinator.control.serving import ControlServer, serve_control
+from rlframe.coordinator.control.serving import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.http.serving import ServerThread
 from tests.coordinator.control.coordinators import MAX_ACTORS, ScriptedCoordinator
 
 DEADLINE = 30.0  # seconds for any answer, on a machine that is busy
@@ -42,7 +43,7 @@ def coordinator() -> ScriptedCoordinator:
 
 
 @pytest.fixture
-def server(coordinator: ScriptedCoordinator) -> Iterator[ControlServer]:
+def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
     with serve_control(coordinator, port=0) as server:
         yield server
 
@@ -57,7 +58,7 @@ def shared() -> Iterator[tuple[ScriptedCoordinator, httpx.Client]]:
 
 
 @pytest.fixture
-def http(server: ControlServer) -> Iterator[httpx.Client]:
+def http(server: ServerThread) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
         yield client
 

@@ -19,9 +19,10 @@ needs("trajectories")
 from rlframe.cli import main
 from rlframe.cli.control import is_steered
 from rlframe.coordinator.control.address import control_file, make_token, read_control, status_file, write_control
-from rlframe.coordinator.control.serving import ControlServer, serve_control
+from rlframe.coordinator.control.serving import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
+from rlframe.http.serving import ServerThread
 from rlframe.programs import make_experiment
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.run_dir import RunDir
@@ -36,7 +37,7 @@ def coordinator() -> ScriptedCoordinator:
 
 
 @pytest.fixture
-def server(coordinator: ScriptedCoordinator) -> Iterator[ControlServer]:
+def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
     with serve_control(coordinator, port=0) as server:
         yield server
 

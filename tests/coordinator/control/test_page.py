@@ -13,9 +13,10 @@ needs("trajectories")
 import_or_skip("playwright", "pip install 'rlframe[test]'")
 from playwright.sync_api import Browser, Page, expect
 
-from rlframe.coordinator.control.serving import ControlServer, serve_control
+from rlframe.coordinator.control.serving import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError
+from rlframe.http.serving import ServerThread
 from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
 from tests.coordinator.control.coordinators import MAX_ACTORS, ScriptedCoordinator
 
@@ -37,7 +38,7 @@ def coordinator() -> ScriptedCoordinator:
 
 
 @pytest.fixture
-def server(coordinator: ScriptedCoordinator) -> Iterator[ControlServer]:
+def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
     with serve_control(coordinator, port=0) as server:
         yield server
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.language.model.tokenizers import ByteTokenizer
-from rlframe.language.server.text import Text
+from rlframe.language.server.generation import Text
 
 TOKENIZER = ByteTokenizer()
 SAID = "añ→😀 end"
