@@ -1,4 +1,5 @@
-"""What the commands for a run that goes on share: which one is meant, and how they reach it."""
+"""`rlframe pause`, `resume` and `scale`, and what all commands for a run that goes on share: which one is meant, and
+how they reach it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import tyro
 
 from rlframe import extras
 from rlframe.cli.parsing import parse
-from rlframe.errors import UsageError
+from rlframe.coordinator.messages import ROLES
+from rlframe.errors import UsageError, suggest
 
 if TYPE_CHECKING:
     from rlframe.coordinator.control.client import ControlClient
@@ -94,19 +96,64 @@ def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
     return StatusReader(run_dir) if last is None else lambda: last
 
 
-def run_command(
-    arguments: list[str],
-    prog: str,
-    description: str,
-    call: Callable[[ControlClient, Any], str],
-    options_class: type = RunOptions,
-) -> int:
-    """A command for runs under a coordinator that is one call; returns its exit code.
+@dataclasses.dataclass(frozen=True)
+class ScaleOptions(ControlOptions):
+    """What `rlframe scale` takes."""
 
-    Args:
-        call: of the client and the options; returns what to tell a person.
-        options_class: `RunOptions`, or another one with what it has.
-    """
+    words: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="[RUN_DIR] ROLE N", help="directory of a run; collector; workers from now on"),
+    ] = ()
+
+    @property
+    def run_dir(self) -> str | None:
+        """Where it comes before the role and the number."""
+        return self.words[0] if len(self.words) == 3 else None
+
+
+def _pause(client: ControlClient, _: Any) -> str:
+    client.pause()
+    return "Paused. `rlframe resume` has it go on."
+
+
+def _resume(client: ControlClient, _: Any) -> str:
+    client.resume()
+    return "It goes on."
+
+
+def _scale(client: ControlClient, options: ScaleOptions) -> str:
+    words = options.words[1:] if options.run_dir is not None else options.words
+    role, number = (*words, "", "")[:2]
+    if role not in ROLES:
+        asked = f"{role!r} is no role" if role else "Name a role and a number"
+        raise UsageError(f"{asked}; there are {', '.join(ROLES)}.{suggest(role, ROLES)}")
+    if not number.isdecimal() or len(words) > 2:
+        raise UsageError(f"Say how many workers: rlframe scale [RUN_DIR] {role} N.")
+    client.scale(role, int(number))
+    return f"{number} of the role {role} from now on."
+
+
+# Commands that are one call: what each takes, the call, which returns what to tell a person, and its help.
+_CALLS: dict[str, tuple[type, Callable[[ControlClient, Any], str], str]] = {
+    "pause": (
+        RunOptions,
+        _pause,
+        "Have a run of the topology elastic hold: nothing is collected or learned until `rlframe resume`.",
+    ),
+    "resume": (RunOptions, _resume, "Have a run of the topology elastic go on after `rlframe pause`."),
+    "scale": (
+        ScaleOptions,
+        _scale,
+        "Change how many workers a run of the topology elastic has, as in `rlframe scale RUN_DIR collector 4`.",
+    ),
+}
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Runs `pause`, `resume` or `scale`, for a run under a coordinator, and returns its exit code."""
+    prog = f"rlframe {command}"
+    options_class, call, description = _CALLS[command]
     options: Any = parse(options_class, arguments, prog, description)
     check_names_one_run(options)
     if options.run_dir is not None:

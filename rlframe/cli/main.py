@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import rlframe
 from rlframe.errors import RlframeError, UsageError, suggest
 
-# command -> what it does, for the help. Each is a module here with `run(arguments) -> exit code`.
+# command -> what it does, for the help. Each is a module here with `run(arguments) -> exit code`, but `_STEER`.
 COMMANDS = {
     "train": "train an agent on an environment",
     "join": "add actors on this machine to a run on another",
@@ -29,6 +29,7 @@ COMMANDS = {
     "stop": "end a run in good order",
     "bench": "measure this project and its peers, side by side in one run",
 }
+_STEER = ("scale", "pause", "resume")  # in `rlframe.cli.control`
 
 INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
 
@@ -83,6 +84,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         known = ", ".join(COMMANDS)
         raise UsageError(f"There is no command {command!r}; there are {known}.{suggest(command, COMMANDS)}")
+    if command in _STEER:
+        return importlib.import_module("rlframe.cli.control").run(command, rest)
     return importlib.import_module(f"rlframe.cli.{command}").run(rest)
 
 

@@ -1,22 +1,88 @@
-"""`rlframe serve`: which service was asked for."""
+"""`rlframe serve trajectories` and `rlframe serve policy`."""
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import signal
+from typing import Annotated, Union
 
+import tyro
+
+from rlframe import extras, transport
+from rlframe.cli.parsing import parse
 from rlframe.errors import UsageError, suggest
 
-# service -> what it does, for the help. Each is a module `serve_SERVICE` here with `run(arguments) -> exit code`.
+# service -> what it does, for the help.
 SERVICES = {
     "trajectories": "groups of sequences from environments, in batches for trainers",
     "policy": "a language model behind the OpenAI API, with its learner's newest weights",
 }
+_TRAJECTORIES = (
+    "Serve trajectories: environments send groups of sequences over HTTP, trainers pull batches of them. "
+    "The endpoints are described at /docs."
+)
+_POLICY = (
+    "Serve a language model behind the OpenAI API (/v1/completions, /v1/chat/completions), with the newest weights of "
+    "whoever learns it. The model is a folder in the published format (config.json, model.safetensors, "
+    "tokenizer.json), or that of a run (--run-dir), whose newest checkpoint answers. With --learner its newer weights "
+    "come from a learner that runs. The endpoints are described at /docs."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceOptions:
+    """What both services take."""
+
+    host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks, which needs a --token-file or --no-token
+    token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
+    # answer other machines without a token: whoever reaches the service can do all that it offers
+    no_token: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    # a name that the service is reached under, beside localhost and IP addresses; only without a token
+    allowed_hosts: Annotated[tuple[str, ...], tyro.conf.arg(name="allowed-host"), tyro.conf.UseAppendAction] = ()
+    max_body_mb: int = 64  # megabytes of one request, decompressed
+    max_connections: int = 1024  # at the same time; more are refused
+    traceback: bool = False  # show where an error came from
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryOptions(ServiceOptions):
+    """What `rlframe serve trajectories` takes."""
+
+    port: int = 8000  # 0: one that is free
+    store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
+    tokenizer: Union[str, None] = None  # file tokenizer.json with which the live page shows tokens as text
+    max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
+    reset: bool = True  # whether /reset_data is there
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyOptions(ServiceOptions):
+    """What `rlframe serve policy` takes."""
+
+    model: Annotated[
+        Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_FOLDER]", help="in the published format")
+    ] = None
+    run_dir: Union[str, None] = None  # directory of a run in place of a folder; its checkpoints are followed
+    learner: Union[str, None] = None  # HOST:PORT of a learner's node (trust it), which newer weights come from
+    tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; none: the model's own, else byte
+    port: int = 8001  # 0: one that is free
+    model_name: str = "policy"  # that requests have to ask for
+    dtype: Union[str, None] = None  # float32 or bfloat16; none: what the model's config.json says
+    slots: int = 32  # answers that are decoded at once
+    length: Union[int, None] = None  # tokens of a prompt and its answer; none: as many as the model takes
+    steps: int = 8  # tokens that an answer gets between two chances of others to join
+    max_waiting: int = 1024  # answers that wait for a slot; more are refused (429)
+    request_timeout: float = 600.0  # seconds for an answer
+    seed: int = 0  # of the requests that name none
 
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     if arguments and arguments[0] in SERVICES:
-        return importlib.import_module(f"rlframe.cli.serve_{arguments[0]}").run(arguments[1:])
+        serve = _serve_policy if arguments[0] == "policy" else _serve_trajectories
+        serve(arguments[1:])
+        return 0
     if arguments and arguments[0] in ("-h", "--help"):
         lines = [f"usage: rlframe serve {{{','.join(SERVICES)}}} [OPTIONS]", ""]
         print("\n".join([*lines, *(f"  {name:14} {what}" for name, what in SERVICES.items())]))
@@ -24,3 +90,47 @@ def run(arguments: list[str]) -> int:
     asked = f"{arguments[0]!r} is no service" if arguments else "Name a service"
     hint = suggest(arguments[0], SERVICES) if arguments else ""
     raise UsageError(f"{asked}; there are {', '.join(SERVICES)}.{hint}")
+
+
+def _serve_trajectories(arguments: list[str]) -> None:
+    prog = "rlframe serve trajectories"
+    options = parse(TrajectoryOptions, arguments, prog, _TRAJECTORIES)
+    if options.tokenizer is not None:
+        extras.require("--tokenizer", "trajectories", "tokenizers")
+    with extras.needed(prog, "trajectories"):
+        from rlframe.trajectories.serving import serve
+    from rlframe.trajectories.settings import Settings
+
+    names = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: getattr(options, name) for name in names})
+    serve(settings, options.host, options.port, options.max_connections)
+
+
+def _serve_policy(arguments: list[str]) -> None:
+    prog = "rlframe serve policy"
+    options = parse(PolicyOptions, arguments, prog, _POLICY)
+    if (options.model is None) == (options.run_dir is None):
+        raise UsageError("Name the folder of a model, or a run by --run-dir: one of the two.")
+    if options.run_dir is not None and options.dtype is not None:
+        raise UsageError("--dtype is for a MODEL_FOLDER: a run's checkpoints have their own.")
+    extras.require(prog, "trajectories", *(["lm"] if options.model is not None else []))
+    if options.learner is not None:
+        transport.DEFAULT.check("--learner")
+    from rlframe.language.decoding import EngineConfig
+    from rlframe.language.server import PolicyServer, PolicyServerConfig
+    from rlframe.programs import policy
+
+    engine = EngineConfig(
+        slots=options.slots, length=options.length, steps=options.steps, max_waiting=options.max_waiting
+    )
+    names = {field.name for field in dataclasses.fields(PolicyServerConfig)} & set(vars(options))
+    cfg = PolicyServerConfig(**{name: getattr(options, name) for name in names}, engine=engine)
+    if options.run_dir is not None:
+        made = policy.of_run(options.run_dir, options.tokenizer, options.learner)
+    else:
+        assert options.model is not None
+        made = policy.of_folder(options.model, options.tokenizer, options.learner, options.dtype)
+    server = PolicyServer(cfg, *made)
+    for number in (signal.SIGINT, signal.SIGTERM):  # having drained is a success
+        signal.signal(number, lambda *_: server.stop())
+    server.run()

@@ -323,7 +323,7 @@ def test_environments_share_the_model_servers_by_weight_but_for_one_that_takes_a
     class Others(Letters):
         name = "others"
 
-    slots = lambda running: running.env.server.servers[0].sem.free + running.env.server.servers[0].sem.used  # noqa: E731
+    slots = lambda running: running.env.server.servers[0].sem.total_tokens  # noqa: E731
     with contextlib.ExitStack() as stack:
         stack.enter_context(trainer(url))
         three, one, all_ = (
