@@ -19,7 +19,7 @@ DESCRIPTION = "List the agents with their options and presets. An agent of your 
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AgentsOptions:
     """What `rlframe agents` takes."""
 
     agent: Annotated[str, tyro.conf.Positional] = ""  # only this one, with every option and preset
@@ -29,7 +29,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = parse(Options, arguments, PROG, DESCRIPTION)
+    options = parse(AgentsOptions, arguments, PROG, DESCRIPTION)
     names = [options.agent] if options.agent else sorted(naming.AGENTS)
     if options.json:
         print(json.dumps({name: _description(name) for name in names}))

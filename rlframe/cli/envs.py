@@ -20,7 +20,7 @@ DESCRIPTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EnvsOptions:
     """What `rlframe envs` takes."""
 
     pattern: Annotated[str, tyro.conf.Positional] = ""  # only names that contain this, in any case
@@ -30,7 +30,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = parse(Options, arguments, PROG, DESCRIPTION)
+    options = parse(EnvsOptions, arguments, PROG, DESCRIPTION)
     from rlframe.envs import list_envs
 
     with warnings.catch_warnings():  # dm_control's, of a machine without a screen

@@ -18,7 +18,7 @@ DESCRIPTION = "Play episodes greedily with the latest checkpoint of a run."
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EvaluateOptions:
     """What `rlframe evaluate` takes."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # the run's directory
@@ -31,7 +31,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = parse(Options, arguments, PROG, DESCRIPTION)
+    options = parse(EvaluateOptions, arguments, PROG, DESCRIPTION)
     if options.episodes < 1:
         raise UsageError(f"--episodes must be at least 1, got {options.episodes}.")
     if options.video is not None:

@@ -18,7 +18,7 @@ DESCRIPTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class JoinOptions:
     """What `rlframe join` takes."""
 
     address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST:PORT")]  # where the run listens
@@ -30,7 +30,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = parse(Options, arguments, PROG, DESCRIPTION)
+    options = parse(JoinOptions, arguments, PROG, DESCRIPTION)
     import setproctitle
 
     setproctitle.setproctitle("rlframe: join")

@@ -18,7 +18,7 @@ DESCRIPTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PlotOptions:
     """What `rlframe plot` takes."""
 
     run_dirs: Annotated[
@@ -30,7 +30,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = parse(Options, arguments, PROG, DESCRIPTION)
+    options = parse(PlotOptions, arguments, PROG, DESCRIPTION)
     if not options.run_dirs:
         raise UsageError(f"Name one run directory or several. See `{PROG} --help`.")
     from rlframe.metrics import plot_learning_curve

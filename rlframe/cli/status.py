@@ -36,7 +36,7 @@ _AWAY = 60.0  # seconds for which --watch waits for a control that does not answ
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(RunOptions):
+class StatusOptions(RunOptions):
     """What `rlframe status` takes."""
 
     watch: bool = False  # show it again and again, until the run is over
@@ -45,7 +45,7 @@ class Options(RunOptions):
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = parse(Options, arguments, PROG, DESCRIPTION)
+    options = parse(StatusOptions, arguments, PROG, DESCRIPTION)
     if not 0.1 <= options.interval <= 3600.0:
         raise UsageError(f"--interval must be between 0.1 and 3600 seconds, got {options.interval:g}.")
     check_names_one_run(options)
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _look_at(options: Options, run_dir: str, opened: contextlib.ExitStack) -> Look:
+def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack) -> Look:
     """What gives the status of the run in a directory: its coordinator, or the directory's files."""
     from rlframe.programs.run_lock import holder_of
 
@@ -83,7 +83,7 @@ def _look_at(options: Options, run_dir: str, opened: contextlib.ExitStack) -> Lo
     return look
 
 
-def _watch(look: Look, options: Options) -> None:
+def _watch(look: Look, options: StatusOptions) -> None:
     """Until the run is over. A control that does not answer is waited for: it may be restarting."""
     from rich.live import Live
 

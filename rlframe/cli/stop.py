@@ -20,7 +20,7 @@ _LOOK = 0.1  # seconds between two looks whether it has ended
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(RunOptions):
+class StopOptions(RunOptions):
     """What `rlframe stop` takes."""
 
     reason: str = "stopped by hand"  # what the state of an elastic run says from then on
@@ -29,7 +29,7 @@ class Options(RunOptions):
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    options = parse(Options, arguments, PROG, DESCRIPTION)
+    options = parse(StopOptions, arguments, PROG, DESCRIPTION)
     check_names_one_run(options)
     if options.run_dir is None:
         _cancel(options)
@@ -50,7 +50,7 @@ def _cancel(options: Any) -> None:
         client.cancel(options.reason)
 
 
-def _stop(options: Options, run_dir: str) -> tuple[dict[str, Any], str]:
+def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
     """Ends the run in a directory, and returns how it ended and what is saved."""
     from rlframe.programs.run_dir import RunDir
     from rlframe.programs.run_lock import holder_of

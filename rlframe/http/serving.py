@@ -21,7 +21,7 @@ _END = 2 * DRAIN  # seconds for its thread to end
 _READY = 60.0  # seconds for it to begin
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Serves an application until SIGTERM or Ctrl-C (in the main thread) or `should_exit`; answers what is under way.
 
     Args:
@@ -81,7 +81,7 @@ class ServerThread:
     Args:
         app: the application.
         host, port: where it listens; port 0 is one that is free.
-        max_connections, let_go: as for `Server`.
+        max_connections, let_go: as for `HttpServer`.
         ended: is called in the thread once it ends, be it by `close` or by `failure`.
 
     Raises:
@@ -107,7 +107,7 @@ class ServerThread:
         self.failure: BaseException | None = None
         self._listener = listen(host, port)
         self.url = f"http://{address_of(self._listener)}"
-        self._server = Server(app, max_connections, self._ready.set, let_go)
+        self._server = HttpServer(app, max_connections, self._ready.set, let_go)
         self._thread = threading.Thread(target=self._run, name=f"rlframe HTTP {self.url}", daemon=True)
         self._thread.start()
         if not self._ready.wait(_READY):

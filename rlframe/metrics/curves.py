@@ -21,7 +21,7 @@ _MAX_LABEL_DIFFERENCES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunCurve:
     """What one run directory says about returns."""
 
     agent: str
@@ -35,12 +35,12 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """Runs that differ by nothing but their seed."""
 
     label: str
     env: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunCurve, ...]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(steps [n], mean over seeds of the smoothed return [n], standard deviation over seeds [n]).
@@ -87,7 +87,7 @@ def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
     return index[np.searchsorted(at, steps)]
 
 
-def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> Run:
+def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurve:
     """Reads `metrics.jsonl` and, where it is there, `config.json`.
 
     Raises:
@@ -104,7 +104,7 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> Run:
     at = _positions(rows, over)
     trained = [i for i, row in enumerate(rows) if row.get("episode_return") is not None]
     evaluated = [i for i, row in enumerate(rows) if row.get("return_mean") is not None]
-    return Run(
+    return RunCurve(
         agent=_plain(experiment.pop("agent")) if "agent" in experiment else directory.resolve().name,
         env=_plain(experiment.pop("env", "")),
         config=experiment,
@@ -126,14 +126,14 @@ def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
     return np.array(seconds[1:], np.float64)
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
     """Puts runs that differ by their seed alone together, each group named by what sets it apart."""
-    grouped: dict[str, list[Run]] = {}
+    grouped: dict[str, list[RunCurve]] = {}
     for run in runs:
         key = json.dumps([run.agent, run.env, run.config], sort_keys=True, default=str)
         grouped.setdefault(key, []).append(run)
     groups = list(grouped.values())
-    return [Group(_label(members[0], groups), members[0].env, tuple(members)) for members in groups]
+    return [SeedGroup(_label(members[0], groups), members[0].env, tuple(members)) for members in groups]
 
 
 def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
@@ -165,7 +165,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _label(run: Run, groups: list[list[Run]]) -> str:
+def _label(run: RunCurve, groups: list[list[RunCurve]]) -> str:
     """The agent's name, and those fields of its config in which it differs from the same agent's other groups."""
     others = [members[0] for members in groups if (members[0].agent, members[0].env) == (run.agent, run.env)]
     names = sorted({name for other in others for name in other.config})

@@ -12,7 +12,7 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import replacing
 from rlframe.metrics.base import writing
-from rlframe.metrics.curves import Group, Over, group_runs, load_run
+from rlframe.metrics.curves import Over, SeedGroup, group_runs, load_run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -79,7 +79,7 @@ def _canvas(panels: int) -> tuple[Any, list[Any]]:
     return figure, axes[:panels]
 
 
-def _draw_panel(axis: Any, env: str, groups: list[Group], target: float | None, over: Over) -> None:
+def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | None, over: Over) -> None:
     from matplotlib.ticker import FuncFormatter
 
     axis.set_title(_title(env, groups), loc="left", fontsize=12, fontweight="bold", color=_INK)
@@ -103,7 +103,7 @@ def _draw_panel(axis: Any, env: str, groups: list[Group], target: float | None, 
     axis.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")
 
 
-def _draw_group(axis: Any, group: Group, colour: str, alone: bool) -> bool:
+def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
     """Draws one line with its band and its evaluations. Returns whether there was anything to draw."""
     line_label, points_label = _labels(group, alone)
     steps, mean, deviation = group.curve()
@@ -123,7 +123,7 @@ def _draw_group(axis: Any, group: Group, colour: str, alone: bool) -> bool:
     return bool(len(steps) or len(at))
 
 
-def _draw_evaluations(axis: Any, group: Group, colour: str, alone: bool) -> bool:
+def _draw_evaluations(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
     """Draws a line for each run. Returns whether there was anything to draw."""
     evaluated = [run for run in group.runs if len(run.evaluated_steps)]
     for number, run in enumerate(evaluated):
@@ -135,7 +135,7 @@ def _draw_evaluations(axis: Any, group: Group, colour: str, alone: bool) -> bool
     return bool(evaluated)
 
 
-def _labels(group: Group, alone: bool) -> tuple[str, str | None]:
+def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
     """What the legend says of a group's line and of its evaluations."""
     count = len(group.runs)
     _, returns, _, _ = group.evaluations()
@@ -147,7 +147,7 @@ def _labels(group: Group, alone: bool) -> tuple[str, str | None]:
     return f"{line}: evaluated {returns[-1]:,.1f}" if len(returns) else line, None
 
 
-def _title(env: str, groups: list[Group]) -> str:
+def _title(env: str, groups: list[SeedGroup]) -> str:
     if len(groups) > 1:
         return env
     return f"{groups[0].label} on {env}" if env else groups[0].label

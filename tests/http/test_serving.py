@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 
 pytest.importorskip("uvicorn", reason="the services need uvicorn: pip install rlframe[trajectories]")
 
-from rlframe.http.serving import Server, address_of, listen
+from rlframe.http.serving import HttpServer, address_of, listen
 from rlframe.interprocess.progress import Progress, Stay
 
 release, held = threading.Event(), threading.Event()
@@ -35,7 +35,7 @@ def serving() -> Iterator[tuple[str, int]]:
     """Its URL, and its thread."""
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
-    server = Server(app, 10, ready.set)
+    server = HttpServer(app, 10, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     assert ready.wait(60.0) and thread.ident is not None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
 import threading
@@ -24,31 +23,13 @@ import numpy as np
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
 from rlframe.interprocess.progress import COMPUTING
-from rlframe.language.decoding.requests import Handle, OnTokens, Request
+from rlframe.language.decoding.requests import DecodeRequest, Handle, OnTokens
 from rlframe.language.decoding.sampling import SamplingParams, check_prompt, row_key
-from rlframe.language.decoding.slots import Sampled, Slots
+from rlframe.language.decoding.slots import EngineConfig, Sampled, Slots
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
 CLOSE_TIMEOUT = 60.0  # seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """How much is decoded at once."""
-
-    slots: int = 32  # requests that are decoded at once
-    length: int | None = None  # tokens of a prompt and its answer; None: the model's max_position_embeddings
-    steps: int = 8  # tokens that a request gets between two chances of others to join
-    prefill_tokens: int = 1024  # of prompts, padded, in one call
-    max_waiting: int = 1024  # requests that wait for a slot; more are refused
-    max_stop_tokens: int = 8  # of one request
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value < 1:
-                raise UsageError(f"EngineConfig.{field.name} must be at least 1, got {value}.")
 
 
 class Engine:
@@ -71,7 +52,7 @@ class Engine:
         self,
         model_config: ModelConfig,
         params: Params,
-        engine_config: EngineConfig = EngineConfig(),
+        engine_config: EngineConfig = EngineConfig(),  # noqa: B008  frozen
         *,
         version: int = 0,
         seed: int = 0,
@@ -83,14 +64,7 @@ class Engine:
                 f"EngineConfig.length is {self.length}, more than the model's max_position_embeddings of "
                 f"{model_config.max_position_embeddings}."
             )
-        self._slots = Slots(
-            model_config,
-            slots=engine_config.slots,
-            length=self.length,
-            steps=engine_config.steps,
-            prefill_tokens=engine_config.prefill_tokens,
-            max_stop_tokens=engine_config.max_stop_tokens,
-        )
+        self._slots = Slots(model_config, engine_config, self.length)
         self._params = version, _copy(params, model_config)
         self._seeds = np.random.default_rng(seed)
         self._changed = threading.Condition()  # guards what follows
@@ -142,7 +116,9 @@ class Engine:
             seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         handles = [
             Handle(
-                Request(tuple(prompt), sampling, sampling.max_tokens or self.length - len(prompt), row_key(seed, i)),
+                DecodeRequest(
+                    tuple(prompt), sampling, sampling.max_tokens or self.length - len(prompt), row_key(seed, i)
+                ),
                 None if on_tokens is None else on_tokens[i],
             )
             for i, prompt in enumerate(prompts)

@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 OnTokens = Callable[[Answer], None]
 
 
-class Request(NamedTuple):
+class DecodeRequest(NamedTuple):
     """One completion that is asked for, checked."""
 
     prompt: tuple[int, ...]
@@ -44,7 +44,7 @@ class Handle:
     request, and frees its slot.
     """
 
-    def __init__(self, request: Request, on_tokens: OnTokens | None) -> None:
+    def __init__(self, request: DecodeRequest, on_tokens: OnTokens | None) -> None:
         self.request = request
         self.future: Future[Answer] = Future()
         self._on_tokens = on_tokens

@@ -6,6 +6,7 @@ decoding step attends to a power of two of positions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.language.decoding.requests import Request
+from rlframe.errors import UsageError
+from rlframe.language.decoding.requests import DecodeRequest
 from rlframe.language.decoding.sampling import Progress, Rows, SamplingParams, begin, decode, make_rows, power_of_two
 from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig
@@ -22,6 +24,24 @@ from rlframe.types import Params
 
 _SHORTEST_PROMPT = 16  # tokens: shorter ones are padded to it
 _SHORTEST_SPAN = 64  # positions
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How much is decoded at once."""
+
+    slots: int = 32  # requests that are decoded at once
+    length: int | None = None  # tokens of a prompt and its answer; None: the model's max_position_embeddings
+    steps: int = 8  # tokens that a request gets between two chances of others to join
+    prefill_tokens: int = 1024  # of prompts, padded, in one call
+    max_waiting: int = 1024  # requests that wait for a slot; more are refused
+    max_stop_tokens: int = 8  # of one request
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise UsageError(f"EngineConfig.{field.name} must be at least 1, got {value}.")
 
 
 class Sampled(NamedTuple):
@@ -36,22 +56,17 @@ class Slots:
 
     Args:
         config: of the model.
-        slots: rows that are decoded at once.
+        engine_config: rows that are decoded at once, the steps of one call, and so on.
         length: tokens of a prompt and its answer.
-        steps: that one call of `decode` makes at most.
-        prefill_tokens: of prompts, with their padding, that one call takes; one prompt may have more.
-        max_stop_tokens: of a request.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, slots: int, length: int, steps: int, prefill_tokens: int, max_stop_tokens: int
-    ) -> None:
-        self._config, self._slots, self._length, self._steps = config, slots, length, steps
-        self._prefill_tokens, self._max_stop_tokens = prefill_tokens, max_stop_tokens
+    def __init__(self, config: ModelConfig, engine_config: EngineConfig, length: int) -> None:
+        self._config, self._engine_config, self._length = config, engine_config, length
+        self._slots = slots = engine_config.slots
         self._cache = transformer.init_cache(config, slots, length)
         nothing = jnp.zeros(slots, jnp.int32)
         self._progress = Progress(nothing, nothing + 0, nothing + 0, nothing + 0)
-        rows = make_rows(np.zeros((slots, 2), np.uint32), [SamplingParams()] * slots, max_stop_tokens)
+        rows = make_rows(np.zeros((slots, 2), np.uint32), [SamplingParams()] * slots, engine_config.max_stop_tokens)
         self._rows: Rows = jax.tree.map(jnp.asarray, rows)
 
     def bucket(self, prompt: Sequence[int]) -> int:
@@ -60,9 +75,9 @@ class Slots:
 
     def batch(self, bucket: int) -> int:
         """Distinct prompts of a bucket that one call of `fill` takes."""
-        return max(1, min(self._prefill_tokens // bucket, self._slots))
+        return max(1, min(self._engine_config.prefill_tokens // bucket, self._slots))
 
-    def fill(self, params: Params, slots: Sequence[int], requests: Sequence[Request]) -> Sampled:
+    def fill(self, params: Params, slots: Sequence[int], requests: Sequence[DecodeRequest]) -> Sampled:
         """Puts requests of one bucket into free slots and samples their first tokens, `[1, requests]`.
 
         Requests with the same prompt share its prefill.
@@ -78,7 +93,9 @@ class Slots:
         where = np.full(self._slots, self._slots, np.int32)
         where[: len(slots)] = slots
         rows = make_rows(
-            [request.key for request in padded], [request.sampling for request in padded], self._max_stop_tokens
+            [request.key for request in padded],
+            [request.sampling for request in padded],
+            self._engine_config.max_stop_tokens,
         )
         sources = np.array([prompts[request.prompt] for request in padded], np.int32)
         max_tokens = np.array([request.max_tokens for request in padded], np.int32)
@@ -94,9 +111,10 @@ class Slots:
 
         `longest` is the number of tokens, of prompt and answer, that the longest of them has.
         """
-        span = min(power_of_two(longest + self._steps, _SHORTEST_SPAN), self._length)
+        steps = self._engine_config.steps
+        span = min(power_of_two(longest + steps, _SHORTEST_SPAN), self._length)
         self._cache, self._progress, tokens, log_probs = _decode(
-            params, self._config, self._cache, self._rows, self._progress, live, steps=self._steps, span=span
+            params, self._config, self._cache, self._rows, self._progress, live, steps=steps, span=span
         )
         return Sampled(np.asarray(tokens), np.asarray(log_probs))
 

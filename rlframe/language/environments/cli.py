@@ -1,6 +1,6 @@
 """The command line of an environment, `python my_env.py serve|process|evaluate`, and its options.
 
-Options are those of the class, then of a YAML file, then of the command line.
+EnvOptions are those of the class, then of a YAML file, then of the command line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Servers = ServerBaseline | list[APIServerConfig]
 logger = logging.getLogger("rlframe.language.environments")
 
 
-class Options(NamedTuple):
+class EnvOptions(NamedTuple):
     """What an environment is made with."""
 
     env: BaseEnvConfig
@@ -70,7 +70,7 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> Options:
+def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> EnvOptions:
     """The options of a command.
 
     Raises:
@@ -84,17 +84,17 @@ def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> Opt
     file = {name: told for name, told in read_yaml(given[""].pop(_CONFIG, None)).items() if told is not None}
     env = made(defaults[_ENV], file.pop(_ENV, {}), given[_ENV], f"{_ENV}.")
     servers = _made_servers(servers, defaults[_SERVER], file.pop(_SERVER, None), given[_SERVER])
-    return Options(env, servers, made(defaults[""], file, given[""], ""))
+    return EnvOptions(env, servers, made(defaults[""], file, given[""], ""))
 
 
-def make(env_cls: type[BaseEnv], options: Options) -> BaseEnv:
+def make(env_cls: type[BaseEnv], options: EnvOptions) -> BaseEnv:
     """The environment that options describe."""
     env = env_cls(options.env, options.servers, options.manager.slurm, options.manager.testing)
     env.server.max_n_completions = options.manager.max_n_completions
     return env
 
 
-async def _command(env_cls: type[BaseEnv], command: str, options: Options) -> None:
+async def _command(env_cls: type[BaseEnv], command: str, options: EnvOptions) -> None:
     env = make(env_cls, options)
     commands = {"serve": env.env_manager, "process": env.process_manager, "evaluate": lambda: process.evaluate(env)}
     await commands[command]()

@@ -60,7 +60,7 @@ class Gate:
 
 
 @dataclasses.dataclass(eq=False)
-class Work:
+class CollectAttempt:
     """One attempt to collect a group for an item."""
 
     item: Any
@@ -86,7 +86,7 @@ class Work:
 
 # Set in the task that collects a group, and so in every task that this one starts. Nowhere else: an evaluation has
 # none, and passes closed gates.
-current_work: contextvars.ContextVar[Work | None] = contextvars.ContextVar("rlframe_work", default=None)
+current_attempt: contextvars.ContextVar[CollectAttempt | None] = contextvars.ContextVar("rlframe_attempt", default=None)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -118,12 +118,12 @@ class Collector:
 
     def __init__(self, next_item: Next, handle: Handle, statistics: Statistics, timeout: float) -> None:
         self.gate = Gate()
-        self.under_way: set[Work] = set()
+        self.under_way: set[CollectAttempt] = set()
         self.failed: BaseException | None = None  # what the environment cannot go on from
         self._next_item, self._handle = next_item, handle
         self._statistics = statistics
         self._timeout = timeout
-        self._again: list[Work] = []
+        self._again: list[CollectAttempt] = []
         self._failures = 0  # in a row
         self.fruitless = 0
         self._changed = asyncio.Event()
@@ -133,9 +133,9 @@ class Collector:
         while len(self.under_way) < limit:
             if self._again:
                 earlier = self._again.pop()
-                self._start(Work(earlier.item, self.gate, earlier.attempt + 1))
+                self._start(CollectAttempt(earlier.item, self.gate, earlier.attempt + 1))
             elif (item := await self._next_item()) is not None:
-                self._start(Work(item, self.gate))
+                self._start(CollectAttempt(item, self.gate))
             else:
                 return False
         return True
@@ -168,17 +168,17 @@ class Collector:
             self._drop(one)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, one: Work) -> None:
+    def _start(self, one: CollectAttempt) -> None:
         self.under_way.add(one)
         one.task = asyncio.create_task(self._run(one))
 
-    def _drop(self, one: Work) -> None:
+    def _drop(self, one: CollectAttempt) -> None:
         self.under_way.discard(one)
         if one.task is not None:
             one.task.cancel()
 
-    async def _run(self, one: Work) -> None:
-        current_work.set(one)
+    async def _run(self, one: CollectAttempt) -> None:
+        current_attempt.set(one)
         try:
             sent = await self._handle(one.item)
         except Exception as error:
@@ -197,7 +197,7 @@ class Collector:
             self.under_way.discard(one)
             self._changed.set()
 
-    async def _failure(self, one: Work, error: Exception) -> None:
+    async def _failure(self, one: CollectAttempt, error: Exception) -> None:
         self._failures += 1
         logger.error("Collecting failed (attempt %d of %d): %.200r", one.attempt, ATTEMPTS, one.item, exc_info=error)
         if self._failures >= FAILURES_IN_A_ROW:

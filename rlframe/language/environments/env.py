@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union
 
 from rlframe.errors import EnvError
 from rlframe.language.environments import cli, files, groups, process
-from rlframe.language.environments.collecting import Work, current_work, together
+from rlframe.language.environments.collecting import CollectAttempt, current_attempt, together
 from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.groups import Item, ScoredDataGroup, ScoredDataItem
 from rlframe.language.environments.metrics import Statistics, WandbRun, length_metrics
@@ -66,7 +66,7 @@ class BaseEnv(abc.ABC):
         self.env_id: int | None = None
         self.status_dict: dict[str, Any] = {}
         self.backlog: list[Item] = []
-        self.workers: set[Work] = set()
+        self.workers: set[CollectAttempt] = set()
         self.eval_workers: set[asyncio.Task[Any]] = set()
         self.eval_runner: asyncio.Task[Any] | None = None
         self.checkpoint_dir, self.checkpoint_interval = "", -1
@@ -302,7 +302,7 @@ class BaseEnv(abc.ABC):
             UsageError: rows of a group do not fit each other.
         """
         listed: list[Any] = list(scored_data) if isinstance(scored_data, (list, tuple)) else [scored_data]
-        doing = current_work.get()
+        doing = current_attempt.get()
         fit = []
         for group in filter(None, listed):
             if why := groups.unfit(self, group, abort_on_any_max_length_exceeded):

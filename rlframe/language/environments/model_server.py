@@ -18,7 +18,7 @@ import numpy as np
 
 from rlframe import extras
 from rlframe.errors import PeerError, UsageError
-from rlframe.language.environments.collecting import current_work
+from rlframe.language.environments.collecting import current_attempt
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig
 
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before an attempt is repeated, doubled in between
@@ -157,7 +157,7 @@ class APIServer:
 
     async def _ask(self, split: str, ask: Callable[[float], Awaitable[Any]]) -> Any:
         """Ask until there is an answer. A server that did not answer is asked for its models first: that costs less."""
-        doing = current_work.get()
+        doing = current_attempt.get()
         evaluating = split != "train"
         end, pause, attempts = time.monotonic() + self.config.timeout, _PAUSE, 0
         failure: Exception | None = None

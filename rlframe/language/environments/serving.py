@@ -14,7 +14,7 @@ import string
 import time
 from collections.abc import Sequence
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageError
 from rlframe.interprocess.files import write_atomically
@@ -62,7 +62,9 @@ class ServeLoop:
             await env.wandb_log({})
         finally:
             await self._collector.stop()
-            await self._end_evaluation()
+            if (evaluation := self._evaluation) is not None:
+                evaluation.cancel()
+                await asyncio.gather(evaluation, return_exceptions=True)
             await self._membership.leave()
             await env.close()
 
@@ -80,7 +82,7 @@ class ServeLoop:
             await self._look(status)
             if not self._finished(status):
                 await self._collect(status, self._membership.posted - posted)
-            elif not self._evaluating:
+            elif self._evaluation is None:
                 return
             await self._collector.wait(_LOOK)
 
@@ -126,18 +128,18 @@ class ServeLoop:
         if _passed(before, env.curr_step, env.checkpoint_interval):
             env.save_checkpoint(env.curr_step // env.checkpoint_interval * env.checkpoint_interval)
         if _passed(before, env.curr_step, config.steps_per_eval):
-            self._evaluate()
+            if self._evaluation is None:
+                self._evaluate()
+            else:
+                logger.warning("The evaluation before is not done at step %d: this one is left out.", env.curr_step)
         if env.items_sent_this_step >= config.min_items_sent_before_logging:
             env.items_sent_this_step = 0
             await env.wandb_log({})
 
-    def _evaluate(self) -> None:
-        env = self._env
-        if self._evaluating:
-            logger.warning("The evaluation before is not done at step %d: this one is left out.", env.curr_step)
-            return
-        env.eval_runner = asyncio.create_task(env.evaluate())
-        env.eval_runner.add_done_callback(_report)
+    def _evaluate(self) -> asyncio.Task[Any]:
+        self._env.eval_runner = evaluation = asyncio.create_task(self._env.evaluate())
+        evaluation.add_done_callback(_report)
+        return evaluation
 
     async def evaluate(self) -> None:
         """Evaluates once it has joined and the evaluation under way is done; collecting pauses or not as configured.
@@ -146,22 +148,15 @@ class ServeLoop:
             Exception: what the environment's `evaluate` raised.
         """
         await self._joined.wait()
-        while self._evaluating:
-            assert self._env.eval_runner is not None
-            await asyncio.wait([self._env.eval_runner])
-        self._evaluate()
-        assert self._env.eval_runner is not None
-        await self._env.eval_runner
-
-    async def _end_evaluation(self) -> None:
-        runner = self._env.eval_runner
-        if runner is not None and not runner.done():
-            runner.cancel()
-            await asyncio.gather(runner, return_exceptions=True)
+        while (earlier := self._evaluation) is not None:
+            await asyncio.wait([earlier])
+        await self._evaluate()
 
     @property
-    def _evaluating(self) -> bool:
-        return self._env.eval_runner is not None and not self._env.eval_runner.done()
+    def _evaluation(self) -> asyncio.Task[Any] | None:
+        """The evaluation under way."""
+        runner = self._env.eval_runner
+        return None if runner is None or runner.done() else runner
 
     def _finished(self, status: EnvStatus) -> bool:
         """Whether the trainer has, or finds in the queue, all that it needs."""
@@ -172,14 +167,11 @@ class ServeLoop:
     async def _collect(self, status: EnvStatus, unseen: int) -> None:
         """Starts groups, or pauses. `unseen`: groups that were sent since the status was asked for."""
         env, config = self._env, self._config
-        limit = workers = env.max_num_workers
-        paused = status.hold
-        if self._evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
-            paused = True
-        elif self._evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
-            limit = int(workers * config.eval_limit_ratio)
+        workers = env.max_num_workers
+        handling = config.eval_handling if self._evaluation is not None else EvalHandlingEnum.NONE
+        limit = int(workers * config.eval_limit_ratio) if handling is EvalHandlingEnum.LIMIT_TRAIN else workers
         wanted = self._wanted(status) - unseen
-        paused = paused or wanted <= 0
+        paused = status.hold or handling is EvalHandlingEnum.STOP_TRAIN or wanted <= 0
         if paused != self._collector.gate.closed:
             logger.info("Collecting %s at step %d.", "pauses" if paused else "goes on", status.current_step)
         self._collector.gate.set(closed=paused)

@@ -20,7 +20,7 @@ _LONGEST = 16  # tokens that may be one unfinished character; more are none
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """What follows in one of the answers, or all of it."""
 
     index: int  # of the answer
@@ -62,7 +62,7 @@ class Generation:
         self._stop_tokens = asked.sampling.stop_tokens
         self._timeout = timeout
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
-        self._texts = [Text(tokenizer, asked.stops, skip_special_tokens) for _ in prompts]
+        self._texts = [TextDecoder(tokenizer, asked.stops, skip_special_tokens) for _ in prompts]
         # Without this each answer costs the event loop once, with it each piece does.
         self._arrived: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or asked.stops else None
         self._loop = asyncio.get_running_loop()
@@ -76,10 +76,10 @@ class Generation:
                 raise
             raise RefusedError(str(error), 429, code="queue_full", retry=1) from error
 
-    async def whole(self) -> list[Piece]:
+    async def whole(self) -> list[AnswerPiece]:
         """All answers, in their order. Raises as `pieces`."""
         if self._arrived is not None:
-            parts: list[list[Piece]] = [[] for _ in self._handles]
+            parts: list[list[AnswerPiece]] = [[] for _ in self._handles]
             async for piece in self.pieces():
                 parts[piece.index].append(piece)
             return [_joined(of_one) for of_one in parts]
@@ -95,7 +95,7 @@ class Generation:
             raise self._too_late
         return [self._piece(index, future.result()) for index, future in enumerate(futures)]
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """The answers as they grow; each has a last piece with a `finish_reason`.
 
         Raises:
@@ -142,17 +142,17 @@ class Generation:
         if not future.cancelled() and (error := future.exception()) is not None:
             self._arrive(index, error)
 
-    def _piece(self, index: int, answer: Answer) -> Piece:
+    def _piece(self, index: int, answer: Answer) -> AnswerPiece:
         text, tokens = self._texts[index], answer.tokens
         ended_by = tokens[-1] if answer.finish_reason == "stop" and tokens[-1] in self._stop_tokens else None
         said, count = text.add(tokens if ended_by is None else tokens[:-1], answer.finish_reason is not None)
         if text.stopped_by is not None:
             log_probs, versions = answer.log_probs[:count], answer.versions[:count]
-            return Piece(index, said, tokens[:count], log_probs, versions, "stop", text.stopped_by)
-        return Piece(index, said, *answer, ended_by)
+            return AnswerPiece(index, said, tokens[:count], log_probs, versions, "stop", text.stopped_by)
+        return AnswerPiece(index, said, *answer, ended_by)
 
 
-def _joined(pieces: list[Piece]) -> Piece:
+def _joined(pieces: list[AnswerPiece]) -> AnswerPiece:
     return dataclasses.replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),
@@ -162,7 +162,7 @@ def _joined(pieces: list[Piece]) -> Piece:
     )
 
 
-class Text:
+class TextDecoder:
     """Decodes one answer.
 
     Args:

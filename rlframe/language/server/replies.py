@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from rlframe.language.model.tokenizers import Tokenizer
-from rlframe.language.server.generation import Piece
+from rlframe.language.server.generation import AnswerPiece
 from rlframe.language.server.requests import Asked, ChatRequest, CompletionRequest
 
 
@@ -29,12 +29,12 @@ class Replies:
         self._lengths: dict[int, int] = {}  # characters so far
         self._sampled, self._version = 0, -1
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: list[AnswerPiece]) -> dict[str, Any]:
         """The answer in one."""
         choices = [self._choice(piece, streamed=False) for piece in pieces]
         return {**self._frame(0), "choices": choices, "usage": self._usage()}
 
-    def event(self, piece: Piece) -> dict[str, Any] | None:
+    def event(self, piece: AnswerPiece) -> dict[str, Any] | None:
         """What is sent for a piece; None: nothing."""
         wanted = (
             piece.text or piece.finish_reason is not None or self._asked.log_probs or self._request.return_token_ids
@@ -60,11 +60,11 @@ class Replies:
             "total_tokens": prompt + self._sampled,
         }
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: AnswerPiece) -> None:
         self._sampled += len(piece.tokens)
         self._version = max([self._version, *piece.versions[-1:]])
 
-    def _choice(self, piece: Piece, streamed: bool) -> dict[str, Any]:
+    def _choice(self, piece: AnswerPiece, streamed: bool) -> dict[str, Any]:
         self._count(piece)
         first = piece.index not in self._begun
         self._begun.add(piece.index)
@@ -85,10 +85,10 @@ class Replies:
                 choice["prompt_token_ids"] = self._asked.prompts[piece.index // self._asked.n]
         return choice
 
-    def _content(self, piece: Piece, streamed: bool, first: bool) -> dict[str, Any]:
+    def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _log_probs(self, piece: Piece) -> dict[str, Any]:
+    def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
         raise NotImplementedError
 
     def _name(self, token: int) -> str:
@@ -101,10 +101,10 @@ class CompletionReplies(Replies):
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
 
-    def _content(self, piece: Piece, streamed: bool, first: bool) -> dict[str, Any]:
+    def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
         return {"text": self._asked.texts[piece.index // self._asked.n] + piece.text if first else piece.text}
 
-    def _log_probs(self, piece: Piece) -> dict[str, Any]:
+    def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
         texts = [self._name(token) for token in piece.tokens]
         offsets, at = [], self._lengths.get(piece.index, 0)
         for text in texts:
@@ -126,20 +126,20 @@ class ChatReplies(Replies):
     prefix = "chatcmpl"
     kinds = ("chat.completion", "chat.completion.chunk")
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: list[AnswerPiece]) -> dict[str, Any]:
         """See `Replies`."""
         answer = super().whole(pieces)
         if self._request.return_token_ids:
             answer["prompt_token_ids"] = self._asked.prompts[0]
         return answer
 
-    def _content(self, piece: Piece, streamed: bool, first: bool) -> dict[str, Any]:
+    def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
         said = {"role": "assistant", "content": piece.text}
         if not streamed:
             return {"message": {**said, "refusal": None}}
         return {"delta": said if first else {"content": piece.text}}
 
-    def _log_probs(self, piece: Piece) -> dict[str, Any]:
+    def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
         as_ids = self._request.return_tokens_as_token_ids
         content = []
         for token, log_prob in zip(piece.tokens, piece.log_probs):

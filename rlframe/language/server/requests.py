@@ -185,7 +185,7 @@ class TextPart(BaseModel):
     text: _Said
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A turn of a conversation."""
 
     model_config = ConfigDict(extra="forbid")
@@ -211,7 +211,7 @@ class Message(BaseModel):
 class ChatRequest(_Request):
     """`/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, description="of each answer; else as many as there is room for")
     max_completion_tokens: int | None = Field(default=None, description="the same")
     logprobs: bool = Field(default=False, description="of the tokens that were sampled")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rlframe import handles
 from rlframe.errors import PeerError
-from rlframe.http.serving import DRAIN, Server, address_of, listen
+from rlframe.http.serving import DRAIN, HttpServer, address_of, listen
 from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.trajectories.service.app import make_app, open_service
 from rlframe.trajectories.service.settings import CAN, Settings
@@ -43,7 +43,7 @@ class TrajectoryServer:
     """
 
     def __init__(self, settings: Settings, host: str, port: int) -> None:
-        self._server: Server | None = None
+        self._server: HttpServer | None = None
         self._failure: BaseException | None = None
         self.url = ""
         self._ready, self._stopped = threading.Event(), threading.Event()
@@ -71,7 +71,7 @@ class TrajectoryServer:
         self._thread.join(2 * DRAIN)
 
     def _run(self, settings: Settings, host: str, port: int) -> None:
-        def begun(server: Server, address: str) -> None:
+        def begun(server: HttpServer, address: str) -> None:
             self._server, self.url = server, f"http://{address}"
             if self._stopped.is_set():
                 server.should_exit = True
@@ -90,7 +90,7 @@ class TrajectoryServer:
 
 
 def _serve(
-    settings: Settings, host: str, port: int, max_connections: int, begun: Callable[[Server, str], None]
+    settings: Settings, host: str, port: int, max_connections: int, begun: Callable[[HttpServer, str], None]
 ) -> None:
     """`serve`, in any thread; `begun(server, HOST:PORT)` is called once it answers."""
     check_guarded(host, settings.token_file, CAN, settings.no_token)
@@ -111,7 +111,7 @@ def _serve(
     def give_up() -> None:  # the store failed: who watches over the process can start it again
         server.should_exit = True
 
-    server = Server(make_app(settings, service), max_connections, greeting, service.stop_waiting)
+    server = HttpServer(make_app(settings, service), max_connections, greeting, service.stop_waiting)
     service.on_failure = give_up
     server.run(sockets=[listener])
     if service.failed is not None:

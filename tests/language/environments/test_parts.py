@@ -10,7 +10,7 @@ import pytest
 
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.language.environments import BaseEnvConfig, collecting, files
-from rlframe.language.environments.collecting import Gate, Work
+from rlframe.language.environments.collecting import CollectAttempt, Gate
 from rlframe.language.environments.groups import put_together
 from rlframe.language.environments.metrics import Statistics, length_metrics
 from rlframe.language.environments.serving import Membership
@@ -44,7 +44,7 @@ def test_work_does_not_count_pauses(monkeypatch):
     now[0] = 5.0
     gate.set(closed=True)
     gate.set(closed=False)
-    one = Work("item", gate)
+    one = CollectAttempt("item", gate)
     now[0] = 7.0
     gate.set(closed=True)
     now[0] = 20.0
@@ -55,7 +55,7 @@ def test_work_does_not_count_pauses(monkeypatch):
 
 
 def test_work_knows_the_oldest_version():
-    one = Work("item", Gate())
+    one = CollectAttempt("item", Gate())
     for version in (None, 5, 3, None, 4):
         one.answered(version)
     assert one.policy_version == 3

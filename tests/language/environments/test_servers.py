@@ -20,7 +20,7 @@ from rlframe.language.environments import (
     model_server,
     tokenize_for_trainer,
 )
-from rlframe.language.environments.collecting import Gate, Work, current_work
+from rlframe.language.environments.collecting import CollectAttempt, Gate, current_attempt
 from rlframe.language.environments.server_manager import servers_of
 from rlframe.language.model.tokenizers import load_tokenizer
 from tests.language.environments.model import Model, serving
@@ -78,10 +78,10 @@ def test_the_version_of_an_answer_is_that_of_its_oldest_token(model, said, chats
         return status, content
 
     model.answer = with_versions
-    doing = Work("item", Gate())
+    doing = CollectAttempt("item", Gate())
 
     async def question(manager):
-        current_work.set(doing)
+        current_attempt.set(doing)
         if chats:
             await manager.chat_completion(messages=[{"role": "user", "content": "hi"}], n=2)
         else:
@@ -191,11 +191,11 @@ def test_what_is_waited_for_before_a_request_is_not_of_its_time(model, monkeypat
     late, clock = [0.0], time.monotonic
     monkeypatch.setattr(model_server, "time", types.SimpleNamespace(monotonic=lambda: clock() + late[0]))
     model.failures = 1
-    doing = Work("item", Gate())
+    doing = CollectAttempt("item", Gate())
 
     async def question(manager):
         slots = manager.servers[0].sem
-        current_work.set(doing)
+        current_attempt.set(doing)
         doing.gate.set(closed=behind == "pause")
         async with slots if behind == "others" else contextlib.nullcontext():
             asking = asyncio.create_task(manager.completion(prompt="x"))

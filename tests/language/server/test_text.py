@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.language.model.tokenizers import ByteTokenizer
-from rlframe.language.server.generation import Text
+from rlframe.language.server.generation import TextDecoder
 
 TOKENIZER = ByteTokenizer()
 SAID = "añ→😀 end"
@@ -13,7 +13,7 @@ SAID = "añ→😀 end"
 
 def said(text, parts, **options):
     """(texts that were handed out, tokens that were taken, what stopped it)."""
-    one = Text(TOKENIZER, **options)
+    one = TextDecoder(TOKENIZER, **options)
     out, taken = [], 0
     for index, part in enumerate(parts):
         piece, count = one.add(list(part), last=index == len(parts) - 1)
