@@ -20,7 +20,7 @@ DESCRIPTION = "List the agents with their options and presets. An agent of your 
 
 @dataclasses.dataclass(frozen=True)
 class AgentsOptions:
-    """What `rlframe agents` takes."""
+    """Options of `rlframe agents`."""
 
     agent: Annotated[str, tyro.conf.Positional] = ""  # only this one, with every option and preset
     json: bool = False  # print a JSON object: name -> its options' defaults and its presets

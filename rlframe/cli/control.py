@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ControlOptions:
-    """Which run, by the URL of its control."""
+    """Options that name a run by the URL of its control."""
 
     url: Union[str, None] = None  # URL of the run's control, as http://127.0.0.1:8765
     token_file: Union[str, None] = None  # file with the token that the control wants; RUN_DIR knows its own
@@ -88,7 +88,7 @@ def _is_elsewhere(run_dir: str, url: str) -> bool:
 
 
 def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
-    """What gives the status of the run in a directory, whoever answers or does not: a coordinator's last, or now's."""
+    """Return what gives the status of a run by the files of its directory: its coordinator's last one, or now's."""
     from rlframe.coordinator.control.address import status_when_over
     from rlframe.programs.run_status import StatusReader
 
@@ -98,7 +98,7 @@ def status_by_files(run_dir: str) -> Callable[[], dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class ScaleOptions(ControlOptions):
-    """What `rlframe scale` takes."""
+    """Options of `rlframe scale`."""
 
     words: Annotated[
         tuple[str, ...],
@@ -108,7 +108,7 @@ class ScaleOptions(ControlOptions):
 
     @property
     def run_dir(self) -> str | None:
-        """Where it comes before the role and the number."""
+        """The run's directory, if it comes before the role and the number."""
         return self.words[0] if len(self.words) == 3 else None
 
 

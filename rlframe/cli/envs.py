@@ -21,7 +21,7 @@ DESCRIPTION = (
 
 @dataclasses.dataclass(frozen=True)
 class EnvsOptions:
-    """What `rlframe envs` takes."""
+    """Options of `rlframe envs`."""
 
     pattern: Annotated[str, tyro.conf.Positional] = ""  # only names that contain this, in any case
     json: bool = False  # print a JSON list of {"name", "backend"}

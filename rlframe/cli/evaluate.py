@@ -19,7 +19,7 @@ DESCRIPTION = "Play episodes greedily with the latest checkpoint of a run."
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateOptions:
-    """What `rlframe evaluate` takes."""
+    """Options of `rlframe evaluate`."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # the run's directory
     episodes: int = 20

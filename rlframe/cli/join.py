@@ -19,7 +19,7 @@ DESCRIPTION = (
 
 @dataclasses.dataclass(frozen=True)
 class JoinOptions:
-    """What `rlframe join` takes."""
+    """Options of `rlframe join`."""
 
     address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST:PORT")]  # where the run listens
     num_actors: int = 2  # processes of environments on this machine, each with as many as the run's own

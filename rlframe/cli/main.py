@@ -1,4 +1,4 @@
-"""Which command was asked for, and what becomes of its errors."""
+"""Run the command that was asked for, and print its errors in one sentence."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _warnings_shown() -> Iterator[None]:
-    """What the package warns of goes to stderr, in the form of the command's errors."""
+    """Print the package's warnings to stderr, in the form of the command's errors."""
     logger, handler = logging.getLogger("rlframe"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("rlframe: %(message)s"))
     logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""From arguments to dataclasses through tyro, with errors of one sentence."""
+"""Parse arguments to dataclasses by tyro, with errors of one sentence."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DESCRIPTION = (
 
 @dataclasses.dataclass(frozen=True)
 class PlotOptions:
-    """What `rlframe plot` takes."""
+    """Options of `rlframe plot`."""
 
     run_dirs: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR...")

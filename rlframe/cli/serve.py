@@ -31,7 +31,7 @@ _POLICY = (
 
 @dataclasses.dataclass(frozen=True)
 class ServiceOptions:
-    """What both services take."""
+    """Options of both services."""
 
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks, which needs a --token-file or --no-token
     token_file: Union[str, None] = None  # file with the bearer token that every request has to carry
@@ -46,7 +46,7 @@ class ServiceOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryOptions(ServiceOptions):
-    """What `rlframe serve trajectories` takes."""
+    """Options of `rlframe serve trajectories`."""
 
     port: int = 8000  # 0: one that is free
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
@@ -58,7 +58,7 @@ class TrajectoryOptions(ServiceOptions):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyOptions(ServiceOptions):
-    """What `rlframe serve policy` takes."""
+    """Options of `rlframe serve policy`."""
 
     model: Annotated[
         Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_FOLDER]", help="in the published format")

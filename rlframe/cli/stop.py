@@ -21,7 +21,7 @@ _LOOK = 0.1  # seconds between two looks whether it has ended
 
 @dataclasses.dataclass(frozen=True)
 class StopOptions(RunOptions):
-    """What `rlframe stop` takes."""
+    """Options of `rlframe stop`."""
 
     reason: str = "stopped by hand"  # what the state of an elastic run says from then on
     within: float = 60.0  # seconds to wait for the end of the run in RUN_DIR

@@ -1,1 +1,1 @@
-"""What the services that are reached over HTTP share: how they listen, end, and refuse."""
+"""The common part of the services that are reached over HTTP: how they listen, end, and refuse."""

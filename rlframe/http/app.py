@@ -1,4 +1,4 @@
-"""What the applications of all services have in common: what they stand behind, and how they answer errors."""
+"""The common part of the applications of all services: middleware, and answers to errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a service: its own numbers, how long requests take, and what the process needs."""
+"""Metrics for Prometheus: a service's own numbers, how long requests take, and what the process needs."""
 
 from __future__ import annotations
 

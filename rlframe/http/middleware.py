@@ -1,4 +1,4 @@
-"""What stands before every endpoint: the token, the body within its limits and decompressed, compressed answers.
+"""Middleware before every endpoint: the token, the body within its limits and decompressed, compressed answers.
 
 Plain ASGI, so that a body is held once, and nothing is in the way of what needs none of it.
 """

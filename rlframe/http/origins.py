@@ -81,7 +81,7 @@ class SameOrigin:
         )
 
     def _sent_by_a_page(self, scope: Scope, headers: Headers, host: str) -> str:
-        """What is wrong where a browser says that a page from elsewhere sent this; empty where nothing is."""
+        """Say what is wrong if a browser says that a page from elsewhere sent this; empty if nothing is."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if site == "same-origin":  # the browser's word, whatever a proxy made of Host
             return ""

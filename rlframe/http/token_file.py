@@ -51,7 +51,7 @@ def check_guarded(host: str, token_file: str | None, can: str, no_token: bool | 
 
 
 def no_token_means(can: str) -> str:
-    """What is said at the start of a service for which no token is needed."""
+    """Return the warning at the start of a service for which no token is needed."""
     return (
         f"rlframe: --no-token: whoever reaches this service, from whichever machine, can {can}. Nothing is encrypted: "
         "let only machines that you trust reach it."

@@ -1,4 +1,4 @@
-"""What a logger is, and those that hand rows on."""
+"""The protocol of a logger, and the loggers that hand rows on."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MAX_LABEL_DIFFERENCES = 3
 
 @dataclasses.dataclass(frozen=True)
 class RunCurve:
-    """What one run directory says about returns."""
+    """Returns of one run, as its directory says them."""
 
     agent: str
     env: str
@@ -77,7 +77,7 @@ class SeedGroup:
 
 
 def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
-    """Which point [n] each of `steps` [n] belongs to: a new one begins after half of the usual distance in a run."""
+    """Return the point [n] of each of `steps` [n]: a new one begins after half of the usual distance in a run."""
     if not len(steps):
         return np.zeros(0, np.int64)
     distances = [np.diff(own).min() for own in of_runs if len(own) > 1]
@@ -117,7 +117,7 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
 
 
 def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
-    """Where each row [n] is: int64 steps or float64 seconds. A row that does not say the time has that before it."""
+    """Return the position [n] of each row: int64 steps or float64 seconds. A row without a time has that before it."""
     if over == "steps":
         return np.array([row["step"] for row in rows], np.int64)
     seconds = [0.0]

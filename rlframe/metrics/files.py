@@ -110,7 +110,7 @@ class _Lines:
 
 
 def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> int:
-    """How much of the file from its start a new writer keeps. A damaged line in the middle is left alone."""
+    """Count the bytes from the file's start that a new writer keeps. A damaged line in the middle is left alone."""
     kept = position = 0
     with path.open("rb") as file:
         for line in file:

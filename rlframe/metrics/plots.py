@@ -136,7 +136,7 @@ def _draw_evaluations(axis: Any, group: SeedGroup, colour: str, alone: bool) -> 
 
 
 def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
-    """What the legend says of a group's line and of its evaluations."""
+    """Return the legend's labels of a group's line and of its evaluations."""
     count = len(group.runs)
     _, returns, _, _ = group.evaluations()
     if alone:

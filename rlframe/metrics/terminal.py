@@ -11,7 +11,7 @@ from rlframe.metrics.base import Values, on_host, scalars
 
 
 def _return(value: float) -> str:
-    """Of games in tenths; scores of answers, which are below 1, in thousandths."""
+    """Format returns of games in tenths, and scores of answers, which are below 1, in thousandths."""
     return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 

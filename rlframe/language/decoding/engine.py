@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the parameters that the next call decodes with."""
+        """Version of the parameters that the next call decodes with."""
         return self._params[0]
 
     @property
@@ -264,7 +264,7 @@ class Engine:
                     del self._running[slot]
 
     def _leave(self, handle: Handle, _: object) -> None:
-        """Of the queue, once the request was cancelled."""
+        """Take a cancelled request out of the queue."""
         if handle.future.cancelled():
             with self._changed, contextlib.suppress(ValueError):  # it is in a slot, which the next turn frees
                 self._waiting.remove(handle)

@@ -1,4 +1,4 @@
-"""What is asked of the decode engine, and what it answers."""
+"""Requests to the decode engine, and its answers."""
 
 from __future__ import annotations
 

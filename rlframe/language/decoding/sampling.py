@@ -32,7 +32,7 @@ _FLOAT32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How a prompt is answered. Checked."""
+    """Options of one answer: its length, temperature, cut-offs, stop tokens and seed. Checked."""
 
     max_tokens: int | None = None  # of the answer; None: as many as there is room for
     temperature: float = 1.0  # 0 takes the likeliest token
@@ -55,7 +55,7 @@ class SamplingParams:
 
 
 class Rows(NamedTuple):
-    """How each row of a batch is sampled: `SamplingParams` as arrays."""
+    """Sampling options of each row of a batch: `SamplingParams` as arrays."""
 
     key: Array  # [B, 2] uint32, of `row_key`
     temperature: Array  # [B] float32
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What was sampled for one prompt."""
+    """Tokens that were sampled for one prompt."""
 
     tokens: list[int]  # with the stop token, where one ended it
     log_probs: list[float]  # of each token, under the model at temperature 1
@@ -132,7 +132,7 @@ def _cut(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
 
 
 class Progress(NamedTuple):
-    """How far each row of a batch that is decoded has come."""
+    """Progress of each row of a batch that is decoded."""
 
     token: jax.Array  # [B] int32: the last of the row, which is not in the cache yet
     length: jax.Array  # [B] int32: tokens in the cache
@@ -271,7 +271,7 @@ def _completion(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: Sequence
 
 
 def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length: int) -> None:
-    """Raises `UsageError` for a prompt that a model cannot answer with `max_tokens` within `length` tokens."""
+    """Raise `UsageError` for a prompt that a model cannot answer with `max_tokens` within `length` tokens."""
     if not len(prompt):
         raise UsageError("The prompt is empty: a model needs at least one token, such as bos, to begin with.")
     if len(prompt) + max_tokens > length:

@@ -28,7 +28,7 @@ _SHORTEST_SPAN = 64  # positions
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How much is decoded at once."""
+    """Sizes of the decode engine: how much is decoded at once."""
 
     slots: int = 32  # requests that are decoded at once
     length: int | None = None  # tokens of a prompt and its answer; None: the model's max_position_embeddings

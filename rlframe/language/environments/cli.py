@@ -39,7 +39,7 @@ logger = logging.getLogger("rlframe.language.environments")
 
 
 class EnvOptions(NamedTuple):
-    """What an environment is made with."""
+    """Options that an environment is made with."""
 
     env: BaseEnvConfig
     servers: Servers
@@ -52,7 +52,7 @@ def main(env_cls: type[BaseEnv], arguments: Sequence[str] | None = None) -> None
 
 
 def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
-    """As `main`, and returns the exit code."""
+    """Run a command as `main` does, and return the exit code."""
     _log()
     try:
         if not arguments or {"-h", "--help"} & set(arguments):
@@ -138,7 +138,7 @@ def _usage(env_cls: type[BaseEnv]) -> str:
 
 
 def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[dict[str, Any], Servers]:
-    """What the flags of each prefix begin with, and the model servers: of the class, as suits the command."""
+    """Return the defaults of each prefix's flags, and the model servers: those of the class, as suits the command."""
     env, servers = env_cls.config_init()
     update: dict[str, Any] = {}
     if env.wandb_name is None and env_cls.name is not None:
@@ -156,7 +156,7 @@ def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[dict[str, Any], Ser
 
 
 def _fields(defaults: Mapping[str, pydantic.BaseModel]) -> dict[str, tuple[FieldInfo, Any]]:
-    """Of each flag without its dashes: the field, and its default."""
+    """Map each flag, without its dashes, to its field and default."""
     return {
         f"{space}.{name}".removeprefix("."): (field, getattr(model, name))
         for space, model in defaults.items()
@@ -165,7 +165,7 @@ def _fields(defaults: Mapping[str, pydantic.BaseModel]) -> dict[str, tuple[Field
 
 
 def _made_servers(servers: Servers, default: APIServerConfig, of_file: Any, given: dict[str, Any]) -> Servers:
-    """The class's, unless the file or the command line says something; the command line can say it of one only."""
+    """Return the class's servers, unless the file says others, or the command line another one."""
     listed = of_file if isinstance(of_file, list) else [of_file]
     several = len(listed) > 1
     if given and (several or (of_file is None and isinstance(servers, list) and len(servers) > 1)):
@@ -240,7 +240,7 @@ def _sentence(error: Any, prefix: str) -> str:
 
 
 def _value(name: str, field: FieldInfo, values: list[str]) -> Any:
-    """What the words after a flag mean for its field: none is true, several are a list."""
+    """Parse the words after a flag as its field's value: none is true, several are a list."""
     import yaml
 
     if not values:

@@ -102,7 +102,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class Collector:
-    """Has so many items handled at once, each in a task of its own.
+    """Handle so many items at once, each in a task of its own.
 
     While its gate is closed, what is under way keeps what it has: it waits at its next question to a model, and goes
     on from there. An item whose handling raises is tried again, `ATTEMPTS` times in all.

@@ -15,7 +15,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class EvalHandlingEnum(Enum):
-    """What becomes of collecting while an evaluation runs: it pauses, goes on with fewer workers, or goes on."""
+    """Mode of collecting while an evaluation runs: it pauses, goes on with fewer workers, or goes on."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -110,7 +110,7 @@ class BaseEnvConfig(StrictModel):
 
 
 class ServerBaseline(StrictModel):
-    """How to ask the model servers of this machine, on ports 9004 to 9007."""
+    """Options of requests to the model servers of this machine, on ports 9004 to 9007."""
 
     timeout: int = Field(default=1200, gt=0, description="seconds for an answer, with all repetitions")
     num_max_requests_at_once: int = Field(
@@ -152,7 +152,7 @@ class ServerManagerConfig(StrictModel):
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningConfig:
-    """What asks a chat model to reason, in the words of its provider."""
+    """Ask a chat model to reason, in the words of its provider."""
 
     enabled: bool = False
     effort: str | None = None

@@ -97,7 +97,7 @@ class BaseEnv(abc.ABC):
 
     @abc.abstractmethod
     async def get_next_item(self) -> Item:
-        """What the next group starts from; None where there is nothing now."""
+        """Return the item that the next group starts from; None if there is nothing now."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | Any | None, list[Item]]:
         """One sequence for an item, and further items for the backlog."""
@@ -123,7 +123,7 @@ class BaseEnv(abc.ABC):
         return groups.put_together(sequences), backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
-        """The last word on what `collect_trajectories` gave, before it is sent."""
+        """Change what `collect_trajectories` gave before it is sent; by default it stays."""
         return trajectories
 
     @abc.abstractmethod
@@ -276,7 +276,7 @@ class BaseEnv(abc.ABC):
         cli.main(cls)
 
     async def next_item(self) -> Item:
-        """From the backlog, or a new one."""
+        """Return an item from the backlog, or a new one."""
         return self.backlog.pop() if self.backlog else await self.get_next_item()
 
     async def handle_env(self, item: Item) -> bool:

@@ -143,7 +143,7 @@ def completion_lengths(group: ScoredDataGroup) -> list[int]:
 
 
 def to_send(group: ScoredDataGroup, env_id: int | None, policy_version: int | None) -> Group:
-    """Raises `UsageError` where its rows do not fit each other."""
+    """Convert to what the service takes. Raise `UsageError` if its rows do not fit each other."""
     version = group.get("policy_version")
     told = {"env_id": env_id, "policy_version": policy_version if version is None else version}
     empty = {name: None for name in ("group_overrides", "overrides", "images") if not group.get(name)}

@@ -97,7 +97,7 @@ class APIServer:
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """What was sampled as the model had it, never encoded again.
+        """Sample, and return the tokens as the model had them, never encoded again.
 
         Args:
             prompt or input_ids: text, or token ids.
@@ -206,7 +206,7 @@ class APIServer:
         return True
 
     async def _sample_of_completions(self, options: dict[str, Any], timeout: float) -> Samples:
-        """From `/v1/completions`, with vLLM's fields `return_token_ids`, `token_ids` and `prompt_token_ids`."""
+        """Sample by `/v1/completions`, with vLLM's fields `return_token_ids`, `token_ids` and `prompt_token_ids`."""
         options = _renamed(options)
         input_ids, prompt = options.pop("input_ids", None), options.pop("prompt", None)
         body = {"return_token_ids": True, "return_tokens_as_token_ids": True, **(options.pop("extra_body", None) or {})}
@@ -246,7 +246,7 @@ class APIServer:
         return Samples(list(input_ids), tokens, logprobs, reasons, _oldest_version(answer))
 
     async def _sample_of_sglang(self, options: dict[str, Any], timeout: float) -> Samples:
-        """From SGLang's `/generate`, which takes and gives token ids."""
+        """Sample by SGLang's `/generate`, which takes and gives token ids."""
         options = _renamed(options)
         input_ids = options.pop("input_ids", None)
         if input_ids is None:
@@ -297,7 +297,7 @@ class Samples:
 
 
 def _oldest_version(answer: Any) -> int | None:
-    """Of the tokens of an answer, or of `Samples`; None where the server does not say it.
+    """Return the oldest version of the tokens of an answer, or of `Samples`; None if the server does not say it.
 
     `rlframe serve policy` says the version of each choice's last token, and where they are several those of all.
     """

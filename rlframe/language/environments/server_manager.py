@@ -134,7 +134,7 @@ class ManagedServer:
         return [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs], nodes
 
     def _next_turn(self, messages: list[Any]) -> tuple[_Kept | None, list[int]]:
-        """What a chat goes on from, and the tokens that come in between, or those of the whole chat."""
+        """Find the node that a chat continues, and the tokens in between; or None and those of the whole chat."""
         template, answered = self.tokenizer.apply_chat_template, bool(messages) and messages[-1]["role"] == "assistant"
         whole = list(template(messages, add_generation_prompt=not answered))
         earlier = self._longest(kept for kept in self._kept if _begins(messages, kept.messages))
@@ -155,7 +155,7 @@ class ManagedServer:
         return max(candidates, key=lambda kept: len(kept.node.tokens), default=None)
 
     def _keep(self, earlier: _Kept | None, kept: list[_Kept]) -> None:
-        """In the place of what they go on from, where that is still there."""
+        """Put them in the place of the node that they continue, if that is still there."""
         places = [index for index, one in enumerate(self._kept) if one is earlier]
         at = places[0] if places else len(self._kept)
         self._kept[at : at + len(places)] = kept

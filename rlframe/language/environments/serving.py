@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServeLoop:
-    """What runs an environment. It decides when to collect, to pause, to evaluate, to save and to end."""
+    """Run an environment: decide when to collect, to pause, to evaluate, to save and to end."""
 
     def __init__(self, env: BaseEnv) -> None:
         self._env = env
@@ -117,7 +117,7 @@ class ServeLoop:
         env.tracker = WandbRun(told.project, told.group, name, self._config.model_dump(mode="json"))
 
     async def _look(self, status: EnvStatus) -> None:
-        """What a new step is the time for."""
+        """Do what a new step is the time for: save, evaluate, log."""
         env, config = self._env, self._config
         env.status_dict = dataclasses.asdict(status)
         if config.inference_weight != -1:
@@ -242,7 +242,7 @@ class Membership:
         return self._env
 
     async def status(self) -> EnvStatus | None:
-        """None where the service does not know this environment any more."""
+        """Return the service's status, or None if it does not know this environment any more."""
         assert self._env is not None
         try:
             return await self.client.env_status(self._env.env_id)

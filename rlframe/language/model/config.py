@@ -1,4 +1,4 @@
-"""What a decoder-only transformer of the Llama family looks like, in the names of the published `config.json`."""
+"""Architecture of a decoder-only transformer of the Llama family, in the names of the published `config.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}  # mo
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches rotary embeddings to longer texts (`"rope_type": "llama3"`)."""
+    """Stretch rotary embeddings to longer texts, as Llama 3.1 does (`"rope_type": "llama3"`)."""
 
     factor: float  # by which low frequencies are lowered
     low_freq_factor: float
@@ -142,7 +142,7 @@ class ModelConfig:
         return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
-        """What `config.json` is to hold, for transformers and for `from_json`."""
+        """Return the content of `config.json`, for transformers and for `from_json`."""
         fields = {**dataclasses.asdict(self), "head_dim": self.head_size}
         if self.rope_scaling is not None:
             fields["rope_scaling"]["rope_type"] = "llama3"

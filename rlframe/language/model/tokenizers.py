@@ -14,7 +14,7 @@ Message = Mapping[str, Any]  # "role" and "content"
 
 
 class Tokenizer(Protocol):
-    """What the policy server and environments ask of a tokenizer. Names and defaults are those of transformers."""
+    """Tokenizer as the policy server and environments use it. Names and defaults are those of transformers."""
 
     @property
     def vocab_size(self) -> int:

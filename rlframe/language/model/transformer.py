@@ -111,7 +111,7 @@ def hidden(
     *,
     remat: bool = False,
 ) -> jax.Array:
-    """What the head is applied to, `[B, T, D]`; the arguments are `apply`'s.
+    """Return the input of the head, `[B, T, D]`; the arguments are `apply`'s.
 
     With `remat`, a gradient computes each layer a second time in place of keeping what is inside it.
     """
@@ -213,7 +213,7 @@ def apply_cached(
 def hidden_cached(
     params: Params, config: ModelConfig, tokens: jax.Array, cache: Cache, lengths: jax.Array, *, span: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """As `apply_cached`, but what the head is applied to, `[B, T, D]`."""
+    """As `apply_cached`, but return the input of the head, `[B, T, D]`."""
     B, T = tokens.shape
     span = span or cache.keys[0].shape[2]
     positions = lengths[:, None] + jnp.arange(T)

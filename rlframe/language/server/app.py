@@ -85,7 +85,7 @@ def make_app(server: PolicyServer) -> FastAPI:
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"])
     async def one_model(model: str) -> Response:
-        """That model."""
+        """Return that model."""
         _check_model(model, cfg.model_name)
         return answer(card)
 
@@ -151,7 +151,7 @@ async def _reply(
 
 
 async def _unless_left(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
-    """What `work` gives; None where the client leaves before, and the work is cancelled."""
+    """Return what `work` gives, or None if the client leaves before; the work is cancelled then."""
 
     async def left() -> None:
         while (await receive())["type"] != "http.disconnect":

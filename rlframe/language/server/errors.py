@@ -41,7 +41,7 @@ class RefusedError(RlframeError):
 
 
 def refused(error: RlframeError) -> RefusedError:
-    """What a request that raised is answered with."""
+    """Return the refusal that answers a request which raised this."""
     if isinstance(error, RefusedError):
         return error
     return (
@@ -57,7 +57,7 @@ def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> R
 
 
 def invalid(error: RequestValidationError, known: list[str]) -> RefusedError:
-    """What is wrong with a body, in one sentence."""
+    """Say in one sentence what is wrong with a body."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "extra_forbidden":

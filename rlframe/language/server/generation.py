@@ -1,4 +1,4 @@
-"""From a request to its answers as text: asyncio on one side, the engine's thread on the other."""
+"""Decode a request's answers as text: asyncio on one side, the engine's thread on the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST = 16  # tokens that may be one unfinished character; more are none
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPiece:
-    """What follows in one of the answers, or all of it."""
+    """The next piece of one of the answers, or all of it."""
 
     index: int  # of the answer
     text: str
@@ -226,7 +226,7 @@ class TextDecoder:
         return self._held[:place]
 
     def _begun(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Count the characters at the end that may be the beginning of a stop string."""
         held = self._held
         sizes = [
             size

@@ -1,4 +1,4 @@
-"""What answers look like: OpenAI's completions and chats, whole or as events, with what vLLM and rlframe add."""
+"""Answers: OpenAI's completions and chats, whole or as events, with the fields that vLLM and rlframe add."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Replies:
         return {**self._frame(0), "choices": choices, "usage": self._usage()}
 
     def event(self, piece: AnswerPiece) -> dict[str, Any] | None:
-        """What is sent for a piece; None: nothing."""
+        """Return the event for a piece; None: nothing is sent."""
         wanted = (
             piece.text or piece.finish_reason is not None or self._asked.log_probs or self._request.return_token_ids
         )
@@ -46,7 +46,7 @@ class Replies:
         return {**self._frame(1), "choices": [choice], **({"usage": None} if self._request.include_usage else {})}
 
     def last_event(self) -> dict[str, Any] | None:
-        """What is sent at the end; None: nothing."""
+        """Return the event at the end; None: nothing is sent."""
         return {**self._frame(1), "choices": [], "usage": self._usage()} if self._request.include_usage else None
 
     def _frame(self, kind: int) -> dict[str, Any]:

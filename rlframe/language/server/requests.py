@@ -1,4 +1,4 @@
-"""What may be asked for: the fields of OpenAI's completions and chats, and of vLLM's where those say nothing.
+"""Requests: the fields of OpenAI's completions and chats, and of vLLM's where those say nothing.
 
 A field that the engine cannot do is refused with a sentence, unless its value asks for nothing.
 """
@@ -38,7 +38,7 @@ _LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
 
 
 def _sendable(said: Any) -> Any:
-    """Of a text, or a list of them, what is no Unicode as question marks: JSON may have it, an answer may not."""
+    """Replace what is no Unicode in a text, or a list of texts, by question marks: only JSON may have it."""
     if isinstance(said, list):
         return [_sendable(one) if isinstance(one, str) else one for one in said]
     return said.encode(errors="replace").decode() if isinstance(said, str) else said
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 
 
 class StreamOptions(BaseModel):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = Field(default=False, description="a last event with the number of tokens")
@@ -137,7 +137,7 @@ class CompletionRequest(_Request):
     add_special_tokens: bool = Field(default=True, description="those that the tokenizer puts around a text")
 
     def asked(self, tokenizer: Tokenizer) -> Asked:
-        """Raises `RefusedError` or `UsageError` for what cannot be."""
+        """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
         if (self.logprobs or 0) > 1:
             raise RefusedError(
                 f"logprobs={self.logprobs} is not offered: there are log-probabilities of the sampled tokens, not of "
@@ -203,7 +203,7 @@ class ChatMessage(BaseModel):
 
     @property
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
@@ -219,7 +219,7 @@ class ChatRequest(_Request):
     add_generation_prompt: bool = Field(default=True, description="end with how an assistant begins")
 
     def asked(self, tokenizer: Tokenizer) -> Asked:
-        """Raises `RefusedError` or `UsageError` for what cannot be."""
+        """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
         if self.top_logprobs:
             raise RefusedError(
                 "top_logprobs is not offered: there are log-probabilities of the sampled tokens, not of others. Ask "

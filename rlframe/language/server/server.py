@@ -30,7 +30,7 @@ _READY = 60.0  # seconds for it to begin
 
 @dataclasses.dataclass(frozen=True)
 class PolicyServerConfig:
-    """Where it listens, how much it takes, and how it follows its learner."""
+    """Address and limits of a policy server, and how it follows its learner."""
 
     host: str = "127.0.0.1"  # address to listen at; 0.0.0.0 for all networks
     port: int = 8001  # 0: one that is free
@@ -137,7 +137,7 @@ class PolicyServer:
         self._stop.set()
 
     def url(self, timeout: float = _READY) -> str:
-        """Where it is, for clients of the OpenAI API: waits until it answers there.
+        """Return its URL for clients of the OpenAI API, once it answers there.
 
         Raises:
             PeerError: it did not within `timeout` seconds.
@@ -147,7 +147,7 @@ class PolicyServer:
         return self._url
 
     def live_engine(self) -> Engine:
-        """What decodes. Raises `UnavailableError` where there are no parameters yet, or it failed."""
+        """Return the engine. Raise `UnavailableError` if there are no parameters yet, or if it failed."""
         # No property: a server would read it before there are.
         if self._engine is None:
             raise UnavailableError("The policy server has no parameters yet: its learner has not answered.")
