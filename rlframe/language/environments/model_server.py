@@ -258,7 +258,7 @@ class APIServer:
             base_url=str(self.config.base_url).removesuffix("/").removesuffix("/v1"), timeout=timeout
         )
         body = {"input_ids": list(input_ids), "sampling_params": options, "return_logprob": True}
-        answers = await root.post("/generate", cast_to=object, body=body)
+        answers: Any = await root.post("/generate", cast_to=object, body=body)
         infos = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
         sampled = [info["output_token_logprobs"] for info in infos]  # of each token (log-probability, id, text)
         reasons = [info.get("finish_reason") or "stop" for info in infos]
