@@ -78,6 +78,22 @@ class JobFailedError(ProgramError):
     """A job under a coordinator failed, in spite of all that it tries again. Names what failed last."""
 
 
+def check_at_least(config: object, least: float, *names: str) -> None:
+    """Raise `UsageError` for the first of these fields that is below `least`. None is left alone."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"{type(config).__name__}.{name} must be at least {least}, got {value}.")
+
+
+def check_above(config: object, bound: float, *names: str) -> None:
+    """Raise `UsageError` for the first of these fields that is not above `bound`. None is left alone."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > bound:
+            raise UsageError(f"{type(config).__name__}.{name} must be above {bound}, got {value}.")
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.errors import UsageError
+from rlframe.errors import check_at_least
 from rlframe.language.decoding.requests import DecodeRequest
 from rlframe.language.decoding.sampling import Progress, Rows, SamplingParams, begin, decode, make_rows, power_of_two
 from rlframe.language.model import transformer
@@ -38,10 +38,7 @@ class EngineConfig:
     max_stop_tokens: int = 8  # of one request
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value < 1:
-                raise UsageError(f"EngineConfig.{field.name} must be at least 1, got {value}.")
+        check_at_least(self, 1, *(field.name for field in dataclasses.fields(self)))
 
 
 class Sampled(NamedTuple):

@@ -76,11 +76,8 @@ class ManagedServer:
             node.full_text = self.tokenizer.decode(node.tokens)
         answers = [{"role": "assistant", "content": text} for text in texts]
         self._keep(earlier, [_Kept(node, [*messages, answer]) for node, answer in zip(nodes, answers)])
-        choices = [
-            {"index": index, "finish_reason": node.metadata["finish_reason"], "message": answer}
-            for index, (node, answer) in enumerate(zip(nodes, answers))
-        ]
-        return chat.ChatCompletion.model_validate({**self._header("chat.completion"), "choices": choices})
+        choices = [{"message": answer} for answer in answers]
+        return chat.ChatCompletion.model_validate(self._answer("chat.completion", nodes, choices))
 
     async def completion(self, **kwargs: Any) -> Any:
         """As `openai.completions.create`, for one prompt."""
@@ -98,11 +95,8 @@ class ManagedServer:
         for text, node in zip(texts, nodes):
             node.full_text = prompt + text
         self._keep(earlier, [_Kept(node, None) for node in nodes])
-        choices = [
-            {"index": index, "finish_reason": node.metadata["finish_reason"], "text": text, "logprobs": None}
-            for index, (text, node) in enumerate(zip(texts, nodes))
-        ]
-        return Completion.model_validate({**self._header("text_completion"), "choices": choices})
+        choices = [{"text": text, "logprobs": None} for text in texts]
+        return Completion.model_validate(self._answer("text_completion", nodes, choices))
 
     def get_state(self) -> dict[str, list[SequenceNode]]:
         """`nodes`: the sequences so far."""
@@ -160,12 +154,16 @@ class ManagedServer:
         at = places[0] if places else len(self._kept)
         self._kept[at : at + len(places)] = kept
 
-    def _header(self, kind: str) -> dict[str, Any]:
+    def _answer(self, kind: str, nodes: list[SequenceNode], choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": uuid.uuid4().hex,
             "object": kind,
             "created": int(time.time()),
             "model": self.server.config.model_name,
+            "choices": [
+                {"index": index, "finish_reason": node.metadata["finish_reason"], **choice}
+                for index, (node, choice) in enumerate(zip(nodes, choices))
+            ],
         }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
 DTYPES = ("float32", "bfloat16")
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}  # model_type -> architecture
@@ -23,17 +23,11 @@ class RopeScaling:
     original_max_position_embeddings: int  # tokens, of the model before it was stretched
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1.0:
-            raise UsageError(f"RopeScaling.factor must be at least 1, got {self.factor}.")
+        check_at_least(self, 1, "factor", "original_max_position_embeddings")
         if not 0.0 < self.low_freq_factor < self.high_freq_factor:
             raise UsageError(
                 "RopeScaling.low_freq_factor must be above 0 and below high_freq_factor, got "
                 f"{self.low_freq_factor} and {self.high_freq_factor}."
-            )
-        if self.original_max_position_embeddings < 1:
-            raise UsageError(
-                "RopeScaling.original_max_position_embeddings must be at least 1, got "
-                f"{self.original_max_position_embeddings}."
             )
 
 
@@ -61,15 +55,13 @@ class ModelConfig:
     dtype: str = "float32"  # of weights and of most arithmetic; or bfloat16 (norms, softmax, logits stay float32)
 
     def __post_init__(self) -> None:
-        for name in (
+        check_at_least(
+            self,
+            1,
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "max_position_embeddings"),
-        ):
-            if getattr(self, name) < 1:
-                raise UsageError(f"ModelConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("rope_theta", "rms_norm_eps"):
-            if not getattr(self, name) > 0.0:
-                raise UsageError(f"ModelConfig.{name} must be above 0, got {getattr(self, name)}.")
+        )
+        check_above(self, 0, "rope_theta", "rms_norm_eps")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
                 f"ModelConfig.num_attention_heads ({self.num_attention_heads}) must be a multiple of "

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rlframe import handles
-from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.errors import PeerError, UnavailableError, UsageError, check_above, check_at_least
 from rlframe.http.serving import ServerThread
 from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.inferencers.refreshing import Refresher
@@ -48,12 +48,8 @@ class PolicyServerConfig:
 
     def __post_init__(self) -> None:
         check_guarded(self.host, self.token_file, CAN, self.no_token)
-        for name in ("max_connections", "max_body_mb"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"PolicyServerConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("request_timeout", "refresh_interval", "learner_deadline"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"PolicyServerConfig.{name} must be more than 0 s, got {getattr(self, name)}.")
+        check_at_least(self, 1, "max_connections", "max_body_mb")
+        check_above(self, 0, "request_timeout", "refresh_interval", "learner_deadline")
 
 
 class PolicyServer:
