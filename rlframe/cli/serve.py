@@ -98,8 +98,8 @@ def _serve_trajectories(arguments: list[str]) -> None:
     if options.tokenizer is not None:
         extras.require("--tokenizer", "trajectories", "tokenizers")
     with extras.needed(prog, "trajectories"):
-        from rlframe.trajectories.serving import serve
-    from rlframe.trajectories.settings import Settings
+        from rlframe.trajectories.service.serving import serve
+    from rlframe.trajectories.service.settings import Settings
 
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in names})
