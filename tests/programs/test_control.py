@@ -23,6 +23,7 @@ from rlframe.programs.control import Control, RunTarget, serve_control_of
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.run_lock import RunLock
 from rlframe.programs.run_status import StatusFile
+from tests.coordinator.control.coordinators import ScriptedCoordinator
 
 DESCRIBED = make_experiment("dqn", steps=1_000)
 
@@ -82,7 +83,26 @@ def test_only_a_terminal_gets_a_link_with_the_token(directory, monkeypatch, caps
     with open(ours) as terminal, open(theirs, "w", buffering=1) as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         with serve_control_of(directory.path, Control()):
-            assert f"/#token={token} (token: " in terminal.readline()
+            told = re.search(r"(http://\S+)/#token=(\S+) \(token: ", terminal.readline())
+            assert told is not None and told[2] == token
+            asked = httpx.get(f"{told[1]}/status", headers={"Authorization": f"Bearer {told[2]}"}, timeout=60.0)
+            assert asked.status_code == 200
+
+
+@pytest.mark.parametrize("has_coordinator", [False, True])
+def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory, has_coordinator):
+    coordinator = ScriptedCoordinator() if has_coordinator else None
+    with serve_control_of(directory.path, Control(), coordinator):
+        known = read_control(directory.path)
+        secret = pathlib.Path(known.token_file)
+        assert secret == directory.path / "token" and secret.stat().st_mode & 0o777 == 0o600
+        with httpx.Client(base_url=known.url, timeout=60.0) as http:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": secret.read_text().strip()}):
+                for method, path in (("GET", "/status"), ("GET", "/metrics"), ("POST", "/stop")):
+                    assert http.request(method, path, headers=headers).status_code == 401
+        with client(directory.path) as http:
+            assert http.get("/status").status_code == 200
+    assert coordinator is None or coordinator.calls == []
 
 
 def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):
