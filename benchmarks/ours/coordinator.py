@@ -8,6 +8,7 @@ the 50th and 99th percentile, in milliseconds.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import heapq
 import itertools
 import json
@@ -29,12 +30,14 @@ from rlframe.coordinator.messages import (
     Demand,
     Header,
     Learned,
-    Reply,
     Resources,
     Started,
     Update,
+    WorkerInfo,
+    WorkerReply,
 )
-from rlframe.coordinator.operators.base import WorkerInfo
+
+Answer = concurrent.futures.Future[Any]
 
 
 class Workers:
@@ -55,14 +58,6 @@ class Workers:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    # --- what the Coordinator has links for
-
-    def open(self, worker_id: str, incarnation: int, address: Any) -> None:
-        """Nothing is to be opened."""
-
-    def shut(self, worker_id: str, incarnation: int) -> None:
-        """Nothing is to be shut."""
-
     def close(self) -> None:
         """Ends the thread."""
         with self._lock:
@@ -70,7 +65,13 @@ class Workers:
             self._lock.notify()
         self._thread.join(5.0)
 
-    def call(self, worker_id: str, incarnation: int, method: str, args: tuple[Any, ...], answer: Any) -> None:
+    # --- as a transport
+
+    def connect(self, address: str) -> Connection:
+        """To the worker of this name."""
+        return Connection(self, address)
+
+    def call(self, worker_id: str, method: str, args: tuple[Any, ...], answer: Answer) -> None:
         """Takes a call, which is answered in a while."""
         now = time.perf_counter()
         answered_at = self._answered_at.pop(worker_id, None) if method == "get_data" else None
@@ -78,7 +79,7 @@ class Workers:
             self.waits.append(now - answered_at)
         after = self._answer_after if method == "get_data" else 0.0
         with self._lock:
-            heapq.heappush(self._due, (now + after, next(self._order), (worker_id, incarnation, method, args, answer)))
+            heapq.heappush(self._due, (now + after, next(self._order), (worker_id, method, args, answer)))
             self._lock.notify()
 
     def _run(self) -> None:
@@ -88,21 +89,19 @@ class Workers:
                 if wait > 0:
                     self._lock.wait(wait)
                     continue
-                _, _, (worker_id, incarnation, method, args, answer) = heapq.heappop(self._due)
-            reply = self._reply(worker_id, incarnation, method, *args)
+                _, _, (worker_id, method, args, answer) = heapq.heappop(self._due)
+            reply = self._reply(worker_id, method, *args)
             self.answers += 1
             if method == "get_data":
                 self._answered_at[worker_id] = time.perf_counter()
-            answer(reply, "")
+            answer.set_result(reply)
 
-    def _reply(
-        self, worker_id: str, incarnation: int, method: str, header: Header | None = None, request: Any = None
-    ) -> Reply:
+    def _reply(self, worker_id: str, method: str, header: Header | None = None, request: Any = None) -> WorkerReply:
         if header is None:
             task = self._tasks.get(worker_id)
             if method == "resources":
                 return Resources("here", 1, 1, 1)
-            return Alive(worker_id, incarnation, "running" if task else "idle", *(task or (None, -1)))
+            return Alive(worker_id, 0, "running" if task else "idle", *(task or (None, -1)))
         if method == "start_task":
             self._tasks[worker_id] = (header.task_id, header.attempt)
             return Started({"params_version": self.version, "learner_steps": self.learned})
@@ -120,40 +119,41 @@ class Workers:
         return Collected({**counts, "rank": index, "incarnation": 0.0}, self.version)
 
 
+class Connection:
+    """To one worker: a client of the transport."""
+
+    def __init__(self, workers: Workers, worker_id: str) -> None:
+        self._workers, self._worker_id = workers, worker_id
+
+    def submit(self, method: str, /, *args: Any) -> Answer:
+        """Calls it."""
+        answer = Answer()
+        self._workers.call(self._worker_id, method, args, answer)
+        return answer
+
+
 class Operator:
     """Has all workers from the start."""
 
-    transport = None  # they are called by `Workers`
+    every, grace, starts = 0.25, 0.0, False
 
-    def __init__(self, workers: int) -> None:
-        ids = ["learner/0", *(f"collector/{index}" for index in range(workers - 1))]
-        self._infos = [
-            WorkerInfo(
-                worker_id, worker_id.partition("/")[0], int(worker_id.partition("/")[2]), 0, "here", "here", None
-            )
-            for worker_id in ids
-        ]
+    def __init__(self, workers: Workers, count: int) -> None:
+        self.transport: Any = workers
+        collectors = [WorkerInfo("collector", index, 0, f"collector/{index}") for index in range(count - 1)]
+        self._infos = [WorkerInfo("learner", 0, 0, "learner/0"), *collectors]
 
-    def connect(self) -> list[WorkerInfo]:
+    def list(self) -> list[WorkerInfo]:
         """All."""
         return self._infos
 
-    list = connect
-
-    def request(self, role: str, n: int) -> None:
+    def start(self, worker: WorkerInfo) -> None:
         """They are there."""
 
-    def release(self, ids: Any) -> None:
+    def stop(self, worker: WorkerInfo, kill: bool) -> None:
         """They stay."""
 
-    report_failed = release
-
-    def disconnect(self, end_workers: bool = True) -> None:
+    def close(self) -> None:
         """They stay."""
-
-    def problems(self) -> dict[str, str]:
-        """Nothing is wrong."""
-        return {}
 
 
 class Replay:
@@ -191,9 +191,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         workers, collectors = Workers(args.answer_after), args.workers - 1
         cfg = CoordinatorConfig(path, max_collectors=collectors, collectors=collectors)
-        coordinator = Coordinator(TrainOne(env_steps=10**12), Operator(args.workers), Replay(), None, cfg)
-        coordinator._links = workers  # type: ignore[assignment]
-        coordinator._machine.manual = True  # they are as many as they are
+        operator = Operator(workers, args.workers)
+        coordinator = Coordinator(TrainOne(env_steps=10**12), operator, Replay(), None, cfg)
+        coordinator._job.manual = True  # they are as many as they are
         threading.Thread(target=coordinator.run, daemon=True).start()
         deadline = time.monotonic() + 60.0
         while len(workers._steps) < collectors:

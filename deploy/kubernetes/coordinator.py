@@ -96,7 +96,7 @@ def main(options):
     )
     coordinator = Coordinator(
         TrainOne(learner_steps=options.learner_steps, eval_every=50_000),
-        KubernetesOperator(state_dir, pods),
+        KubernetesOperator(pods),
         ReverbReplayBuffer(agent, f"localhost:{port}"),
         param_store,
         CoordinatorConfig(

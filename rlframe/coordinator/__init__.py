@@ -13,7 +13,7 @@ _PUBLIC = {
     "CoordinatorConfig": "rlframe.coordinator.config",
     "FileParamStore": "rlframe.coordinator.param_store_files",
     "LearnerWorker": "rlframe.coordinator.workers.learner",
-    "Limits": "rlframe.coordinator.core.limits",
+    "Limits": "rlframe.coordinator.config",
     "LocalOperator": "rlframe.coordinator.operators.local",
     "SharedParamStore": "rlframe.coordinator.param_store_shared",
     "StaticOperator": "rlframe.coordinator.operators.static",

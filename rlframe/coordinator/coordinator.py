@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import gc
 import heapq
@@ -17,20 +18,22 @@ from typing import Any
 from rlframe import handles
 from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import Commander
-from rlframe.coordinator.config import CoordinatorConfig, Recorder
+from rlframe.coordinator.config import CoordinatorConfig, JobRecorder
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.machine import Machine
+from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.machine import handle
 from rlframe.coordinator.journal import Journal
-from rlframe.coordinator.links import Links
-from rlframe.coordinator.messages import ROLES, Reply, Role
+from rlframe.coordinator.messages import ROLES, Failed, Role, WorkerKey, WorkerReply
 from rlframe.coordinator.operator_thread import OperatorThread
+from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling, Watch, cores_here
 from rlframe.coordinator.states import JobState, is_over
-from rlframe.errors import JobFailedError, UsageError, suggest
+from rlframe.errors import JobFailedError, UnavailableError, UsageError, suggest
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.progress import Phase
+from rlframe.transport import Client, Future
 
 _log = logging.getLogger(__name__)
 
@@ -63,11 +66,11 @@ class Coordinator:
     def __init__(
         self,
         commander: Commander,
-        operator: Any,
+        operator: Operator,
         replay: Any,
         param_store: Any,
         cfg: CoordinatorConfig,
-        recorder: Recorder | None = None,
+        recorder: JobRecorder | None = None,
     ) -> None:
         self._cfg, self._recorder = cfg, recorder
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
@@ -76,7 +79,7 @@ class Coordinator:
             saved = None
         self._clock = Clock()
         wanted: dict[Role, int] = {"learner": 1, "collector": cfg.collectors or cfg.min_collectors}
-        self._machine = Machine(
+        self._job = TrainingJob(
             commander,
             cfg.limits,
             wanted,
@@ -85,26 +88,26 @@ class Coordinator:
             saved=saved,
         )
         if saved is None:
-            self._machine.accounts.census = dict(cfg.before)
+            self._job.accounts.census = dict(cfg.before)
             if self._journal.state is not None:  # of the job before, in the same folder
                 before = self._journal.state
-                self._machine.min_version = max(before["accounts"]["params_version"], before["min_version"])
+                self._job.min_version = max(before["accounts"]["params_version"], before["min_version"])
         # A coordinator may be killed between the job's last step and the writing of what came of it.
         self._is_finished = saved is None or saved.get("is_finished", False)
-        self._evaluation = saved["ending"]["evaluation"] if saved is not None and saved["ending"] else None
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
-        self._lock = threading.RLock()  # of the machine and the journal
+        self._lock = threading.RLock()  # of the job and the journal
         self._noted = threading.Condition(self._lock)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, ev.Send]] = []
         self._order = itertools.count()
-        self._links = Links(operator.transport)
-        self._operator = OperatorThread(operator, self._events.put)
+        self._transport = operator.transport
+        self._clients: dict[WorkerKey, Client] = {}
+        self._operator = OperatorThread(operator, cfg.path, self._events.put)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
         self._watch = Watch(scaling)
         self._rates = statuses.Rates()
-        self._published = self._machine.accounts.to_json()
+        self._published = self._job.accounts.to_json()
         self._journaled_at = 0.0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -121,9 +124,9 @@ class Coordinator:
         with self._lock:
             if self._thread is not None:
                 return
-            if is_over(self._machine.state):
+            if is_over(self._job.state):
                 raise UsageError(
-                    f"The job in {self._cfg.path} is over ({self._machine.reason}). Give another job another folder."
+                    f"The job in {self._cfg.path} is over ({self._job.reason}). Give another job another folder."
                 )
             (pathlib.Path(self._cfg.path) / "status.json").unlink(missing_ok=True)  # of a job before: this is not over
             self._thread = threading.Thread(target=self._run, name="rlframe coordinator", daemon=True)
@@ -136,7 +139,7 @@ class Coordinator:
             JobFailedError: the job failed.
         """
         with handles.stopped_by_program(lambda: self._cancel("the program was told to stop", self._cfg.stop_within)):
-            if not is_over(self._machine.state):
+            if not is_over(self._job.state):
                 # All that was imported will not become garbage: to look through it now and again would take the
                 # coordinator's thread up to a tenth of a second.
                 gc.collect()
@@ -148,8 +151,8 @@ class Coordinator:
         self._end()
         if self._failure is not None:
             raise self._failure
-        if self._machine.state is JobState.FAILED:
-            raise JobFailedError(f"The job failed: {self._machine.reason.rstrip('.')}.")
+        if self._job.state is JobState.FAILED:
+            raise JobFailedError(f"The job failed: {self._job.reason.rstrip('.')}.")
 
     def wait(self, timeout: float) -> bool:
         """Whether the job is over, after `timeout` seconds (1 at most) at the latest.
@@ -160,7 +163,7 @@ class Coordinator:
         came = self._over.wait(min(timeout, 1.0))
         if self._failure is not None:
             raise self._failure
-        return came or is_over(self._machine.state)
+        return came or is_over(self._job.state)
 
     def close(self) -> None:
         """Ends the job, if it goes on, and the workers. Bounded; may be called again."""
@@ -172,7 +175,7 @@ class Coordinator:
     def _end(self) -> None:
         self._operator.close()
         self._replay.close()
-        self._links.close()
+        self._clients.clear()
         with self._lock:
             self._journal.close()
 
@@ -214,7 +217,7 @@ class Coordinator:
         """Has the newest version evaluated."""
         self._check_runs()
         with self._lock:
-            if self._machine.tasks.open("evaluate"):
+            if self._job.tasks.open("evaluate"):
                 raise UsageError("An evaluation is under way already.")
         self._ask(ev.EvaluationAsked())
 
@@ -237,23 +240,21 @@ class Coordinator:
             written.wait(_HEARD_WITHIN)
 
     def _check_runs(self) -> None:
-        if self._thread is None or is_over(self._machine.state):
-            state = self._machine.state.value if self._thread is not None else "not submitted"
-            raise UsageError(f"The job is {state}: there is nothing to change. {self._machine.reason}".rstrip())
-        if self._machine.ending is not None:  # it would be dropped
-            raise UsageError(
-                f"The job is about to end: nothing can be changed any more. {self._machine.reason}".rstrip()
-            )
+        if self._thread is None or is_over(self._job.state):
+            state = self._job.state.value if self._thread is not None else "not submitted"
+            raise UsageError(f"The job is {state}: there is nothing to change. {self._job.reason}".rstrip())
+        if self._job.ending is not None:  # it would be dropped
+            raise UsageError(f"The job is about to end: nothing can be changed any more. {self._job.reason}".rstrip())
 
     def status(self) -> dict[str, Any]:
         """All that there is to see of the job; see docs/coordinator.md."""
         with self._lock:
             return statuses.status(
-                self._machine,
+                self._job,
                 self._published,
                 describes=self._cfg.describes,
                 limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
-                operator={"kind": self._operator.kind, "problems": self._operator.problems},
+                operator={"kind": self._operator.kind, "problems": self._operator.problems()},
                 replay=self._replay.stats,
                 rates=self._rates,
                 now=self._clock(),
@@ -277,9 +278,9 @@ class Coordinator:
             self._operator.start()
             self._replay.start()
             if self._recorder is not None:
-                self._recorder.begin(self._machine.accounts.env_steps)
+                self._recorder.begin(self._job.accounts.env_steps)
             self._handle([ev.Submitted()])
-            while not is_over(self._machine.state):
+            while not is_over(self._job.state):
                 happened = self._next_events()
                 if time.monotonic() >= tick_at:
                     happened.append(ev.Ticked())
@@ -314,10 +315,10 @@ class Coordinator:
         with self._lock:
             for event in happened:
                 if not isinstance(event, _Written):
-                    effects += self._machine.handle(event, self._clock())
-            wanted = self._watch.wanted(self._machine, self._clock())
+                    effects += handle(self._job, event, self._clock())
+            wanted = self._watch.wanted(self._job, self._clock())
             if wanted is not None:
-                effects += self._machine.handle(ev.Scaled("collector", wanted, "load"), self._clock())
+                effects += handle(self._job, ev.Scaled("collector", wanted, "load"), self._clock())
             self._write_down(effects)
         for event in happened:
             if isinstance(event, _Written):
@@ -334,11 +335,11 @@ class Coordinator:
             self._journal.note({**fields, "number": number, "time": time.time(), "kind": note.kind, "text": note.text})
         if notes or now > self._journaled_at + _JOURNAL_EVERY:
             self._journaled_at = now
-            state = {**self._machine.to_json(), "job_id": self._cfg.job_id, "is_finished": False}
+            state = {**self._job.to_json(), "job_id": self._cfg.job_id, "is_finished": False}
             if state != self._journal.state:
                 self._journal.write(state)
             self._published = state["accounts"]
-            self._rates.add(self._clock(), self._machine.accounts)
+            self._rates.add(self._clock(), self._job.accounts)
         if notes:
             self._noted.notify_all()
 
@@ -349,15 +350,21 @@ class Coordinator:
             else:
                 self._send(effect)
         elif isinstance(effect, ev.Open):
-            self._links.open(effect.worker_id, effect.incarnation, effect.address)
+            self._clients[effect.key] = self._transport.connect(effect.address)
         elif isinstance(effect, ev.Shut):
-            self._links.shut(effect.worker_id, effect.incarnation)
-        elif isinstance(effect, (ev.Connect, ev.Request, ev.ReportFailed, ev.Release, ev.Disconnect)):
-            self._operator.put(effect)
-        elif isinstance(effect, (ev.Draw, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin)):
+            self._clients.pop(effect.key, None)
+        elif isinstance(effect, ev.RequestWorkers):
+            self._operator.request(effect.role, effect.count)
+        elif isinstance(effect, ev.ReportFailed):
+            self._operator.report_failed(effect.key)
+        elif isinstance(effect, ev.Release):
+            self._operator.release(effect.key)
+        elif isinstance(effect, ev.Disconnect):
+            self._operator.disconnect()
+        elif isinstance(effect, (ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin)):
             self._replay.put(effect)
         elif isinstance(effect, ev.Row) and self._recorder is not None:
-            self._recorder.write(effect.env_steps, effect.values, self._machine.accounts.census)
+            self._recorder.write(effect.env_steps, effect.values, self._job.accounts.census)
         elif isinstance(effect, ev.Over):
             self._finish(effect)
 
@@ -365,14 +372,14 @@ class Coordinator:
         """As `_finish`, for a coordinator that was killed before it had done so."""
         self._replay.start()
         if self._recorder is not None:
-            self._recorder.begin(self._machine.accounts.env_steps)
-        self._finish(ev.Over(self._machine.state is JobState.FAILED, self._machine.reason))
+            self._recorder.begin(self._job.accounts.env_steps)
+        self._finish(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
 
     def _finish(self, over: ev.Over) -> None:
         """Nobody works any more: what it has come to is written down."""
         self._replay.close()
         with self._lock:
-            self._published = self._machine.accounts.to_json()
+            self._published = self._job.accounts.to_json()
             status = self.status()
         path = pathlib.Path(self._cfg.path) / "status.json"
         try:
@@ -380,20 +387,49 @@ class Coordinator:
         except OSError as error:  # what the recorder writes counts
             _log.warning("Cannot write %s: %s.", path, error.strerror)
         if self._recorder is not None:
-            ending = self._machine.ending
-            evaluation = ending.evaluation if ending is not None else self._evaluation
+            ending = self._job.ending
+            evaluation = ending.evaluation if ending is not None else None
             summary = {**status["job"], "failed": over.failed, "reason": over.reason, "evaluation": evaluation}
             self._recorder.finish(summary)
         with self._lock:
             self._journal.write({**(self._journal.state or {}), "is_finished": True})
 
     def _send(self, effect: ev.Send) -> None:
-        def answer(reply: Reply | None, why: str) -> None:
-            who = (effect.worker_id, effect.incarnation, effect.method, effect.header)
-            self._events.put(ev.Unanswered(*who, why) if reply is None else ev.Replied(*who, reply))
-
+        """Calls a worker, and does not wait: another thread takes the answer, or that none will come."""
+        who = (*effect.key, effect.method, effect.header)
+        client = self._clients.get(effect.key)
         args = effect.args if effect.header is None else (effect.header, *effect.args)
-        self._links.call(effect.worker_id, effect.incarnation, effect.method, args, answer)
+
+        def done(future: Future) -> None:
+            try:
+                self._events.put(ev.Replied(*who, reply_of(future, effect.method)))
+            except (UnavailableError, concurrent.futures.CancelledError) as error:
+                self._events.put(ev.Unanswered(*who, str(error)))
+
+        try:
+            if client is None:
+                raise UnavailableError("there is no connection")
+            client.submit(effect.method, *args).add_done_callback(done)
+        except Exception as error:  # the other side is gone
+            self._events.put(ev.Unanswered(*who, str(error)))
+
+
+def reply_of(future: Future, method: str) -> WorkerReply:
+    """The reply that a worker gave. What it raises comes as a reply: anything else is a bug of its own.
+
+    Raises:
+        UnavailableError: there is no answer.
+        CancelledError: the same.
+    """
+    try:
+        reply = future.result()
+    except (UnavailableError, concurrent.futures.CancelledError):
+        raise
+    except Exception as error:
+        return Failed(type(error).__name__, f"{method} raised: {error}")
+    if not isinstance(reply, WorkerReply):
+        return Failed("TypeError", f"{method} must give a WorkerReply, it gave {type(reply).__name__}")
+    return reply
 
 
 @dataclasses.dataclass(frozen=True)

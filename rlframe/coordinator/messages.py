@@ -7,6 +7,7 @@ Steps and parameters never travel in them: those go through the replay buffer an
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,47 @@ Kind = Literal["learn", "collect", "evaluate"]
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
 KINDS: dict[Role, Kind] = {"learner": "learn", "collector": "collect", "evaluator": "evaluate"}  # what each works at
+
+
+WorkerKey = tuple[str, int]  # (worker_id, incarnation): exactly one life of one worker
+
+
+class WorkerHealth(enum.Enum):
+    """Of one incarnation of a worker, as its operator sees it."""
+
+    LIVE = "live"  # or starting
+    LEAVING = "leaving"  # somebody has told it to end
+    DEAD = "dead"  # there is something left of it, to be cleared away
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerInfo:
+    """One incarnation of a worker, as its operator lists it or is to start it."""
+
+    role: Role
+    index: int
+    incarnation: int  # of that index, from 0; never goes back
+    address: str | None = None  # where the operator's transport calls it; None until it serves
+    host: str = ""
+    pid: int | None = None  # on that host; None where it is not known
+    stays: bool = False  # its operator does not end it: it may be let go, and be wanted again
+    health: WorkerHealth = WorkerHealth.LIVE
+    problem: str = ""  # why it does not start, or how it ended, where that is known
+
+    @property
+    def worker_id(self) -> str:
+        """`collector/1`."""
+        return worker_id_of(self.role, self.index)
+
+    @property
+    def key(self) -> WorkerKey:
+        """By which it is told from all others."""
+        return self.worker_id, self.incarnation
+
+
+def worker_id_of(role: str, index: int) -> str:
+    """`collector/1`."""
+    return f"{role}/{index}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,26 +121,26 @@ class GetData:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reply:
+class WorkerReply:
     """What a worker answers."""
 
 
 @dataclasses.dataclass(frozen=True)
-class NotReady(Reply):
+class NotReady(WorkerReply):
     """The call is under way, or waits for something: say it again, with the same number."""
 
     why: str = ""  # starting, data, params, busy
 
 
 @dataclasses.dataclass(frozen=True)
-class Refused(Reply):
+class CallRefused(WorkerReply):
     """The call is of another attempt, incarnation or number than this worker is at: it changed nothing."""
 
     why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Failed(Reply):
+class Failed(WorkerReply):
     """The call raised."""
 
     error: str  # the exception's type
@@ -108,7 +150,7 @@ class Failed(Reply):
 
 
 @dataclasses.dataclass(frozen=True)
-class Alive(Reply):
+class Alive(WorkerReply):
     """The answer to `ping`."""
 
     worker_id: str
@@ -122,7 +164,7 @@ class Alive(Reply):
 
 
 @dataclasses.dataclass(frozen=True)
-class Resources(Reply):
+class Resources(WorkerReply):
     """What a worker has to work with."""
 
     host: str
@@ -133,14 +175,14 @@ class Resources(Reply):
 
 
 @dataclasses.dataclass(frozen=True)
-class Started(Reply):
+class Started(WorkerReply):
     """A task has begun."""
 
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Demand(Reply):
+class Demand(WorkerReply):
     """How many batches a learner can take now."""
 
     batches: int
@@ -157,7 +199,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Reply):
+class Learned(WorkerReply):
     """What came of a `Learn`."""
 
     params_version: int  # that is in the param store
@@ -168,7 +210,7 @@ class Learned(Reply):
 
 
 @dataclasses.dataclass(frozen=True)
-class Collected(Reply):
+class Collected(WorkerReply):
     """How far a collector is."""
 
     stats: dict[str, Any]  # as `Actor.stats`: counters since it was made, its rank and incarnation
@@ -177,7 +219,7 @@ class Collected(Reply):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluated(Reply):
+class Evaluated(WorkerReply):
     """An evaluation, of exactly one version."""
 
     params_version: int
@@ -185,7 +227,7 @@ class Evaluated(Reply):
 
 
 @dataclasses.dataclass(frozen=True)
-class Closed(Reply):
+class Closed(WorkerReply):
     """A task has ended."""
 
     result: dict[str, Any] = dataclasses.field(

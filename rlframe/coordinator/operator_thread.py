@@ -1,134 +1,211 @@
-"""The operator's side of a coordinator: what is wanted of it, in order, and what it has, again and again."""
+"""The operator's side of a coordinator: it lists, starts and stops workers, in rounds, in a thread of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-import queue
+import os
+import pathlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import Role
-from rlframe.coordinator.operators.base import Operator, OperatorError, WorkerInfo
+from rlframe.coordinator.messages import ROLES, Role, WorkerHealth, WorkerInfo, WorkerKey
+from rlframe.coordinator.operators.base import Operator, OperatorError
+from rlframe.coordinator.operators.reconciler import Backoff, Reconciler
+from rlframe.interprocess.files import write_atomically
 
 _log = logging.getLogger(__name__)
 
-_LIST_EVERY = 0.25  # seconds
 _BACKOFF, _LONGEST_BACKOFF = 0.25, 5.0  # seconds between two tries to reach it
-_DISCONNECT_WITHIN = 10.0  # seconds of tries
+_PATIENCE = 5.0  # seconds, beside the grace that they are given, for workers to be gone
+_JOIN = 10.0  # seconds for the thread to end: longer than any call of an operator takes
 
 
 class OperatorThread:
-    """Says to an operator what the machine wants, and to the machine what the operator has.
+    """Makes what there is like what is wanted: in each round it lists, compares (`Reconciler`) and acts.
 
-    What the operator did not take, because it could not be reached, is said again until it does.
+    What is wanted may be said by any thread, and again; it is kept while the operator cannot be reached.
 
     Args:
         operator: see `rlframe.coordinator.operators`.
+        state_dir: a directory to keep the incarnations in, across restarts.
         happened: is called with `OperatorAnswered`, `OperatorFailed`, `OperatorBroke` and `Disconnected`.
-
-    Attributes:
-        problems: what the operator says is wrong, by worker_id, or "" for all of it.
+        backoff: between the deaths of a worker that does not stay up.
     """
 
-    def __init__(self, operator: Operator, happened: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        operator: Operator,
+        state_dir: str | os.PathLike[str],
+        happened: Callable[[Any], None],
+        backoff: Backoff | None = None,
+    ) -> None:
         self._operator, self._happened = operator, happened
-        self._wanted: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self.problems: dict[str, str] = {}
+        self._incarnations = _Incarnations(pathlib.Path(state_dir) / "incarnations.json")
+        self._reconciler = Reconciler(self._incarnations.read(), backoff or Backoff(), operator.grace)
+        self._lock = threading.Lock()  # of the reconciler
+        self._seen: list[WorkerInfo] = []
+        self._outage = ""
+        self._has_answered = False
+        self._stops_workers = False  # at the end
+        self._wake, self._ends, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlframe operator", daemon=True)
 
     @property
     def kind(self) -> str:
-        """What it is called."""
+        """What the operator is called."""
         return type(self._operator).__name__
 
     def start(self) -> None:
-        """Begins to take effects."""
+        """Begins: workers that are there already are adopted."""
         self._thread.start()
 
-    def put(self, effect: Any) -> None:
-        """Takes an effect, and returns at once."""
-        self._wanted.put(effect)
+    def request(self, role: Role, n: int) -> None:
+        """Has `n` workers of this role live in all, from now on. Ends none where there are more; `release` does."""
+        with self._lock:
+            self._reconciler.request(role, n)
+        self._wake.set()
+
+    def report_failed(self, key: WorkerKey) -> None:
+        """Ends this worker at once, whatever it is at, and replaces it: the same index, the next incarnation."""
+        with self._lock:
+            self._reconciler.report_failed(key, time.monotonic())
+        self._wake.set()
+
+    def release(self, key: WorkerKey) -> None:
+        """Ends this worker for good, giving it the time to do it itself.
+
+        Where that leaves fewer than are wanted, others are started: `request` the lower number first.
+        """
+        with self._lock:
+            self._reconciler.release(key, time.monotonic())
+        self._wake.set()
+
+    def disconnect(self) -> None:
+        """Ends all workers, in the background and within seconds; `Disconnected` comes of it."""
+        self._stops_workers = True
+        self._ends.set()
+        self._wake.set()
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._stop.set()
+        """Ends the thread, and lets the workers be. May be repeated."""
+        self._closed.set()
+        self._ends.set()
+        self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(_DISCONNECT_WITHIN)
+            self._thread.join(_JOIN)
+
+    def problems(self) -> dict[str, str]:
+        """What is wrong now, in a sentence each: by worker_id, or "" for what is wrong with all of it."""
+        with self._lock:
+            outage = {"": self._outage} if self._outage else {}
+            if self._operator.starts:
+                return {**outage, **self._reconciler.problems()}
+            return {**outage, **{worker.worker_id: worker.problem for worker in self._seen if worker.problem}}
 
     def _run(self) -> None:
-        is_connected, backoff = False, _BACKOFF
-        effect: Any = None
-        while not self._stop.is_set():
-            if effect is None:
-                try:
-                    effect = self._wanted.get(timeout=_LIST_EVERY if is_connected else 1.0)
-                except queue.Empty:
-                    effect = None
+        failures = 0
+        while not self._ends.is_set():
+            self._wake.clear()
             try:
-                if isinstance(effect, ev.Disconnect):
-                    self._disconnect()
-                    return
-                if isinstance(effect, ev.Connect):
-                    self._answer(self._operator.connect())
-                    is_connected = True
-                elif effect is not None:
-                    self._say(effect)
-                elif is_connected:
-                    self._answer(self._operator.list())
-                effect, backoff = None, _BACKOFF
+                live = self._round()
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                is_outage = isinstance(error, (OperatorError, OSError))
-                if not is_outage:
-                    _log.error("The operator raised what is no outage.", exc_info=error)
-                self._happened(ev.OperatorFailed(why) if is_outage else ev.OperatorBroke(why))
-                self._stop.wait(backoff)
-                backoff = min(2 * backoff, _LONGEST_BACKOFF)
-                if self._is_to_disconnect():
-                    effect = ev.Disconnect()
+                self._fail(error)
+                # A wake-up is no reason to ask sooner somebody who does not answer.
+                self._ends.wait(min(_BACKOFF * 2 ** min(failures, 10), _LONGEST_BACKOFF))
+                failures += 1
+            else:
+                self._outage, self._has_answered, failures = "", True, 0
+                self._happened(ev.OperatorAnswered(tuple(live)))
+                self._wake.wait(self._until_due())
+        why = self._stop_all() if self._stops_workers and self._operator.starts else ""
+        self._operator.close()
+        if self._stops_workers:
+            self._happened(ev.Disconnected(why))
 
-    def _is_to_disconnect(self) -> bool:
-        """Whether the job is over, so that what was not taken is of no use any more."""
-        waiting = []
-        while not self._wanted.empty():
-            waiting.append(self._wanted.get())
-        for effect in waiting:
-            if isinstance(effect, ev.Disconnect):
-                return True
-        for effect in waiting:
-            self._wanted.put(effect)
-        return False
+    def _fail(self, error: Exception) -> None:
+        """What is no outage ends the job only where nothing else ever came: else it is told, and tried again."""
+        is_outage = isinstance(error, (OperatorError, OSError))
+        if not is_outage:
+            _log.error("The operator raised what is no outage.", exc_info=error)
+        self._outage = why = f"{type(error).__name__}: {error}"
+        self._happened(ev.OperatorFailed(why) if is_outage or self._has_answered else ev.OperatorBroke(why))
 
-    def _say(self, effect: Any) -> None:
-        if isinstance(effect, ev.Request):
-            self._operator.request(effect.role, effect.count)
-        elif isinstance(effect, ev.ReportFailed):
-            self._operator.report_failed([(effect.worker_id, effect.incarnation)])
-        elif isinstance(effect, ev.Release):
-            self._operator.release([(effect.worker_id, effect.incarnation)])
+    def _until_due(self) -> float:
+        with self._lock:
+            due = self._reconciler.next_due()
+        every = self._operator.every
+        return every if due is None else min(every, max(0.0, due - time.monotonic()))
 
-    def _answer(self, workers: list[WorkerInfo]) -> None:
-        self.problems = self._operator.problems()
-        self._happened(ev.OperatorAnswered(tuple(_seen(info) for info in workers)))
+    def _round(self) -> list[WorkerInfo]:
+        """Lists, starts and stops; returns the workers that live and are wanted."""
+        seen = [worker for worker in self._operator.list() if worker.role in ROLES]
+        seen.sort(key=lambda worker: (ROLES.index(worker.role), worker.index, worker.incarnation))
+        self._seen = seen
+        live = [worker for worker in seen if worker.health is WorkerHealth.LIVE]
+        if not self._operator.starts:
+            return live
+        with self._lock:
+            starts, stops = self._reconciler.plan(seen, time.monotonic())
+            incarnations = self._reconciler.incarnations()
+        self._incarnations.write(incarnations)  # before anything is started
+        for worker, kill in stops:
+            self._operator.stop(worker, kill)
+        for worker in starts:
+            if self._ends.is_set():
+                break
+            try:
+                self._operator.start(worker)
+            except OperatorError as error:
+                with self._lock:
+                    self._reconciler.failed_to_start(worker, time.monotonic(), str(error))
+                continue
+            with self._lock:
+                self._reconciler.started(worker, time.monotonic())
+            self._wake.set()  # to list it
+        with self._lock:
+            return [worker for worker in live if self._reconciler.is_wanted(worker.key)]
 
-    def _disconnect(self) -> None:
-        deadline, why = time.monotonic() + _DISCONNECT_WITHIN, ""
+    def _stop_all(self) -> str:
+        """Ends all workers; returns why that could not be done, empty where it was."""
+        with self._lock:
+            self._reconciler.release_all(time.monotonic())
+        deadline, pause = time.monotonic() + self._operator.grace + _PATIENCE, 0.02
         while True:
             try:
-                self._operator.disconnect()
-                why = ""
-                break
+                self._round()
+                why = ", ".join(f"{worker.worker_id} ({worker.host})" for worker in self._seen)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-                if time.monotonic() > deadline or self._stop.wait(_BACKOFF):
-                    break
-        self._happened(ev.Disconnected(why))
+            if not why or time.monotonic() > deadline or self._closed.wait(pause):
+                break
+            pause = min(2 * pause, self._operator.every)
+        if why:
+            _log.warning("Workers that could not be ended in time: %s", why)
+        return why
 
 
-def _seen(info: WorkerInfo) -> ev.Seen:
-    role = cast(Role, info.role)
-    return ev.Seen(info.worker_id, role, info.index, info.incarnation, info.address, info.host, info.pid, info.stays)
+class _Incarnations:
+    """The newest incarnation of each worker, on disk."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._written: dict[str, int] | None = None
+
+    def read(self) -> dict[str, int]:
+        with contextlib.suppress(FileNotFoundError):
+            self._written = json.loads(self._path.read_text())
+        return dict(self._written or {})
+
+    def write(self, incarnations: dict[str, int]) -> None:
+        if incarnations == self._written:
+            return
+        try:
+            write_atomically(self._path, json.dumps(incarnations), parents=True)
+        except OSError as error:
+            raise OperatorError(f"{self._path} cannot be written: {error}. Nothing is started without it.") from error
+        self._written = dict(incarnations)

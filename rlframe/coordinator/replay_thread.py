@@ -34,7 +34,7 @@ class ReplayThread:
     Args:
         replay: the buffer. Where it gives no keys, it is only asked for its counters.
         param_store: see `rlframe.coordinator.param_store`.
-        happened: is called with `Drawn` and `Pinned`.
+        happened: is called with `BatchesDrawn` and `Pinned`.
         directory: where a buffer that is drawn from here is saved, and found again.
 
     Attributes:
@@ -101,7 +101,7 @@ class ReplayThread:
             _log.warning("The coordinator's data: %s", error, exc_info=not isinstance(error, RlframeError))
 
     def _do(self, effect: Any) -> None:
-        if isinstance(effect, ev.Draw):
+        if isinstance(effect, ev.DrawBatches):
             self._draw(effect)
         elif isinstance(effect, ev.Settle):
             self._settle(effect)
@@ -138,7 +138,7 @@ class ReplayThread:
         finally:
             self._happened(ev.Pinned(effect.task_id, effect.policy_id, version))
 
-    def _draw(self, effect: ev.Draw) -> None:
+    def _draw(self, effect: ev.DrawBatches) -> None:
         batches: list[BatchMeta] = []
         why = ""
         try:
@@ -150,7 +150,7 @@ class ReplayThread:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             _log.debug("The coordinator's data.", exc_info=True)
-        self._happened(ev.Drawn(effect.header, tuple(batches), why))
+        self._happened(ev.BatchesDrawn(effect.header, tuple(batches), why))
 
     def _settle(self, effect: ev.Settle) -> None:
         for update in effect.updates:

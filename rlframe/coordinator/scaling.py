@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from rlframe.coordinator.core.machine import Machine
+from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.states import JobState
 
 
@@ -106,30 +106,30 @@ class Watch:
         self._scaling = scaling
         self._before: tuple[float, float, int, float, float] | None = None  # at the window's begin
 
-    def wanted(self, machine: Machine, now: float) -> int | None:
+    def wanted(self, job: TrainingJob, now: float) -> int | None:
         """How many collectors there should be from now on, at the end of a window; None: as many as are wanted.
 
         Nothing is judged while a person has said how many, while the job does not run, or collectors are on their way.
         """
-        steps = machine.accounts.env_steps
-        here = (now, machine.learning.waited, steps, machine.collecting.seconds, machine.collecting.paced_seconds)
-        if machine.manual or machine.state is not JobState.RUNNING or self._before is None:
+        steps = job.accounts.env_steps
+        here = (now, job.learner_waits.seconds(now), steps, job.collect_seconds, job.paced_seconds)
+        if job.manual or job.state is not JobState.RUNNING or self._before is None:
             self._before = here
             return None
         began, waited, steps_before, collected, paced = self._before
         if now - began < self._WINDOW:
             return None
         self._before = here
-        count = machine.wanted["collector"]
-        if len([worker for worker in machine.roster.of("collector") if worker.params_version >= 0]) < count:
+        count = job.wanted["collector"]
+        if len([worker for worker in job.roster.of("collector") if worker.params_version >= 0]) < count:
             return None
         load = Load(
             collectors=count,
             seconds=now - began,
-            learner_waited=machine.learning.waited - waited,
+            learner_waited=job.learner_waits.seconds(now) - waited,
             env_steps=steps - steps_before,
-            paced=(machine.collecting.paced_seconds - paced) / max(machine.collecting.seconds - collected, 1e-9),
-            staleness=machine.accounts.logs.get("staleness"),
+            paced=(job.paced_seconds - paced) / max(job.collect_seconds - collected, 1e-9),
+            staleness=job.accounts.logs.get("staleness"),
         )
         wanted = self._scaling.wanted(load)
         return wanted if wanted != count else None

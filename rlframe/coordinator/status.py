@@ -6,8 +6,8 @@ import collections
 from typing import Any
 
 from rlframe.coordinator.core.accounts import Accounts
-from rlframe.coordinator.core.machine import Machine
-from rlframe.coordinator.core.roster import Worker
+from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
@@ -37,7 +37,7 @@ class Rates:
 
 
 def status(
-    machine: Machine,
+    job: TrainingJob,
     counters: dict[str, Any],
     *,
     describes: dict[str, Any],
@@ -50,7 +50,7 @@ def status(
     """See docs/coordinator.md, "Control".
 
     Args:
-        machine: the job's.
+        job: its state.
         counters: its accounts as they are in the journal: they never go back, whoever is killed.
         describes: agent, env, run_dir, until.
         limits: least and most workers of each role that can be scaled.
@@ -70,11 +70,11 @@ def status(
             "run_dir": "",
             "until": None,
             **describes,
-            "state": machine.state.value,
-            "reason": machine.reason,
-            "policy_id": machine.commander.final_policy(),
-            "began": machine.began,
-            "seconds": now - machine.began,
+            "state": job.state.value,
+            "reason": job.reason,
+            "policy_id": job.commander.final_policy(),
+            "began": job.began,
+            "seconds": now - job.began,
             "env_steps": env_steps,
             "learner_steps": counters["learner_steps"],
             "params_version": counters["params_version"],
@@ -84,14 +84,14 @@ def status(
             "return_mean": returns[-1][1] if returns else None,
             "eval_return": evaluations[-1][1] if evaluations else None,
             "evaluated_version": int(evaluations[-1][2]) if evaluations else None,
-            "waits_for": _waits_for(machine),
+            "waits_for": _waits_for(job),
             "retries": counters["retries"],
             "restarts": counters["restarts"],
             "coordinator_restarts": counters["coordinator_restarts"],
         },
-        "wanted": dict(machine.wanted),
+        "wanted": dict(job.wanted),
         "limits": limits,
-        "scaling": "manual" if machine.manual else "auto",
+        "scaling": "manual" if job.manual else "auto",
         "workers": [
             {
                 "worker_id": worker.worker_id,
@@ -100,7 +100,7 @@ def status(
                 "incarnation": worker.incarnation,
                 "state": worker.state.value,
                 "task_id": worker.task_id,
-                "attempt": task.attempt if (task := machine.tasks.get(worker.task_id)) is not None else None,
+                "attempt": task.attempt if (task := job.tasks.get(worker.task_id)) is not None else None,
                 "host": worker.host,
                 "pid": worker.pid,
                 "silent_for": round(max(now - worker.heard_at, 0.0), 1),
@@ -109,7 +109,7 @@ def status(
                 "return_mean": _mean(worker.counts),
                 "params_version": counters["params_version"] if worker.role == "learner" else _known(worker),
             }
-            for worker in sorted(machine.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
+            for worker in sorted(job.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
             if not is_over(worker.state) or worker.state is WorkerState.LOST
         ],
         "tasks": [
@@ -120,13 +120,13 @@ def status(
                 "attempt": task.attempt,
                 "worker_id": task.worker_id,
             }
-            for task in machine.tasks
+            for task in job.tasks
         ],
         "replay": replay,
         "operator": {
             **operator,
-            "connected": not machine.operator_problem and machine.state is not JobState.INIT,
-            "problem": machine.operator_problem,
+            "connected": not job.operator_problem and job.state is not JobState.INIT,
+            "problem": job.operator_problem,
         },
         "accounts": {name: counters[name] for name in _ACCOUNTS},
         "returns": returns,
@@ -134,7 +134,7 @@ def status(
     }
 
 
-def _known(worker: Worker) -> int | None:
+def _known(worker: KnownWorker) -> int | None:
     """The version that a worker acts by, once it has one."""
     return worker.params_version if worker.params_version >= 0 else None
 
@@ -143,12 +143,12 @@ def _mean(counts: dict[str, float]) -> float | None:
     return counts["return_sum"] / counts["episodes"] if counts.get("episodes") else None
 
 
-def _waits_for(machine: Machine) -> str | None:
-    if machine.state is JobState.PAUSED:
+def _waits_for(job: TrainingJob) -> str | None:
+    if job.state is JobState.PAUSED:
         return "paused"
-    if machine.ending is not None:
-        return "evaluation" if machine.tasks.open("evaluate") else None
-    if machine.learning.waits_for == "data":
-        collectors = [worker for worker in machine.roster.of("collector") if worker.task_id]
+    if job.ending is not None:
+        return "evaluation" if job.tasks.open("evaluate") else None
+    if job.learner_waits.what == "data":
+        collectors = [worker for worker in job.roster.of("collector") if worker.task_id]
         return "pacing" if collectors and all(worker.waits for worker in collectors) else "data"
-    return machine.learning.waits_for
+    return job.learner_waits.what

@@ -16,9 +16,8 @@ from typing import Any
 
 from rlframe.actors import Actor
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.config import CoordinatorConfig
+from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
-from rlframe.coordinator.core.limits import Limits
 from rlframe.coordinator.operators.local import LocalOperator
 from rlframe.coordinator.param_store_shared import SharedParamStore
 from rlframe.coordinator.workers.collector import CollectorWorker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from rlframe.coordinator.messages import (
     Alive,
     BatchMeta,
+    CallRefused,
     Closed,
     Collected,
     Demand,
@@ -21,15 +22,15 @@ from rlframe.coordinator.messages import (
     Learn,
     Learned,
     NotReady,
-    Refused,
-    Reply,
     Resources,
     Started,
     StartTask,
     Update,
+    WorkerInfo,
+    WorkerReply,
 )
-from rlframe.coordinator.operators.base import OperatorError, WorkerInfo
-from rlframe.coordinator.workers.process import Server
+from rlframe.coordinator.operators.base import OperatorError
+from rlframe.coordinator.workers.process import WorkerServer
 from rlframe.errors import UnavailableError
 from tests.in_process import InProcess
 
@@ -42,7 +43,7 @@ class Called(NamedTuple):
     worker_id: str
     method: str
     header: Header | None
-    reply: Reply
+    reply: WorkerReply
 
 
 class Replay:
@@ -115,14 +116,14 @@ class FakeWorker:
         self.is_dead = False
         self.goes_on = threading.Event()
         self.goes_on.set()
-        self.scripts: dict[str, Callable[[], Reply]] = {}  # method -> what it answers, once
+        self.scripts: dict[str, Callable[[], WorkerReply]] = {}  # method -> what it answers, once
         self._lock = threading.Lock()
-        self._last: tuple[int, Reply] | None = None
+        self._last: tuple[int, WorkerReply] | None = None
         self._task: tuple[str, int] | None = None
         self._runs = False
         self.start: StartTask | None = None
         self.env_steps = 0
-        self.server = Server(self, InProcess())
+        self.server = WorkerServer(self, InProcess())
 
     def ping(self) -> Alive:
         self._live()
@@ -134,19 +135,19 @@ class FakeWorker:
         self._live()
         return Resources("here", 1, 1, 1)
 
-    def start_task(self, header: Header, request: StartTask) -> Reply:
+    def start_task(self, header: Header, request: StartTask) -> WorkerReply:
         return self._call("start_task", header, request)
 
-    def data_demand(self, header: Header) -> Reply:
+    def data_demand(self, header: Header) -> WorkerReply:
         return self._call("data_demand", header)
 
-    def learn(self, header: Header, request: Learn) -> Reply:
+    def learn(self, header: Header, request: Learn) -> WorkerReply:
         return self._call("learn", header, request)
 
-    def get_data(self, header: Header, request: GetData) -> Reply:
+    def get_data(self, header: Header, request: GetData) -> WorkerReply:
         return self._call("get_data", header, request)
 
-    def close_task(self, header: Header, final: bool) -> Reply:
+    def close_task(self, header: Header, final: bool) -> WorkerReply:
         return self._call("close_task", header, final)
 
     def _live(self) -> None:
@@ -155,11 +156,11 @@ class FakeWorker:
         if self.is_dead:
             raise UnavailableError(f"{self.worker_id} is dead")
 
-    def _call(self, method: str, header: Header, *args: Any) -> Reply:
+    def _call(self, method: str, header: Header, *args: Any) -> WorkerReply:
         self._live()
         with self._lock:
             if self._last is not None and header.seq <= self._last[0]:
-                return self._last[1] if header.seq == self._last[0] else Refused("late")
+                return self._last[1] if header.seq == self._last[0] else CallRefused("late")
             script = self.scripts.get(method)
             reply = script() if script is not None else getattr(self, f"_{method}")(header, *args)
             if not isinstance(reply, NotReady):
@@ -169,7 +170,7 @@ class FakeWorker:
                 self.scene.trace.append(Called(self.worker_id, method, header, reply))
             return reply
 
-    def _start_task(self, header: Header, request: StartTask) -> Reply:
+    def _start_task(self, header: Header, request: StartTask) -> WorkerReply:
         self._task, self._runs, self.start = (header.task_id, header.attempt), True, request
         if self.role != "learner":
             assert self.scene.store.versions, "it started before there was a version"
@@ -179,10 +180,10 @@ class FakeWorker:
         self.scene.store.put(self.scene.version)
         return Started({"params_version": self.scene.version, "learner_steps": self.scene.steps})
 
-    def _data_demand(self, header: Header) -> Reply:
+    def _data_demand(self, header: Header) -> WorkerReply:
         return Demand(4, self.scene.version, self.scene.steps)
 
-    def _learn(self, header: Header, request: Learn) -> Reply:
+    def _learn(self, header: Header, request: Learn) -> WorkerReply:
         assert request.batches is not None and len(request.batches) == request.count
         self.scene.version += 1
         self.scene.steps += request.count
@@ -190,7 +191,7 @@ class FakeWorker:
         updates = tuple(Update(batch.keys) for batch in request.batches)
         return Learned(self.scene.version, self.scene.steps, updates)
 
-    def _get_data(self, header: Header, request: GetData) -> Reply:
+    def _get_data(self, header: Header, request: GetData) -> WorkerReply:
         assert self.start is not None
         if self.role == "evaluator":
             version = self.start.options["params_version"]
@@ -201,7 +202,7 @@ class FakeWorker:
         self.scene.replay.add(self.worker_id)
         return Collected(self._stats(), self.scene.version)
 
-    def _close_task(self, header: Header, final: bool) -> Reply:
+    def _close_task(self, header: Header, final: bool) -> WorkerReply:
         self._runs = False
         if self.role == "learner":
             self.scene.saved = self.scene.version if final else self.scene.saved
@@ -217,70 +218,51 @@ class FakeWorker:
 
 
 class FakeOperator:
-    """Has workers in this process: replaces the dead, and starts as many as are wanted."""
+    """Has workers in this process. See `Operator`."""
 
     transport = InProcess()
+    every, grace, starts = 0.05, 5.0, True
 
     def __init__(self, scene: Scene) -> None:
         self._scene, self._lock = scene, threading.Lock()
         self.is_out, self.held = False, set[str]()  # held: roles that come later
         self.workers: dict[str, FakeWorker] = {}
-        self.wanted: dict[str, int] = {}
         self.made: list[tuple[str, int]] = []
         self.disconnects = 0
-
-    def connect(self) -> list[WorkerInfo]:
-        return self.list()
-
-    def request(self, role: str, n: int) -> None:
-        self._check()
-        self.wanted[role] = n
 
     def list(self) -> list[WorkerInfo]:
         self._check()
         with self._lock:
-            for worker in list(self.workers.values()):
-                if worker.is_dead:
-                    self._make(worker.role, worker.index, worker.incarnation + 1)
-            for role, n in self.wanted.items():
-                for index in range(n if role not in self.held else 0):
-                    if f"{role}/{index}" not in self.workers:
-                        made = [key[1] for key in self.made if key[0] == f"{role}/{index}"]
-                        self._make(role, index, max(made, default=-1) + 1)
+            self.workers = {worker_id: worker for worker_id, worker in self.workers.items() if not worker.is_dead}
             return [
-                WorkerInfo(w.worker_id, w.role, w.index, w.incarnation, w.server.address, "here", None)
-                for w in self.workers.values()
+                WorkerInfo(worker.role, worker.index, worker.incarnation, worker.server.address, "here")
+                for worker in self.workers.values()
             ]
 
-    def report_failed(self, ids: Iterable[tuple[str, int]]) -> None:
+    def start(self, worker: WorkerInfo) -> None:
         self._check()
-        for worker_id, incarnation in ids:
-            worker = self.workers.get(worker_id)
-            if worker is not None and worker.incarnation == incarnation:
-                worker.is_dead = True
+        if worker.role in self.held:
+            raise OperatorError(f"A {worker.role} comes later.")
+        with self._lock:
+            if worker.worker_id not in self.workers:
+                self.made.append(worker.key)
+                made = FakeWorker(self._scene, worker.role, worker.index, worker.incarnation)
+                self.workers[worker.worker_id] = made
 
-    def release(self, ids: Iterable[tuple[str, int]]) -> None:
+    def stop(self, worker: WorkerInfo, kill: bool) -> None:
         self._check()
-        for worker_id, incarnation in ids:
-            worker = self.workers.get(worker_id)
-            if worker is not None and worker.incarnation == incarnation:
-                del self.workers[worker_id]
+        with self._lock:
+            found = self.workers.get(worker.worker_id)
+            if found is not None and found.incarnation == worker.incarnation:
+                found.is_dead = kill
+                del self.workers[worker.worker_id]
 
-    def disconnect(self, end_workers: bool = True) -> None:
-        self._check()
+    def close(self) -> None:
         self.disconnects += 1
-        self.workers.clear()
-
-    def problems(self) -> dict[str, str]:
-        return {}
 
     def _check(self) -> None:
         if self.is_out:
             raise OperatorError("It is away.")
-
-    def _make(self, role: str, index: int, incarnation: int) -> None:
-        self.made.append((f"{role}/{index}", incarnation))
-        self.workers[f"{role}/{index}"] = FakeWorker(self._scene, role, index, incarnation)
 
 
 class Scene:

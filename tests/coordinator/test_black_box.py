@@ -15,8 +15,8 @@ import pytest
 
 from rlframe.coordinator import Coordinator, CoordinatorConfig
 from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.limits import Limits
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import Collected, Failed, Learned
 from rlframe.errors import UsageError
@@ -52,7 +52,7 @@ class Stage:
         commander = TrainOne(**(limits or {"env_steps": 10**9}))
         cfg = CoordinatorConfig(str(self.path), collectors=collectors, limits=LIMITS)
         made = Coordinator(commander, self.scene.operator, self.scene.replay, self.scene.store, cfg)
-        made._machine.manual = True  # nobody scales but the test
+        made._job.manual = True  # nobody scales but the test
         self.made.append(made)
         made.submit()
         return made
@@ -65,13 +65,11 @@ class Stage:
     def kill(self, coordinator: Coordinator) -> None:
         """Leaves it as a process that is killed does: nothing more is said, and the workers go on."""
         coordinator._journal.write = coordinator._journal.note = lambda *_: None  # type: ignore[method-assign]
-        coordinator._links.close()
-        coordinator._links.call = lambda *_: None  # type: ignore[method-assign]
+        coordinator._send = lambda effect: None  # type: ignore[method-assign]
         coordinator._execute = lambda effect: None  # type: ignore[method-assign]
-        coordinator._operator._stop.set()
-        coordinator._operator._thread.join(60.0)
+        coordinator._operator.close()
         coordinator._replay.close()
-        coordinator._machine.state = type(coordinator._machine.state).CLOSED
+        coordinator._job.state = type(coordinator._job.state).CLOSED
         assert coordinator._thread is not None
         coordinator._thread.join(60.0)
         assert not coordinator._thread.is_alive()
@@ -205,9 +203,10 @@ def test_an_idle_and_a_busy_worker_can_be_removed(stage: Stage) -> None:
 
 def test_a_failure_that_is_reported_twice_gives_one_replacement(stage: Stage) -> None:
     coordinator = stage.running()
-    stage.scene.operator.report_failed([("collector/0", 0), ("collector/0", 0)])
+    for _ in range(2):
+        coordinator._operator.report_failed(("collector/0", 0))
     wait_until(lambda: state_of(coordinator, "collector/0") == ("BUSY", 1), "a replacement")
-    stage.scene.operator.report_failed([("collector/0", 0)])
+    coordinator._operator.report_failed(("collector/0", 0))
     steps = job(coordinator)["env_steps"]
     wait_until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
     assert stage.scene.operator.made.count(("collector/0", 1)) == 1
@@ -259,7 +258,8 @@ def test_close_is_bounded_and_idempotent_and_leaves_no_thread(stage: Stage, is_o
     if not is_out:
         assert job(coordinator)["state"] == "CLOSED" and not stage.scene.operator.workers
     wait_until(
-        lambda: not [t for t in set(threading.enumerate()) - before if "calls" not in t.name], "the threads' end"
+        lambda: not [t for t in set(threading.enumerate()) - before if not t.name.startswith("node ")],
+        "the threads' end",
     )
 
 
@@ -296,7 +296,7 @@ def test_stale_and_repeated_answers_change_nothing(stage: Stage) -> None:
     coordinator = stage.running()
     coordinator.pause()
     wait_until(lambda: job(coordinator)["state"] == "PAUSED", "the pause")
-    machine = coordinator._machine
+    machine = coordinator._job
     wait_until(lambda: all(worker.call is None for worker in machine.roster), "the last answers")
     wait_until(lambda: machine.accounts.to_json() == coordinator._published, "them to be written down")
     learned = [called for called in list(stage.scene.trace) if isinstance(called.reply, Learned)]

@@ -64,12 +64,12 @@ class Scene:
     def next(self) -> Any:
         return self._happened.get(timeout=WITHIN)
 
-    def draw(self, thread: ReplayThread, count: int = 1) -> ev.Drawn:
+    def draw(self, thread: ReplayThread, count: int = 1) -> ev.BatchesDrawn:
         self._seq += 1
         header = Header("learn/1", 0, "learner/0", 0, self._seq)
-        thread.put(ev.Draw(header, count))
+        thread.put(ev.DrawBatches(header, count))
         drawn = self.next()
-        assert isinstance(drawn, ev.Drawn) and drawn.header == header
+        assert isinstance(drawn, ev.BatchesDrawn) and drawn.header == header
         return drawn
 
     def flush(self, thread: ReplayThread) -> None:

@@ -74,7 +74,7 @@ class Judge:
 @pytest.fixture
 def world() -> World:
     world = World(collectors=2, commander=TrainOne(env_steps=10**9))
-    assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.collecting.seconds > 0.5)
+    assert world.run(60.0, lambda: world.m.accounts.learned > 3 and world.m.collect_seconds > 0.5)
     return world
 
 
@@ -87,17 +87,21 @@ def test_a_window_is_judged_by_what_happened_in_it(world: World):
     judge = Judge(3)
     watch = Watch(judge)  # type: ignore[arg-type]
     assert watch.wanted(world.m, world.now) is None
-    steps, waited, seconds = world.m.accounts.env_steps, world.m.learning.waited, world.m.collecting.seconds
+    steps, waited, seconds = (
+        world.m.accounts.env_steps,
+        world.m.learner_waits.seconds(world.now),
+        world.m.collect_seconds,
+    )
     assert look(world, watch, 4.9) is None and judge.seen == []
     world.run(0.2)
     world.m.accounts.logs["staleness"] = 1.5
-    world.m.collecting.paced_seconds += 5.0
+    world.m.paced_seconds += 5.0
     assert watch.wanted(world.m, world.now) == 3
     (load,) = judge.seen
     assert (load.collectors, load.staleness) == (2, 1.5) and load.seconds == pytest.approx(5.1)
     assert load.env_steps == world.m.accounts.env_steps - steps > 50
-    assert load.learner_waited == pytest.approx(world.m.learning.waited - waited)
-    assert load.paced == pytest.approx(5.0 / (world.m.collecting.seconds - seconds))
+    assert load.learner_waited == pytest.approx(world.m.learner_waits.seconds(world.now) - waited)
+    assert load.paced == pytest.approx(5.0 / (world.m.collect_seconds - seconds))
     judge.says = 2
     assert look(world, watch, 5.1) is None  # there are as many
 

@@ -85,14 +85,14 @@ def test_it_tells_what_the_learner_waits_for(world: World) -> None:
     def waits() -> Any:
         return status(world)["job"]["waits_for"]
 
-    world.m.learning.waits(None)
+    world.m.learner_waits.note(None, world.now)
     assert waits() is None
-    world.m.learning.waits("data")
+    world.m.learner_waits.note("data", world.now)
     assert waits() == "data"
     for worker in world.m.roster.of("collector"):
         worker.waits = True
     assert waits() == "pacing"
-    world.m.learning.waits("learner")
+    world.m.learner_waits.note("learner", world.now)
     assert waits() == "learner"
     world.deliver(ev.Paused())
     assert waits() == "paused"
@@ -128,7 +128,7 @@ def test_it_tells_that_the_operator_is_away_and_that_a_person_scales(world: Worl
 
 def test_a_job_that_has_not_begun_has_a_status_as_well() -> None:
     world = World()
-    world.machine = type(world.m)(world.commander, world.limits, {"learner": 1}, by_key=True, now=world.now)
+    world.job = type(world.m)(world.commander, world.limits, {"learner": 1}, by_key=True, now=world.now)
     found = status(world)
     assert found["job"]["state"] == "INIT" and found["workers"] == [] and not found["operator"]["connected"]
     assert found["job"]["return_mean"] is None and found["job"]["evaluated_version"] is None

@@ -90,7 +90,9 @@ def test_only_a_terminal_gets_a_link_with_the_token(directory, monkeypatch, caps
 
 
 @pytest.mark.parametrize("has_coordinator", [False, True])
-def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory, has_coordinator):
+def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory, monkeypatch, has_coordinator):
+    killed = []  # a stop that is heard would end this process
+    monkeypatch.setattr("rlframe.programs.control.os.kill", lambda pid, number: killed.append(number))
     coordinator = ScriptedCoordinator() if has_coordinator else None
     with serve_control_of(directory.path, Control(), coordinator):
         known = read_control(directory.path)
@@ -102,7 +104,7 @@ def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory,
                     assert http.request(method, path, headers=headers).status_code == 401
         with client(directory.path) as http:
             assert http.get("/status").status_code == 200
-    assert coordinator is None or coordinator.calls == []
+    assert killed == [] and (coordinator is None or coordinator.calls == [])
 
 
 def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):

@@ -1,4 +1,4 @@
-"""What a job has done so far. Counters never go back, whoever is restarted, but for `learner_steps`."""
+"""What a job has done so far, and the rows of metrics that come of it. Counters never go back, whoever is restarted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.coordinator.messages import Collected, Learned
-from rlframe.metrics.sums import Sums
+from rlframe.metrics.sums import Sums, add_up, env_means
 
 COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")
 _KEPT = 500  # points of a curve
@@ -14,7 +14,7 @@ _KEPT = 500  # points of a curve
 
 @dataclasses.dataclass
 class Accounts:
-    """The counters of a job, as they are kept in the journal.
+    """The counters of a job, as they are kept in the journal. But for `learner_steps` they never go back.
 
     What collectors say is cumulative, by (rank, incarnation): a lost or repeated answer changes nothing.
 
@@ -78,13 +78,17 @@ class Accounts:
 
     def learn(self, reply: Learned) -> None:
         """Takes what a learner said of a grant."""
-        self.learner_steps = reply.learner_steps
-        self.params_version = max(self.params_version, reply.params_version)
+        self.reach(reply.learner_steps, reply.params_version)
         self.learned += len(reply.updates)
         self.updates += len(reply.updates)
         self.dropped += reply.dropped
         self.learns += 1
         self.logs = dict(reply.logs) or self.logs
+
+    def reach(self, learner_steps: int, params_version: int) -> None:
+        """Takes how far a learner is."""
+        self.learner_steps = int(learner_steps)
+        self.params_version = max(self.params_version, int(params_version))
 
     def note_return(self, mean: float) -> None:
         """Adds a point to the curve; of a long one every other point is let go."""
@@ -103,3 +107,43 @@ class Accounts:
         saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copies = {name: value.copy() for name, value in saved.items() if isinstance(value, (dict, list))}
         return {**saved, **copies}  # what is in them is replaced, and never changed
+
+
+class MetricRows:
+    """Makes rows of metrics: each is of what was done since the one before.
+
+    Attributes:
+        at: environment steps at the newest one.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.at, self._totals, self._began = 0, dict.fromkeys(COUNTERS, 0.0), now
+        self._logged: Sums = {}
+
+    def to_json(self) -> list[Any]:
+        """For the journal: what the last row was of."""
+        return [self.at, self._totals, self._logged]
+
+    def restore(self, saved: list[Any]) -> None:
+        """Takes what `to_json` gave."""
+        self.at, self._totals, self._logged = saved
+
+    def next(self, accounts: Accounts, now: float) -> dict[str, Any]:
+        """The values of a row; none where nothing was done since the last one."""
+        totals = accounts.totals
+        new = {name: totals[name] - self._totals.get(name, 0.0) for name in totals}
+        if not new["env_steps"]:
+            return {}
+        values: dict[str, Any] = {}
+        if new["episodes"]:
+            values["episode_return"] = new["return_sum"] / new["episodes"]
+            values["episode_length"] = new["length_sum"] / new["episodes"]
+            values["episodes"] = int(new["episodes"])
+            accounts.note_return(values["episode_return"])
+        logged = add_up(accounts.logged.values())
+        values.update(env_means(logged, self._logged))
+        values["steps_per_second"] = new["env_steps"] / max(now - self._began, 1e-9)
+        values.update(accounts.logs)
+        values["learner_steps"], values["params_version"] = accounts.learner_steps, accounts.params_version
+        self.at, self._totals, self._began, self._logged = accounts.env_steps, totals, now, logged
+        return values

@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlframe.coordinator.messages import BatchMeta, Header, Reply, Role, Update
+from rlframe.coordinator.messages import BatchMeta, Header, Role, Update, WorkerInfo, WorkerKey, WorkerReply
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """A worker that the operator lists."""
-
+class _OfWorker:
     worker_id: str
-    role: Role
-    index: int
     incarnation: int
-    address: Any = None  # where it is called; None while it starts
-    host: str = ""
-    pid: int | None = None
-    stays: bool = False  # its operator does not end it: it may be let go, and be wanted again
+
+    @property
+    def key(self) -> WorkerKey:
+        """Of the incarnation."""
+        return self.worker_id, self.incarnation
 
 
 # --- events
@@ -34,7 +31,7 @@ class Submitted:
 class OperatorAnswered:
     """The operator is connected, and lists these live workers."""
 
-    workers: tuple[Seen, ...]
+    workers: tuple[WorkerInfo, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,30 +49,26 @@ class OperatorBroke:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replied:
+class Replied(_OfWorker):
     """A worker answered a call."""
 
-    worker_id: str
-    incarnation: int
     method: str
     header: Header | None  # of the call; None for a ping
-    reply: Reply
+    reply: WorkerReply
 
 
 @dataclasses.dataclass(frozen=True)
-class Unanswered:
+class Unanswered(_OfWorker):
     """A call did not reach a worker, or no answer came in time."""
 
-    worker_id: str
-    incarnation: int
     method: str
     header: Header | None
     why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
-    """What the replay buffer gave for `Draw`: batches by their keys; none where there is too little, or it raised."""
+class BatchesDrawn:
+    """What the replay buffer gave for `DrawBatches`: batches by their keys; none if it has too little, or raised."""
 
     header: Header
     batches: tuple[BatchMeta, ...]
@@ -149,11 +142,9 @@ class Ticked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Send:
+class Send(_OfWorker):
     """Call a worker, after a while; `Replied` or `Unanswered` comes of it."""
 
-    worker_id: str
-    incarnation: int
     method: str
     header: Header | None
     args: tuple[Any, ...] = ()
@@ -161,29 +152,19 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True)
-class Open:
+class Open(_OfWorker):
     """Make a connection to a worker."""
 
-    worker_id: str
-    incarnation: int
     address: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Shut:
-    """Drop the connection to a worker: what it still answers comes to nobody."""
-
-    worker_id: str
-    incarnation: int
+class Shut(_OfWorker):
+    """Drop the connection to a worker. What it still answers changes nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Connect:
-    """Connect to the operator; `OperatorAnswered` comes of it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
+class RequestWorkers:
     """Tell the operator how many workers of a role are wanted in all."""
 
     role: Role
@@ -191,19 +172,13 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportFailed:
+class ReportFailed(_OfWorker):
     """Tell the operator that this incarnation is lost, and to be replaced."""
-
-    worker_id: str
-    incarnation: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Release:
+class Release(_OfWorker):
     """Tell the operator that this incarnation is not wanted any more."""
-
-    worker_id: str
-    incarnation: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +187,8 @@ class Disconnect:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draw:
-    """Draw batches by their keys for a learner; `Drawn` comes of it."""
+class DrawBatches:
+    """Draw batches by their keys for a learner; `BatchesDrawn` comes of it."""
 
     header: Header
     count: int

@@ -1,8 +1,7 @@
 """The state machine of a job: events come in, effects go out, and nothing else happens.
 
-Here are the ways in and out, and the state of the job. Each other matter has a room of its own, with a reference to
-this one: who is there (`staff`), what comes next in the diagram (`work`), batches (`learning`), what was collected
-(`collecting`), evaluations (`evaluating`), how tasks end (`outcomes`), how the job does (`ending`).
+`handle` is the way in and out. The state is in `job`; each other matter has a file of functions over it: who is there
+(`workers`), what comes next in the diagram (`work`), what becomes of the answers (`results`).
 """
 
 from __future__ import annotations
@@ -10,305 +9,259 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.commander import Commander, View
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import Accounts
-from rlframe.coordinator.core.collecting import Collecting
-from rlframe.coordinator.core.ending import Ending
-from rlframe.coordinator.core.evaluating import Evaluating
-from rlframe.coordinator.core.learning import Learning
-from rlframe.coordinator.core.limits import Limits
-from rlframe.coordinator.core.outcomes import Outcomes
-from rlframe.coordinator.core.roster import Roster
-from rlframe.coordinator.core.staff import Staff
-from rlframe.coordinator.core.tasks import Board, Task
-from rlframe.coordinator.core.work import Work
-from rlframe.coordinator.messages import ROLES, Role
-from rlframe.coordinator.states import JobState, TaskState, check, is_over
+from rlframe.coordinator.core import results, work, workers
+from rlframe.coordinator.core.job import JobEnding, TrainingJob
+from rlframe.coordinator.core.tasks import Task
+from rlframe.coordinator.messages import ROLES
+from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
 
-_EPOCH = 2**32  # numbers of calls between two starts of a coordinator
+_STEPS = ("collectors", "learner", "evaluation", "disconnect")  # of the ending
 
 
-class Machine:
-    """One job. Not thread-safe.
+def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
+    """Takes an event (see `events`) and gives the effects that come of it. Once the job is over nothing changes."""
+    if is_over(job.state):
+        return []
+    job.now, job.out = max(now, job.now), []
+    _TAKES[type(event)](job, event)
+    if job.ending is None and job.state is not JobState.INIT:
+        _check_stop(job)
+    if job.ending is not None and not is_over(job.state):
+        _end_further(job, job.ending)
+    awake, job.awake = job.awake, []
+    for worker in awake:
+        work.drive(job, worker)
+    _derive_state(job)
+    return job.out
 
-    Args:
-        commander: says what comes next.
-        limits: the deadlines.
-        wanted: how many workers of each role.
-        by_key: whether the learner is told which items to learn from; else it draws them itself.
-        now: the time in seconds, which rises across restarts.
-        saved: what `to_json` gave, for a coordinator that was restarted.
 
-    Attributes:
-        now: when the newest event happened.
-        manual: whether a person said how many collectors there are.
-        min_version: that learners publish above, whatever this job has seen: the newest of the job before.
-        paused: whether nothing is to be collected or learned for now.
-        operator_answered: whether it has, since this coordinator began.
-        operator_problem: why it cannot be reached; empty where it can.
-        learner_came: whether a learner has started, so that the buffer which collectors write to is there.
-        ending: how the job ends, once it does.
-    """
+# --- the state of the job
 
-    def __init__(
-        self,
-        commander: Commander,
-        limits: Limits,
-        wanted: dict[Role, int],
-        *,
-        by_key: bool,
-        now: float,
-        saved: dict[str, Any] | None = None,
-    ) -> None:
-        self.commander, self.limits, self.now, self.began = commander, limits, now, now
-        self.state, self.reason = JobState.INIT, ""
-        self.wanted: dict[Role, int] = {role: wanted.get(role, 0) for role in ROLES}
-        self.manual = self.paused = False
-        self.operator_answered, self.operator_problem = False, ""
-        self.learner_came = False
-        self.min_version = -1
-        self.ending: Ending | None = None
-        self._epoch = saved["epoch"] + 1 if saved is not None else 0  # how often a coordinator took it up
-        self._out: list[Any] = []
 
-        self.accounts, self.roster, self.tasks = Accounts(), Roster(limits), Board()
-        self.staff, self.work, self.outcomes = Staff(self), Work(self, self._epoch * _EPOCH), Outcomes(self)
-        self.learning, self.collecting, self.evaluating = Learning(self, by_key), Collecting(self), Evaluating(self)
-        self._takes: dict[type, Callable[[Any], None]] = {
-            ev.Submitted: self._submitted,
-            ev.OperatorAnswered: self._operator_has,
-            ev.OperatorFailed: self._operator_failed,
-            ev.OperatorBroke: lambda event: self.end(True, f"the operator raised {event.why}"),
-            ev.Replied: self.work.replied,
-            ev.Unanswered: self.work.unanswered,
-            ev.Drawn: self.learning.drawn,
-            ev.Pinned: self.evaluating.pinned,
-            ev.Scaled: self._scaled,
-            ev.Paused: self._pause,
-            ev.Resumed: self._resume,
-            ev.Cancelled: self._cancelled,
-            ev.EvaluationAsked: self._evaluation_asked,
-            ev.CheckpointAsked: self._checkpoint_asked,
-            ev.RestoreAsked: lambda _: self.outcomes.go_back(),
-            ev.Disconnected: self._disconnected,
-            ev.Ticked: self._ticked,
-        }
-        if saved is not None:
-            self._restore(saved)
+def _check_stop(job: TrainingJob) -> None:
+    reason = job.commander.stop(job.view)
+    if reason is not None:
+        job.end(False, reason, evaluates=True)
+    elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
+        policy_id = job.commander.evaluation(job.view)
+        if policy_id is not None:
+            results.evaluate(job, policy_id)
 
-    # --- the two ways in and out
 
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Takes an event (see `events`) and gives the effects that come of it. Once the job is over nothing changes."""
-        if is_over(self.state):
-            return []
-        self.now, self._out = max(now, self.now), []
-        self._takes[type(event)](event)
-        if self.ending is None and self.state is not JobState.INIT:
-            self._check_stop()
-        if self.ending is not None and not is_over(self.state):
-            self.ending.go_on(self.now)
-        self._settle_state()
-        return self._out
+def _derive_state(job: TrainingJob) -> None:
+    """Derives the job's state from its live tasks."""
+    if job.ending is not None or job.state is JobState.INIT or is_over(job.state):
+        return
+    if job.state is JobState.CONNECTING:
+        if job.operator_answered:
+            job.become(JobState.WAITING)
+    elif job.paused:
+        job.become(JobState.PAUSED)
+    elif any(task.state is TaskState.RUNNING for task in job.tasks.open("learn")):
+        job.become(JobState.RUNNING)
+    elif job.learner_came:
+        if job.state is JobState.WAITING:  # after a restart of the coordinator
+            job.become(JobState.RUNNING)
+        job.become(JobState.DEGRADED)
+    elif job.state is JobState.PAUSED:
+        job.become(JobState.WAITING)
 
-    def to_json(self) -> dict[str, Any]:
-        """All that a restarted coordinator needs to go on."""
-        return {
-            "state": self.state.value,
-            "reason": self.reason,
-            "wanted": self.wanted,
-            "manual": self.manual,
-            "began": self.began,
-            "paused": self.paused,
-            "learner_came": self.learner_came,
-            "min_version": self.min_version,
-            "evaluated_at": self.evaluating.began_at,
-            "epoch": self._epoch,
-            "row": self.collecting.to_json(),
-            "task_count": self.tasks.count,
-            "tasks": [task.to_json() for task in self.tasks],
-            "staff": self.staff.to_json(),
-            "accounts": self.accounts.to_json(),
-            "ending": self.ending.to_json() if self.ending is not None else None,
-        }
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        state = JobState(saved["state"])
-        self.reason, self.wanted, self.manual = saved["reason"], dict(saved["wanted"]), saved["manual"]
-        self.began, self.paused, self.learner_came = saved["began"], saved["paused"], saved["learner_came"]
-        self.evaluating.began_at, self.min_version = saved["evaluated_at"], saved["min_version"]
-        self.collecting.restore(saved["row"])
-        self.accounts = Accounts(**saved["accounts"])
-        self.tasks.count = saved["task_count"]
-        self.staff.restore(saved["staff"])
-        for each in saved["tasks"]:
-            task = Task.from_json(each)
-            self.accounts.lost += task.granted
-            task.granted = 0
-            self.tasks.put(task)
-        self.state = state if is_over(state) else JobState.INIT
-        self.accounts.coordinator_restarts += 1
-        if saved["ending"] is not None and not is_over(state):
-            self.ending = Ending.from_json(self, saved["ending"], self.now)
+# --- its end
 
-    @property
-    def view(self) -> View:
-        """How far the job is, for the commander."""
-        newest = self.accounts.evaluations[-1] if self.accounts.evaluations else None
-        return View(
-            env_steps=self.accounts.env_steps,
-            learner_steps=self.accounts.learner_steps,
-            params_version=self.accounts.params_version,
-            seconds=self.now - self.began,
-            eval_return=newest[1] if newest else None,
-            evaluated_at=self.evaluating.began_at,
-        )
 
-    # --- effects
+def _end_further(job: TrainingJob, ending: JobEnding) -> None:
+    """Takes the next steps of the ending, as far as the ones before are done."""
+    if job.state is JobState.CONNECTING:  # restarted in the middle of it
+        job.become(JobState.DRAINING)
+        _begin_step(job, ending)
+    while ending.step != "disconnect" and _is_done(job, ending):
+        ending.step = _STEPS[_STEPS.index(ending.step) + 1]
+        ending.since = job.now
+        _begin_step(job, ending)
+    deadline = job.limits.close_deadline
+    if ending.step == "disconnect" and job.now - ending.since > deadline:
+        _disconnected(job, ev.Disconnected(f"it did not answer within {deadline:g} s"))
 
-    def emit(self, effect: Any) -> None:
-        """Adds an effect to those that `handle` gives."""
-        self._out.append(effect)
 
-    def note(self, kind: str, text: str, **fields: Any) -> None:
-        """Adds a line for the log of events."""
-        self.emit(ev.Note(kind, text, fields))
+def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
+    is_evaluated = ending.evaluates and not ending.failed and job.accounts.params_version >= 0
+    if ending.step == "evaluation":
+        job.write_row()  # the last one of the training: it took no more time than that did
+        if is_evaluated and job.tasks.get(ending.task_id) is None:
+            ending.task_id = results.evaluate(job, job.commander.final_policy()).task_id
+    elif ending.step == "disconnect":
+        for task in job.tasks:
+            results.give_up(job, task)
+        job.emit(ev.Disconnect())
+    job.wake(*job.roster)
 
-    def want(self, role: Role, count: int) -> None:
-        """Has at least so many workers of a role."""
-        if self.wanted[role] < count:
-            self.wanted[role] = count
-            self._request(role)
 
-    def _request(self, role: Role) -> None:
-        if self.operator_answered:
-            self.emit(ev.Request(role, self.wanted[role]))
+def _is_done(job: TrainingJob, ending: JobEnding) -> bool:
+    waited = job.now - ending.since
+    if ending.step == "evaluation":
+        return _is_evaluated(job, ending, waited)
+    tasks = job.tasks.open("collect" if ending.step == "collectors" else "learn")
+    if ending.step == "collectors" or not ending.wants_learner or not job.learner_came:
+        tasks = [task for task in tasks if task.is_live or _may_be_at_work(job, task)]
+    if not tasks:
+        return True
+    if waited <= ending.close_within:
+        return False
+    overdue = f"{', '.join(task.task_id for task in tasks)} did not close within {ending.close_within:g} s"
+    job.note("overdue", f"{overdue}.")
+    if ending.step == "learner" and job.learner_came:
+        job.end(True, overdue)
+    for task in tasks:
+        results.give_up(job, task)
+    return True
 
-    # --- the state of the job
 
-    def become(self, state: JobState) -> None:
-        """Changes it. Raises TransitionError where that cannot be."""
-        if state is not self.state:
-            check(self.state, state)
-            before, self.state = self.state, state
-            self.note("job", f"{before.value} → {state.value}", before=before.value, after=state.value)
+def _may_be_at_work(job: TrainingJob, task: Task) -> bool:
+    """Whether the coordinator was restarted, and has yet to hear from who was at the task."""
+    worker = job.roster.get(task.worker_id, task.incarnation)
+    if task.attempt < 0:
+        return False
+    if worker is None:
+        return not job.operator_answered
+    return worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING)
 
-    def end(self, failed: bool, reason: str, evaluates: bool = False) -> None:
-        """Begins the ending; where it goes on already, it ends as a failure if this is one."""
-        if self.ending is None:
-            self.reason = reason
-            self.ending = Ending(self, reason, failed=failed, evaluates=evaluates)
-        elif failed:
-            self.ending.fail(reason)
 
-    def close(self, failed: bool, reason: str) -> None:
-        """The last thing that happens to a job."""
-        self.become(JobState.FAILED if failed else JobState.CLOSED)
-        self.reason = reason
-        self.collecting.write_row()
-        self.note(self.state.value.lower(), f"The job is over: {reason}.")
-        self.emit(ev.Over(failed, reason))
+def _is_evaluated(job: TrainingJob, ending: JobEnding, waited: float) -> bool:
+    task, deadline = job.tasks.get(ending.task_id), job.limits.evaluation_deadline
+    if task is None or not ending.evaluates or ending.failed:
+        return True
+    if task.is_over:
+        if task.state is not TaskState.SUCCEEDED:
+            job.end(True, f"the last evaluation ({task.task_id}) did not succeed")
+        return True
+    if waited > deadline:
+        job.end(True, f"the last evaluation was not done within {deadline:g} s")
+        return True
+    return False
 
-    def _check_stop(self) -> None:
-        reason = self.commander.stop(self.view)
-        if reason is not None:
-            self.end(False, reason, evaluates=True)
-        elif self.accounts.params_version >= 0 and not self.tasks.open("evaluate"):
-            policy_id = self.commander.evaluation(self.view)
-            if policy_id is not None:
-                self.evaluating.begin(policy_id)
 
-    def _settle_state(self) -> None:
-        """What the state of the job is follows from what there is."""
-        if self.ending is not None or self.state is JobState.INIT or is_over(self.state):
-            return
-        learns = any(task.state is TaskState.RUNNING for task in self.tasks.open("learn"))
-        if self.state is JobState.CONNECTING:
-            if self.operator_answered:
-                self.become(JobState.WAITING)
-        elif self.paused:
-            self.become(JobState.PAUSED)
-        elif learns:
-            self.become(JobState.RUNNING)
-        elif self.learner_came:
-            if self.state is JobState.WAITING:  # after a restart of the coordinator
-                self.become(JobState.RUNNING)
-            self.become(JobState.DEGRADED)
-        elif self.state is JobState.PAUSED:
-            self.become(JobState.WAITING)
+def _disconnected(job: TrainingJob, event: ev.Disconnected) -> None:
+    """Everybody has gone: the job is over."""
+    ending = job.ending
+    if ending is None:
+        return
+    if event.why:
+        job.note("operator", f"The operator did not let go of its workers: {event.why}.")
+    job.become(JobState.FAILED if ending.failed else JobState.CLOSED)
+    job.reason = ending.reason
+    job.write_row()
+    job.note(job.state.value.lower(), f"The job is over: {job.reason}.")
+    job.emit(ev.Over(ending.failed, job.reason))
 
-    # --- what happens
 
-    def _submitted(self, event: ev.Submitted) -> None:
-        if self.state is JobState.INIT:
-            self.become(JobState.CONNECTING)
-            self.emit(ev.Connect())
-            self.staff.wait_from_now()
-            self.evaluating.take_up()
+# --- what happens
 
-    def _operator_has(self, event: ev.OperatorAnswered) -> None:
-        if not self.operator_answered or self.operator_problem:
-            if self.operator_problem:
-                self.note("operator", "The operator answers again.")
-            self.operator_answered, self.operator_problem = True, ""
-            for role in ROLES:
-                self._request(role)
-        self.staff.listed(event.workers)
 
-    def _operator_failed(self, event: ev.OperatorFailed) -> None:
-        if not self.operator_problem:
-            self.note("operator", f"The operator cannot be reached; the workers go on. {event.why}")
-        self.operator_problem = event.why or "it does not answer"
+def _submitted(job: TrainingJob, event: ev.Submitted) -> None:
+    if job.state is JobState.INIT:
+        job.become(JobState.CONNECTING)
+        workers.wait_from_now(job)
+        results.take_up_evaluations(job)
 
-    def _ticked(self, event: ev.Ticked) -> None:
-        self.staff.look()
-        why = self.staff.why_nobody_comes()
-        if why and self.ending is None:
-            self.end(True, why)
 
-    def _disconnected(self, event: ev.Disconnected) -> None:
-        if self.ending is not None:
-            self.ending.disconnected(event.why)
+def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
+    if not job.operator_answered or job.operator_problem:
+        if job.operator_problem:
+            job.note("operator", "The operator answers again.")
+        job.operator_answered, job.operator_problem = True, ""
+        for role in ROLES:
+            job.want(role, job.wanted[role])
+    workers.listed(job, event.workers)
 
-    # --- what a person asks for
 
-    def _scaled(self, event: ev.Scaled) -> None:
-        self.manual = self.manual or (event.role == "collector" and event.by == "request")
-        before = self.wanted[event.role]
-        if before == event.count or self.ending is not None:
-            return
-        self.wanted[event.role] = event.count
-        text = f"{event.role}s: {before} → {event.count} ({event.by})"
-        self.note("scaled", text, role=event.role, wanted=event.count)
-        self._request(event.role)
-        here = [worker for worker in self.roster.of(event.role) if worker.is_here]
-        for worker in here[event.count :]:
-            self.staff.remove(worker)
+def _operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
+    if not job.operator_problem:
+        job.note("operator", f"The operator cannot be reached; the workers go on. {event.why}")
+    job.operator_problem = event.why or "it does not answer"
 
-    def _pause(self, event: ev.Paused) -> None:
-        if not self.paused:
-            self.paused = True
-            self.note("paused", "Paused.")
 
-    def _resume(self, event: ev.Resumed) -> None:
-        if self.paused:
-            self.paused = False
-            self.note("resumed", "Resumed.")
-            for worker in self.roster:
-                worker.progress_at = self.now
-            self.work.drive_all()
+def _operator_broke(job: TrainingJob, event: ev.OperatorBroke) -> None:
+    job.end(True, f"the operator raised {event.why}")
 
-    def _cancelled(self, event: ev.Cancelled) -> None:
-        self.end(False, event.reason)
-        if self.ending is not None:
-            self.ending.hurry(event.within)
 
-    def _evaluation_asked(self, event: ev.EvaluationAsked) -> None:
-        if self.ending is None and not self.tasks.open("evaluate"):
-            self.evaluating.begin(self.commander.final_policy())
+def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
+    workers.look(job)
+    why = workers.why_nobody_comes(job)
+    if why and job.ending is None:
+        job.end(True, why)
 
-    def _checkpoint_asked(self, event: ev.CheckpointAsked) -> None:
-        self.learning.save()
-        self.emit(ev.SaveReplay())
-        self.note("checkpoint", "The learner saves with its next update.")
+
+# --- what a person asks for
+
+
+def _scaled(job: TrainingJob, event: ev.Scaled) -> None:
+    job.manual = job.manual or (event.role == "collector" and event.by == "request")
+    before = job.wanted[event.role]
+    if before == event.count or job.ending is not None:
+        return
+    text = f"{event.role}s: {before} → {event.count} ({event.by})"
+    job.note("scaled", text, role=event.role, wanted=event.count)
+    job.want(event.role, event.count)
+    here = [worker for worker in job.roster.of(event.role) if worker.is_here]
+    for worker in here[event.count :]:
+        workers.remove(job, worker)
+
+
+def _paused(job: TrainingJob, event: ev.Paused) -> None:
+    if not job.paused:
+        job.paused = True
+        job.note("paused", "Paused.")
+
+
+def _resumed(job: TrainingJob, event: ev.Resumed) -> None:
+    if job.paused:
+        job.paused = False
+        job.note("resumed", "Resumed.")
+        for worker in job.roster:
+            worker.progress_at = job.now
+        job.wake(*job.roster)
+
+
+def _cancelled(job: TrainingJob, event: ev.Cancelled) -> None:
+    job.end(False, event.reason)
+    if job.ending is not None:
+        job.ending.evaluates = False  # that is not wanted any more
+        job.ending.close_within = event.within or job.ending.close_within
+
+
+def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
+    if job.ending is None and not job.tasks.open("evaluate"):
+        results.evaluate(job, job.commander.final_policy())
+
+
+def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
+    job.saves = True
+    job.emit(ev.SaveReplay())
+    job.note("checkpoint", "The learner saves with its next update.")
+
+
+def _restore_asked(job: TrainingJob, event: ev.RestoreAsked) -> None:
+    results.go_back(job)
+
+
+_TAKES: dict[type, Callable[[TrainingJob, Any], None]] = {
+    ev.Submitted: _submitted,
+    ev.OperatorAnswered: _operator_answered,
+    ev.OperatorFailed: _operator_failed,
+    ev.OperatorBroke: _operator_broke,
+    ev.Replied: work.replied,
+    ev.Unanswered: work.unanswered,
+    ev.BatchesDrawn: results.drawn,
+    ev.Pinned: results.pinned,
+    ev.Scaled: _scaled,
+    ev.Paused: _paused,
+    ev.Resumed: _resumed,
+    ev.Cancelled: _cancelled,
+    ev.EvaluationAsked: _evaluation_asked,
+    ev.CheckpointAsked: _checkpoint_asked,
+    ev.RestoreAsked: _restore_asked,
+    ev.Disconnected: _disconnected,
+    ev.Ticked: _ticked,
+}

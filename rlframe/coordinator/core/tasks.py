@@ -68,7 +68,7 @@ class Task:
         return cls(**values)
 
 
-class Board:
+class Tasks:
     """The tasks of a job."""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -16,10 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlframe import extras
-from rlframe.coordinator.operators.base import OperatorError, WorkerInfo, worker_id_of
-from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Seen, Start
-from rlframe.coordinator.operators.reconciling import ReconcilingOperator
+from rlframe.coordinator.messages import WorkerHealth, WorkerInfo, worker_id_of
+from rlframe.coordinator.operators.base import OperatorError
 from rlframe.errors import UsageError
+from rlframe.transport import DEFAULT, Transport
 
 with extras.needed("KubernetesOperator", "kubernetes"):
     import kubernetes
@@ -73,123 +74,58 @@ class KubernetesConfig:
                 )
 
 
-class KubernetesOperator(ReconcilingOperator):
-    """Creates, lists and deletes Pods. Needs the verbs that `deploy/kubernetes/coordinator.yaml` allows.
+class KubernetesOperator:
+    """Creates, lists and deletes Pods, by the verbs that `deploy/kubernetes/coordinator.yaml` allows. See `Operator`.
 
     Args:
-        state_dir: a directory that outlives the coordinator's Pod, for the incarnations.
         config: which Pods.
         api: a `kubernetes.client.ApiClient`; None: as in the Pod that this runs in, or as `kubectl` is set up.
-        backoff: between the deaths of a worker that does not stay up.
         every: seconds between two lists of the Pods.
     """
 
-    def __init__(
-        self,
-        state_dir: str | os.PathLike[str],
-        config: KubernetesConfig,
-        *,
-        api: Any = None,
-        backoff: Backoff | None = None,
-        every: float = _EVERY,
-    ) -> None:
-        super().__init__(
-            lambda: _Pods(config, api or _api_client()),
-            state_dir,
-            roles=tuple(config.templates),
-            every=every,
-            backoff=backoff,
-            grace=_GRACE,
-        )
+    transport: Transport = DEFAULT
+    grace, starts = _GRACE, True
 
-
-def load_templates(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """The templates in ROLE.yaml of a directory, as `deploy/kubernetes/workers.yaml` has them mounted."""
-    paths = sorted(pathlib.Path(directory).glob("*.yaml"))
-    if not paths:
-        raise UsageError(f"{directory} has no ROLE.yaml: it must hold a Pod's manifest for each role.")
-    return {path.stem: yaml.safe_load(path.read_text()) for path in paths}
-
-
-def labels_of(run: str) -> dict[str, str]:
-    """The labels by which the Pods of a run's workers are found."""
-    return {"app.kubernetes.io/managed-by": MANAGED_BY, "rlframe/run": run}
-
-
-def manifest(config: KubernetesConfig, start: Start, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The Pod of this worker."""
-    pod = copy.deepcopy(dict(config.templates[start.role]))
-    pod |= {"apiVersion": "v1", "kind": "Pod"}
-    metadata, spec = pod.setdefault("metadata", {}), pod["spec"]
-    metadata["name"] = f"{config.run}-{start.role}-{start.index}-{start.incarnation}"
-    metadata["labels"] = {
-        **(metadata.get("labels") or {}),
-        "app.kubernetes.io/name": "rlframe",
-        **labels_of(config.run),
-        "rlframe/role": start.role,
-        "rlframe/index": str(start.index),
-        "rlframe/incarnation": str(start.incarnation),
-    }
-    if owner is not None:
-        metadata["ownerReferences"] = [dict(owner)]
-    spec["restartPolicy"] = "Never"  # a container that came back would be an incarnation that nobody counted
-    spec.setdefault("terminationGracePeriodSeconds", _GRACE)
-    container = spec["containers"][0]
-    container["command"] = ["python", "-m", "rlframe.coordinator.workers.process"]
-    worker = [config.state_dir, start.role, str(start.index), str(start.incarnation)]
-    options = ["--address", f"$(POD_IP):{PORT}", "--silence", f"{config.silence:g}"]
-    container["args"] = [*worker, *options]
-    container["env"] = [
-        *(container.get("env") or []),
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "PYTHONUNBUFFERED", "value": "1"},
-    ]
-    # Its success makes `started` true, for good: until then the worker has no address.
-    probe = {"tcpSocket": {"port": PORT}, "periodSeconds": 1, "failureThreshold": _STARTING}
-    container.setdefault("startupProbe", probe)
-    return pod
-
-
-class _Pods:
-    """The backend: the Pods of one run."""
-
-    def __init__(self, config: KubernetesConfig, api: Any) -> None:
-        self._config = config
-        self._core = kubernetes.client.CoreV1Api(api)
+    def __init__(self, config: KubernetesConfig, *, api: Any = None, every: float = _EVERY) -> None:
+        self.every = every
+        self._config, self._api = config, api
         self._owner: dict[str, Any] | None = None
         self._selector = ",".join(f"{name}={value}" for name, value in labels_of(config.run).items())
 
-    def observe(self) -> list[Seen]:
-        """See `Backend.observe`."""
+    @functools.cached_property
+    def _core(self) -> Any:
+        return kubernetes.client.CoreV1Api(self._api or _api_client())
+
+    def list(self) -> list[WorkerInfo]:
+        """See `Operator`."""
         pods = self._call(self._core.list_namespaced_pod, label_selector=self._selector).items
         seen = (_seen(pod) for pod in pods)
         return [one for one in seen if one is not None]
 
-    def start(self, start: Start) -> None:
-        """See `Backend.start`."""
+    def start(self, worker: WorkerInfo) -> None:
+        """See `Operator`."""
         if self._owner is None and self._config.owner_pod:
             self._owner = self._find_owner()
-        body = manifest(self._config, start, self._owner)
+        body = manifest(self._config, worker, self._owner)
         try:
             self._call(self._core.create_namespaced_pod, body=body)
         except _ApiError as error:
             if error.status != 409:  # else it is there: an earlier call had been heard
                 raise
 
-    def end(self, end: End) -> None:
-        """See `Backend.end`."""
-        if end.seen.health is Health.LEAVING and not end.kill:
+    def stop(self, worker: WorkerInfo, kill: bool) -> None:
+        """See `Operator`."""
+        if worker.health is WorkerHealth.LEAVING and not kill:
             return
-        info = end.seen.info
-        name = f"{self._config.run}-{info.role}-{info.index}-{info.incarnation}"
+        name, grace = _name(self._config, worker), 0 if kill else _GRACE
         try:
-            self._call(self._core.delete_namespaced_pod, name=name, grace_period_seconds=0 if end.kill else _GRACE)
+            self._call(self._core.delete_namespaced_pod, name=name, grace_period_seconds=grace)
         except _ApiError as error:
             if error.status != 404:  # else it is gone
                 raise
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """See `Operator`."""
 
     def _find_owner(self) -> dict[str, Any]:
         pod = self._call(self._core.read_namespaced_pod, name=self._config.owner_pod)
@@ -209,6 +145,59 @@ class _Pods:
             raise OperatorError(f"The Kubernetes API server does not answer: {error}.") from error
 
 
+def load_templates(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """The templates in ROLE.yaml of a directory, as `deploy/kubernetes/workers.yaml` has them mounted."""
+    paths = sorted(pathlib.Path(directory).glob("*.yaml"))
+    if not paths:
+        raise UsageError(f"{directory} has no ROLE.yaml: it must hold a Pod's manifest for each role.")
+    return {path.stem: yaml.safe_load(path.read_text()) for path in paths}
+
+
+def labels_of(run: str) -> dict[str, str]:
+    """The labels by which the Pods of a run's workers are found."""
+    return {"app.kubernetes.io/managed-by": MANAGED_BY, "rlframe/run": run}
+
+
+def manifest(config: KubernetesConfig, worker: WorkerInfo, owner: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The Pod of this worker. Raises UsageError where its role has no template."""
+    if worker.role not in config.templates:
+        raise UsageError(f"There is no template of the role {worker.role!r}; there are {', '.join(config.templates)}.")
+    pod = copy.deepcopy(dict(config.templates[worker.role]))
+    pod |= {"apiVersion": "v1", "kind": "Pod"}
+    metadata, spec = pod.setdefault("metadata", {}), pod["spec"]
+    metadata["name"] = _name(config, worker)
+    metadata["labels"] = {
+        **(metadata.get("labels") or {}),
+        "app.kubernetes.io/name": "rlframe",
+        **labels_of(config.run),
+        "rlframe/role": worker.role,
+        "rlframe/index": str(worker.index),
+        "rlframe/incarnation": str(worker.incarnation),
+    }
+    if owner is not None:
+        metadata["ownerReferences"] = [dict(owner)]
+    spec["restartPolicy"] = "Never"  # a container that came back would be an incarnation that nobody counted
+    spec.setdefault("terminationGracePeriodSeconds", _GRACE)
+    container = spec["containers"][0]
+    container["command"] = ["python", "-m", "rlframe.coordinator.workers.process"]
+    which = [config.state_dir, worker.role, str(worker.index), str(worker.incarnation)]
+    options = ["--address", f"$(POD_IP):{PORT}", "--silence", f"{config.silence:g}"]
+    container["args"] = [*which, *options]
+    container["env"] = [
+        *(container.get("env") or []),
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "PYTHONUNBUFFERED", "value": "1"},
+    ]
+    # Its success makes `started` true, for good: until then the worker has no address.
+    probe = {"tcpSocket": {"port": PORT}, "periodSeconds": 1, "failureThreshold": _STARTING}
+    container.setdefault("startupProbe", probe)
+    return pod
+
+
+def _name(config: KubernetesConfig, worker: WorkerInfo) -> str:
+    return f"{config.run}-{worker.role}-{worker.index}-{worker.incarnation}"
+
+
 class _ApiError(OperatorError):
     """The API server said no."""
 
@@ -225,8 +214,8 @@ class _ApiError(OperatorError):
         super().__init__(f"The Kubernetes API server answered {error.status} to {what}: {reason}.{advice}")
 
 
-def _seen(pod: Any) -> Seen | None:
-    """What a Pod says of its worker; None where it is none's."""
+def _seen(pod: Any) -> WorkerInfo | None:
+    """What a Pod says of its worker; None if it is not our Pod."""
     labels, status = pod.metadata.labels or {}, pod.status
     try:
         role = labels["rlframe/role"]
@@ -236,14 +225,14 @@ def _seen(pod: Any) -> Seen | None:
     containers = status.container_statuses or []
     serves = status.phase == "Running" and status.pod_ip and containers and containers[0].started
     address = f"{_bracketed(status.pod_ip)}:{PORT}" if serves else None
-    host = pod.spec.node_name or ""
-    info = WorkerInfo(worker_id_of(role, index), role, index, incarnation, address, host, None)
+    worker_id, health, problem = worker_id_of(role, index), WorkerHealth.LIVE, ""
     if pod.metadata.deletion_timestamp is not None:
-        return Seen(info, Health.LEAVING, f"{info.worker_id} is being deleted.")
-    if status.phase in ("Failed", "Succeeded"):
-        return Seen(info, Health.DEAD, f"{info.worker_id} ended: {_how_it_ended(status)}.")
-    waits = _why_it_waits(status) if status.phase == "Pending" else ""
-    return Seen(info, problem=f"{info.worker_id} does not start: {waits.rstrip('.')}." if waits else "")
+        health, problem = WorkerHealth.LEAVING, f"{worker_id} is being deleted."
+    elif status.phase in ("Failed", "Succeeded"):
+        health, problem = WorkerHealth.DEAD, f"{worker_id} ended: {_how_it_ended(status)}."
+    elif status.phase == "Pending" and (waits := _why_it_waits(status)):
+        problem = f"{worker_id} does not start: {waits.rstrip('.')}."
+    return WorkerInfo(role, index, incarnation, address, pod.spec.node_name or "", health=health, problem=problem)
 
 
 def _bracketed(ip: str) -> str:

@@ -9,22 +9,22 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from typing import TextIO
 
-from rlframe.coordinator.messages import ROLES
-from rlframe.coordinator.operators.base import OperatorError, WorkerInfo, WorkerKey
-from rlframe.coordinator.operators.logs import LogTail
-from rlframe.coordinator.operators.reconcile import Backoff, End, Health, Seen, Start
-from rlframe.coordinator.operators.reconciling import ReconcilingOperator
+from rlframe.coordinator.messages import ROLES, WorkerHealth, WorkerInfo, WorkerKey
+from rlframe.coordinator.operators.base import OperatorError
 from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
 from rlframe.coordinator.workers.records import Record, Records, this_host
 from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.engines.launching.supervisor import FOR_GOOD
+from rlframe.engines.logs import shown
 from rlframe.interprocess.processes import ProcessId
+from rlframe.transport import DEFAULT, Transport
 
-_EVERY = 0.1  # seconds between two looks at the processes
-_GRACE = CLOSING + 2.0  # seconds from SIGTERM to SIGKILL: a worker that cannot close ends itself before
+_SHOW_EVERY = 0.1  # seconds between two looks at the logs
+_AT_ONCE = 1 << 16  # bytes of one log per look, so that one that says much does not hold up the others
 
 WorkerEnv = Mapping[str, str | None]  # environment variables; None: not to be there
 
@@ -32,11 +32,11 @@ WorkerEnv = Mapping[str, str | None]  # environment variables; None: not to be t
 ENV: Mapping[str, WorkerEnv] = {role: {} if role == "learner" else ON_CPU for role in ROLES}
 
 
-class LocalOperator(ReconcilingOperator):
-    """Spawns workers (see `rlframe.coordinator.workers.process`), replaces the dead, and ends them.
+class LocalOperator:
+    """Spawns workers (see `rlframe.coordinator.workers.process`) and ends them. See `Operator`.
 
-    The processes outlive the one that spawned them: another operator with the same `state_dir` adopts them. They end
-    with `owner`, or when nobody has called them for `silence` seconds. What they write goes to
+    The processes outlive the one that spawned them: another operator with the same `state_dir` adopts them, by their
+    records there. They end with `owner`, or when nobody has called them for `silence` seconds. What they write goes to
     `ROLE-INDEX.log`, and from there to `output`.
 
     Args:
@@ -45,10 +45,14 @@ class LocalOperator(ReconcilingOperator):
             those of `ENV`.
         owner: the process whose end is the end of the workers; None: none is.
         silence: seconds without a call after which a worker ends.
-        backoff: between the deaths of a worker that does not stay up.
         output: where the workers' lines go; stderr.
         logs: the directory in which they are kept; None: `state_dir/logs`.
     """
+
+    transport: Transport = DEFAULT
+    every = 0.1
+    grace = CLOSING + 2.0  # a worker that cannot close ends itself before
+    starts = True
 
     def __init__(
         self,
@@ -57,58 +61,30 @@ class LocalOperator(ReconcilingOperator):
         env: Mapping[str, WorkerEnv] | None = None,
         owner: ProcessId | None = None,
         silence: float = SILENCE,
-        backoff: Backoff | None = None,
         output: TextIO | None = None,
         logs: pathlib.Path | None = None,
     ) -> None:
         self.transport.check("LocalOperator")
-        directory, life, env = pathlib.Path(state_dir), Life(owner, silence), {**ENV, **(env or {})}
-        super().__init__(
-            lambda: _Processes(
-                directory, life, env, output if output is not None else sys.stderr, logs or directory / "logs"
-            ),
-            state_dir,
-            roles=tuple(env),
-            every=_EVERY,
-            backoff=backoff,
-            grace=_GRACE,
-        )
-
-
-@dataclasses.dataclass
-class _Child:
-    """A process that this one spawned, and has not waited for."""
-
-    popen: subprocess.Popen[bytes]
-    record: Record
-
-
-class _Processes:
-    """The backend: processes, known by their records on disk, or because they are this process's children."""
-
-    def __init__(
-        self, state_dir: pathlib.Path, life: Life, env: Mapping[str, WorkerEnv], output: TextIO, logs: pathlib.Path
-    ):
-        self._state_dir, self._life, self._env = state_dir, life, env
+        self._state_dir, self._life, self._env = pathlib.Path(state_dir), Life(owner, silence), {**ENV, **(env or {})}
         self._records = Records(state_dir)
-        self._log_dir = logs
+        self._log_dir = logs or self._state_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._tail = LogTail(output)
+        self._tail = LogTail(output if output is not None else sys.stderr)
         self._children: dict[WorkerKey, _Child] = {}
         self._told: set[WorkerKey] = set()  # to end
 
-    def observe(self) -> list[Seen]:
-        """See `Backend.observe`."""
+    def list(self) -> list[WorkerInfo]:
+        """See `Operator`."""
         records = {key: child.record for key, child in self._children.items()}
         records |= {(record.worker_id, record.incarnation): record for record in self._records.all()}
         return [self._seen(record) for record in records.values()]
 
-    def start(self, start: Start) -> None:
-        """See `Backend.start`."""
-        path = self._log_dir / f"{start.role}-{start.index}.log"
-        self._tail.follow(start.worker_id, path)
-        arguments = command(self._state_dir, start.role, start.index, start.incarnation, self._life)
-        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env[start.role]}
+    def start(self, worker: WorkerInfo) -> None:
+        """See `Operator`."""
+        path = self._log_dir / f"{worker.role}-{worker.index}.log"
+        self._tail.follow(worker.worker_id, path)
+        arguments = command(self._state_dir, worker.role, worker.index, worker.incarnation, self._life)
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env[worker.role]}
         try:
             with open(path, "ab") as log:
                 popen = subprocess.Popen(
@@ -120,28 +96,27 @@ class _Processes:
                     start_new_session=True,  # so that it can be killed with what it started
                 )
         except OSError as error:
-            raise OperatorError(f"{start.worker_id} could not be started: {error}.") from error
+            raise OperatorError(f"{worker.worker_id} could not be started: {error}.") from error
         process = ProcessId.of(popen.pid)
-        record = Record(start.role, start.index, start.incarnation, process.pid, process.started, this_host())
-        self._children[start.worker_id, start.incarnation] = _Child(popen, record)
+        record = Record(worker.role, worker.index, worker.incarnation, process.pid, process.started, this_host())
+        self._children[worker.key] = _Child(popen, record)
         self._records.write(record)  # it may have done so itself by now; if it has not, it is found by this one
 
-    def end(self, end: End) -> None:
-        """See `Backend.end`."""
-        info, key = end.seen.info, end.seen.info.key
-        record = self._record(key)
+    def stop(self, worker: WorkerInfo, kill: bool) -> None:
+        """See `Operator`."""
+        key, record = worker.key, self._record(worker.key)
         if record is None:
             return
-        if end.seen.health is not Health.DEAD and not end.kill:
+        if worker.health is not WorkerHealth.DEAD and not kill:
             if key not in self._told:
                 self._told.add(key)
                 _signal(record, signal.SIGTERM)
                 _signal(record, signal.SIGCONT)  # one that was stopped would not hear of it
             return
-        if end.seen.health is Health.DEAD and end.seen.problem and key not in self._told:
-            self._tail.last_words(info.worker_id)  # before this line
-            problem = end.seen.problem.removeprefix(f"{info.worker_id} ")
-            self._tail.say(info.worker_id, f"(incarnation {info.incarnation}) {problem}")
+        if worker.health is WorkerHealth.DEAD and worker.problem and key not in self._told:
+            self._tail.last_words(worker.worker_id)  # before this line
+            problem = worker.problem.removeprefix(f"{worker.worker_id} ")
+            self._tail.say(worker.worker_id, f"(incarnation {worker.incarnation}) {problem}")
         self._told.add(key)
         _kill_session(record)
         child = self._children.get(key)
@@ -153,7 +128,7 @@ class _Processes:
             self._records.remove(record)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """See `Operator`."""
         self._tail.close()
 
     def _record(self, key: WorkerKey) -> Record | None:
@@ -162,21 +137,14 @@ class _Processes:
         found = (record for record in self._records.all() if (record.worker_id, record.incarnation) == key)
         return next(found, None)
 
-    def _seen(self, record: Record) -> Seen:
+    def _seen(self, record: Record) -> WorkerInfo:
         self._tail.follow(record.worker_id, self._log_dir / f"{record.role}-{record.index}.log")
-        info = WorkerInfo(
-            record.worker_id,
-            record.role,
-            record.index,
-            record.incarnation,
-            record.address,
-            record.host,
-            record.pid,
-        )
+        which = (record.role, record.index, record.incarnation, record.address, record.host, record.pid)
+        info = WorkerInfo(*which)
         child = self._children.get(info.key)
         if record.host == this_host() and (record.process.is_alive or (child is not None and _is_ending(child.popen))):
-            return Seen(info)
-        return Seen(info, Health.DEAD, self._how_it_ended(info))
+            return info
+        return dataclasses.replace(info, health=WorkerHealth.DEAD, problem=self._how_it_ended(info))
 
     def _how_it_ended(self, info: WorkerInfo) -> str:
         child = self._children.get(info.key)
@@ -192,6 +160,14 @@ class _Processes:
             return f"{info.worker_id} was killed by {signal.Signals(-code).name}."
         again = " It would fail again." if code == FOR_GOOD else ""
         return f"{info.worker_id} failed with exit code {code}.{again}{said}"
+
+
+@dataclasses.dataclass
+class _Child:
+    """A process that this one spawned, and has not waited for."""
+
+    popen: subprocess.Popen[bytes]
+    record: Record
 
 
 def _is_ending(popen: subprocess.Popen[bytes]) -> bool:
@@ -225,3 +201,85 @@ def _kill_session(record: Record) -> None:
     if record.host == this_host() and now.started in (-1, record.started):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(record.pid, signal.SIGKILL)
+
+
+class LogTail:
+    """Copies what is appended to files to a stream, each line behind the name of who wrote it.
+
+    Args:
+        output: where the lines go.
+    """
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+        self._files: dict[str, _File] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlframe worker logs", daemon=True)
+
+    def follow(self, name: str, path: pathlib.Path) -> None:
+        """Shows what is appended to the file from now on; may be repeated."""
+        with self._lock:
+            if not self._files:
+                self._thread.start()
+            if name not in self._files:
+                self._files[name] = _File(path)
+
+    def last_words(self, name: str) -> str:
+        """The last line that this worker wrote; of a traceback, the error."""
+        with self._lock:
+            file = self._files.get(name)
+            if file is None:
+                return ""
+            self._show(name, file)
+            return file.last_line
+
+    def say(self, name: str, text: str) -> None:
+        """Shows a line that is no worker's own."""
+        with contextlib.suppress(OSError, ValueError):  # who reads has died, or the stream is closed
+            self._output.write(shown(name, text))
+            self._output.flush()
+
+    def close(self) -> None:
+        """Shows what is left, and stops."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        self._look()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_SHOW_EVERY):
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            for name, file in self._files.items():
+                self._show(name, file)
+
+    def _show(self, name: str, file: _File) -> None:
+        for line in file.new_lines():
+            self.say(name, line)
+
+
+class _File:
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+        self.last_line = ""
+
+    def new_lines(self) -> list[str]:
+        """Whole lines that were appended since."""
+        try:
+            if os.path.getsize(self._path) <= self._offset:
+                return []
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                new = file.read(_AT_ONCE)
+        except OSError:
+            return []
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        texts = [line.decode(errors="replace") for line in lines]
+        self.last_line = next((text for text in reversed(texts) if text.strip()), self.last_line)
+        return texts

@@ -16,6 +16,7 @@ import psutil
 
 from rlframe.coordinator.messages import (
     Alive,
+    CallRefused,
     Closed,
     Collected,
     Demand,
@@ -27,11 +28,10 @@ from rlframe.coordinator.messages import (
     Learn,
     Learned,
     NotReady,
-    Refused,
-    Reply,
     Resources,
     Started,
     StartTask,
+    WorkerReply,
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
 from rlframe.interprocess.clock import Clock
@@ -43,14 +43,14 @@ _PINGED = 10.0  # seconds from ping to ping; where more pass, nobody watches, or
 _ENDS_WITHIN = 4.0  # seconds that the work under way has when the worker is closed
 
 
-class Worker:
+class TaskWorker:
     """Answers a coordinator: its calls are served by `rlframe.coordinator.workers.process`.
 
     One thread does the work of all calls, one after the other. A call waits for its own work for 0.3 s and answers
     `NotReady` where that takes longer: said again with the same number it waits on, or gets the reply; the last reply
     is kept. A higher number waits for the work under way (`NotReady("busy")`). `start_task` of another task or attempt,
     and `close_task`, end what the work under way waits for. A call that is older than what this worker knows is
-    `Refused` and changes nothing.
+    `CallRefused` and changes nothing.
 
     Subclasses do the work: `_start`, `_learn`, ... run in the worker's thread, may take as long as they need, and
     raise what goes wrong: `FencedError` ends the task, since another worker is at it. Where they wait, they look at
@@ -97,23 +97,23 @@ class Worker:
         memory = psutil.virtual_memory().total
         return Resources(socket.gethostname(), os.getpid(), cpus, memory, self._accelerators)
 
-    def start_task(self, header: Header, request: StartTask) -> Started | NotReady | Refused | Failed:
+    def start_task(self, header: Header, request: StartTask) -> Started | NotReady | CallRefused | Failed:
         """Begins a task. What goes on of another task or attempt is closed first, without its final save."""
         return self._call(header, "start_task", lambda: self._begin(header, request))
 
-    def data_demand(self, header: Header) -> Demand | NotReady | Refused | Failed:
+    def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
         """How many batches it can take now."""
         return self._call(header, "data_demand", self._data_demand)
 
-    def learn(self, header: Header, request: Learn) -> Learned | NotReady | Refused | Failed:
+    def learn(self, header: Header, request: Learn) -> Learned | NotReady | CallRefused | Failed:
         """Learns, and publishes what was learned."""
         return self._call(header, "learn", lambda: self._learn(request))
 
-    def get_data(self, header: Header, request: GetData) -> Collected | Evaluated | NotReady | Refused | Failed:
+    def get_data(self, header: Header, request: GetData) -> Collected | Evaluated | NotReady | CallRefused | Failed:
         """Steps the environments for a while, or evaluates."""
         return self._call(header, "get_data", lambda: self._get_data(request))
 
-    def close_task(self, header: Header, final: bool) -> Closed | NotReady | Refused | Failed:
+    def close_task(self, header: Header, final: bool) -> Closed | NotReady | CallRefused | Failed:
         """Ends the task; `final`: the run ends with it, so what it learned is saved."""
         return self._call(header, "close_task", lambda: self._end(final))
 
@@ -140,13 +140,13 @@ class Worker:
     def _start(self, task: StartTask) -> Started:
         raise NotImplementedError
 
-    def _data_demand(self) -> Reply:
+    def _data_demand(self) -> WorkerReply:
         raise self._cannot("data_demand")
 
-    def _learn(self, request: Learn) -> Reply:
+    def _learn(self, request: Learn) -> WorkerReply:
         raise self._cannot("learn")
 
-    def _get_data(self, request: GetData) -> Reply:
+    def _get_data(self, request: GetData) -> WorkerReply:
         raise self._cannot("get_data")
 
     def _close(self, final: bool) -> dict[str, Any]:
@@ -171,14 +171,14 @@ class Worker:
 
     # --- calls
 
-    def _call(self, header: Header, name: str, do: Callable[[], Reply]) -> Any:
+    def _call(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> Any:
         """Accepts the call, or finds that it was; then waits for a while."""
         deadline = time.monotonic() + _ANSWER_WITHIN
         while True:
             with self._lock:
                 refusal = self._refusal(header, name)
                 if refusal:
-                    return Refused(refusal)
+                    return CallRefused(refusal)
                 work = self._accept(header, name, do)
             if not work.is_done.wait(max(0.0, deadline - time.monotonic())):
                 if work.seq != header.seq:
@@ -215,7 +215,7 @@ class Worker:
             return f"{called} is about to be closed at {self.worker_id}."
         return ""
 
-    def _accept(self, header: Header, name: str, do: Callable[[], Reply]) -> _Work:
+    def _accept(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> _Work:
         """The work that the call waits for: its own, given to the thread if it is new, or what comes before."""
         work = self._work
         if work is not None and not work.is_done.is_set():
@@ -260,7 +260,7 @@ class Worker:
     def _has_work(self) -> bool:
         return self._work is not None and not self._work.is_done.is_set()
 
-    def _do(self, work: _Work) -> Reply:
+    def _do(self, work: _Work) -> WorkerReply:
         try:
             return work.do()
         except BaseException as error:  # whatever it is, the coordinator must hear of it, and the thread go on
@@ -270,7 +270,7 @@ class Worker:
                 self._leave_task()
             return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _FOR_GOOD))
 
-    def _begin(self, header: Header, request: StartTask) -> Reply:
+    def _begin(self, header: Header, request: StartTask) -> WorkerReply:
         task = self._task
         if task is not None and task.started is not None and not self._is_other(header):
             return task.started  # a coordinator that was restarted asks again
@@ -313,10 +313,10 @@ class Worker:
 class _Work:
     """What a call asked for."""
 
-    def __init__(self, seq: int, task_id: str, attempt: int, name: str, do: Callable[[], Reply]) -> None:
+    def __init__(self, seq: int, task_id: str, attempt: int, name: str, do: Callable[[], WorkerReply]) -> None:
         self.seq, self.task_id, self.attempt, self.name, self.do = seq, task_id, attempt, name, do
         self.is_done = threading.Event()
-        self.reply: Reply | None = None
+        self.reply: WorkerReply | None = None
 
 
 class _Task:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rlframe.actors import Actor
 from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask
-from rlframe.coordinator.workers.base import Worker
+from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import waiting_for
@@ -22,7 +22,7 @@ class VersionGoneError(UsageError):
     """An evaluation was asked of a version that the param store does not have, or no longer."""
 
 
-class Evaluations(Protocol):
+class VersionEvaluator(Protocol):
     """Evaluates by the newest parameters of the learner that it was made with, the same way each time."""
 
     @property
@@ -36,7 +36,7 @@ class Evaluations(Protocol):
         """Ends the evaluation under way, and all that come, with StoppedError. Any thread may call it."""
 
 
-class CollectorWorker(Worker):
+class CollectorWorker(TaskWorker):
     """An `Actor` with an inferencer of its own, that acts by what is in the param store; or evaluations.
 
     What is built for an evaluation, compiled code above all, serves the next one too. Evaluations add to no buffer.
@@ -46,7 +46,7 @@ class CollectorWorker(Worker):
             replacement takes its exploration and its place in the buffer. None: this worker collects nothing.
         agent: the `Agent` that acts.
         param_store: see `rlframe.coordinator.param_store`.
-        worker_id, index, incarnation: see `Worker`.
+        worker_id, index, incarnation: see `TaskWorker`.
         seed: of the actions.
         evaluations: `f(agent, learner)` gives what evaluates. None: this worker evaluates nothing.
     """
@@ -61,14 +61,14 @@ class CollectorWorker(Worker):
         incarnation: int,
         *,
         seed: int = 0,
-        evaluations: Callable[[Any, Any], Evaluations] | None = None,
+        evaluations: Callable[[Any, Any], VersionEvaluator] | None = None,
     ) -> None:
         self._make_actor, self._make_evaluations = make_actor, evaluations
         self._agent, self._store, self._seed = agent, param_store, seed
         self._actor: Actor | None = None
         self._inferencer: Inferencer | None = None
         self._one_version = _OneVersion()
-        self._evaluations: Evaluations | None = None
+        self._evaluations: VersionEvaluator | None = None
         self._evaluated: Evaluated | None = None
         self._is_evaluating = False
         if make_actor is not None and evaluations is not None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from typing import Any
 
-from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask
+import numpy as np
+
+from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask, Update
 from rlframe.coordinator.param_store import Attempt
-from rlframe.coordinator.workers.base import Worker
-from rlframe.coordinator.workers.noted_replay import NotedReplay
+from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
-from rlframe.replay import as_replay_buffer
-from rlframe.types import Batch
+from rlframe.replay import BaseReplayBuffer, as_replay_buffer
+from rlframe.types import Batch, Step
 
 _PUBLISH_EVERY = 0.005  # seconds between two versions that collectors get, where more are made
 _LOOK = 0.005  # seconds between two looks at a buffer that has too little, and cannot be waited for
 
 
-class LearnerWorker(Worker):
+class LearnerWorker(TaskWorker):
     """A `Learner` that learns when a coordinator tells it to, and publishes to the param store.
 
     It learns from the batches whose keys it is told, or draws as many as it is granted. Its checkpoints are those of
@@ -32,7 +34,7 @@ class LearnerWorker(Worker):
         agent: the `Agent` that learns.
         replay_buffer: an object that this process can sample, or fetch from by keys; or a `reverb.Client`.
         param_store: see `rlframe.coordinator.param_store`.
-        worker_id, index, incarnation: see `Worker`.
+        worker_id, index, incarnation: see `TaskWorker`.
         batches: that it asks for at once. On-policy it asks for what it may learn from before the next version.
         hparams: what goes into the param store with the parameters: plain numbers and words.
     """
@@ -180,3 +182,80 @@ class LearnerWorker(Worker):
             return []
         checkpointer = Checkpointer(self._cfg.checkpoint_dir)
         return [str(checkpointer.directory / str(step)) for step in checkpointer.steps()]
+
+
+class NotedReplay(BaseReplayBuffer):
+    """The replay buffer as a coordinator's learner sees it: what the learner says to it is noted for the coordinator.
+
+    It notes each update's keys and priorities, beside the buffer or in its place.
+
+    Where the coordinator draws the keys, its process is the buffer's sampler: priorities, versions and what is too old
+    are said to it there, and the replay is not this learner's to save. Elsewhere the learner draws by itself, and says
+    all of that to the buffer from here.
+
+    Args:
+        replay_buffer: whose items the learner learns from.
+
+    Attributes:
+        updates: since they were taken last.
+    """
+
+    def __init__(self, replay_buffer: Any) -> None:
+        self.spec = replay_buffer.spec
+        self._buffer = replay_buffer
+        self.is_sampler = not getattr(replay_buffer, "fetches_by_key", False)
+        self.is_saved_by_learner = self.is_sampler and getattr(replay_buffer, "is_saved_by_learner", False)
+        self.updates: list[Update] = []
+
+    def take_updates(self) -> tuple[Update, ...]:
+        """What was noted since the last time."""
+        updates, self.updates = self.updates, []
+        return tuple(updates)
+
+    # --- what is noted
+
+    def note_update(self, keys: Any, version: int) -> None:
+        if len(keys):
+            self.updates.append(Update(np.asarray(keys)))
+        if self.is_sampler:
+            self._buffer.note_update(keys, version)
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        self.updates[-1] = Update(np.asarray(keys), np.asarray(priorities))  # of the update that was noted last
+        if self.is_sampler:
+            self._buffer.update_priorities(keys, priorities)
+
+    def forget_before(self, version: int) -> None:
+        if self.is_sampler:
+            self._buffer.forget_before(version)
+
+    # --- what the buffer answers
+
+    def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
+        return self._buffer.claim_rank(num_envs, rank)
+
+    def open_segment(self, rank: int, num_envs: int) -> None:
+        self._buffer.open_segment(rank, num_envs)
+
+    def add(self, env_ids: np.ndarray, step: Step) -> None:
+        self._buffer.add(env_ids, step)
+
+    def sample(self) -> Batch | None:
+        return self._buffer.sample()
+
+    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Any:
+        return self._buffer.make_dataset(prefetch, timeout)
+
+    def stats(self) -> dict[str, int]:
+        return self._buffer.stats()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """See the buffer."""
+        self._buffer.save(path)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """See the buffer."""
+        self._buffer.restore(path)
+
+    def close(self) -> None:
+        """It is whose it was before: nothing is closed."""

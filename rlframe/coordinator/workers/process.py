@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from rlframe.coordinator.messages import Role
 from rlframe.coordinator.workers.records import Record, Records, load_maker, this_host
 from rlframe.engines import logs
 from rlframe.engines.launching.supervisor import FOR_GOOD
@@ -43,7 +44,7 @@ class Life:
     silence: float = SILENCE  # seconds without a call; counted from when it serves
 
 
-class Server:
+class WorkerServer:
     """Serves a worker's calls.
 
     Args:
@@ -86,14 +87,14 @@ class Server:
         return wrapped
 
 
-class Ending:
+class WorkerEnd:
     """When a worker is to end, and why: `why` is set by a signal, or by the thread that watches `life`.
 
     That thread also sees to it that the end comes: a process that has not closed in time is ended as it is.
     """
 
     def __init__(self, life: Life) -> None:
-        self.server: Server | None = None
+        self.server: WorkerServer | None = None
         self.why = ""
         self._life = life
         self._came = threading.Event()
@@ -131,7 +132,7 @@ class Ending:
         os._exit(1)
 
 
-def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, address: str | None) -> None:
+def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, address: str | None) -> None:
     """Makes the worker, serves it, and returns when it has ended well.
 
     Args:
@@ -140,7 +141,7 @@ def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, add
         life: what ends it.
         address: at which; None: one is picked.
     """
-    end = Ending(life)
+    end = WorkerEnd(life)
     end.on_sigterm()
     records = Records(state_dir)
     process = this_process()
@@ -151,7 +152,7 @@ def run(state_dir: str, role: str, index: int, incarnation: int, life: Life, add
         worker = load_maker(state_dir, role)(record.worker_id, index, incarnation)
         try:
             if not end.has_come():
-                end.server = server = Server(worker, address=address)
+                end.server = server = WorkerServer(worker, address=address)
                 if records.write(dataclasses.replace(record, address=server.address)):
                     end.has_come(None)
                 else:

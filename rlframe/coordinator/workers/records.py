@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rlframe.coordinator.messages import Role, worker_id_of
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.processes import ProcessId
@@ -23,7 +24,7 @@ MakeWorker = Callable[[str, int, int], Any]  # (worker_id, index, incarnation) -
 class Record:
     """One incarnation of a worker, and the process that it lives in."""
 
-    role: str
+    role: Role
     index: int
     incarnation: int
     pid: int
@@ -34,7 +35,7 @@ class Record:
     @property
     def worker_id(self) -> str:
         """`collector/1`."""
-        return f"{self.role}/{self.index}"
+        return worker_id_of(self.role, self.index)
 
     @property
     def process(self) -> ProcessId:

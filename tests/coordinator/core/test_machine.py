@@ -8,8 +8,8 @@ import math
 import pytest
 
 from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.limits import Limits
 from rlframe.coordinator.messages import Failed
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from tests.coordinator.core.world import LIMITS, World
@@ -334,7 +334,7 @@ def test_a_replay_buffer_that_raises_is_asked_again_and_not_for_ever() -> None:
     world.run(20.0)
     draws = [note.text for note in world.notes if note.kind == "replay"]
     assert draws == ["The replay buffer gives no batches; it is asked again. OSError: it is full"]
-    assert world.m.learning.waits_for == "data"
+    assert world.m.learner_waits.what == "data"
     world.buffer.raises, learned = "", world.m.accounts.learned
     world.run(LIMITS.progress_deadline + 1.0)
     assert world.m.accounts.learned > learned and world.m.state is JobState.RUNNING

@@ -76,7 +76,7 @@ class Schedules(RuleBasedStateMachine):
         if self.world.old_answers:
             self.world.deliver(self.world.old_answers[n % len(self.world.old_answers)])
 
-    @precondition(lambda self: self.world.machine is not None)
+    @precondition(lambda self: self.world.job is not None)
     @rule(writes=st.booleans())
     def kill_coordinator(self, writes: bool) -> None:
         if writes:
@@ -84,14 +84,14 @@ class Schedules(RuleBasedStateMachine):
         else:
             self.world.kill_coordinator()
 
-    @precondition(lambda self: self.world.machine is None)
+    @precondition(lambda self: self.world.job is None)
     @rule()
     def restart_coordinator(self) -> None:
         self.world.start_coordinator()
 
     @rule(chance=st.integers(0, 9))
     def cancel(self, chance: int) -> None:
-        if chance == 0 and self.world.machine is not None:
+        if chance == 0 and self.world.job is not None:
             self.cancelled = True
             self.world.deliver(ev.Cancelled("enough"))
 
@@ -130,26 +130,24 @@ def check_that_it_recovers(world: World, *, endless: bool, cancelled: bool) -> N
 
 
 def check_that_it_works(world: World) -> None:
-    machine = world.m
-    assert machine.state is JobState.RUNNING, what_there_is(world)
-    (learn,) = machine.tasks.open("learn")
+    job = world.m
+    assert job.state is JobState.RUNNING, what_there_is(world)
+    (learn,) = job.tasks.open("learn")
     assert learn.state is TaskState.RUNNING
-    collectors = [worker for worker in machine.roster.of("collector") if worker.state is WorkerState.BUSY]
-    assert len(collectors) == machine.wanted["collector"], what_there_is(world)
-    steps, learned = machine.accounts.env_steps, machine.accounts.learned
+    collectors = [worker for worker in job.roster.of("collector") if worker.state is WorkerState.BUSY]
+    assert len(collectors) == job.wanted["collector"], what_there_is(world)
+    steps, learned = job.accounts.env_steps, job.accounts.learned
     world.run(5.0)
-    assert machine.accounts.env_steps > steps and machine.accounts.learned > learned, what_there_is(world)
+    assert job.accounts.env_steps > steps and job.accounts.learned > learned, what_there_is(world)
 
 
 def what_there_is(world: World) -> str:
-    machine = world.m
-    tasks = [
-        (task.task_id, task.state.name, task.worker_id, task.attempt) for task in machine.tasks if not task.is_over
-    ]
-    workers = [(w.worker_id, w.incarnation, w.state.name, w.call and w.call.method) for w in machine.roster]
+    job = world.m
+    tasks = [(task.task_id, task.state.name, task.worker_id, task.attempt) for task in job.tasks if not task.is_over]
+    workers = [(w.worker_id, w.incarnation, w.state.name, w.call and w.call.method) for w in job.roster]
     notes = [note.text for note in world.notes[-12:]]
-    ending = machine.ending.to_json() if machine.ending is not None else None
-    return f"{machine.state} {machine.wanted} {ending}\n{tasks}\n{workers}\n" + "\n".join(notes)
+    ending = job.ending.to_json() if job.ending is not None else None
+    return f"{job.state} {job.wanted} {ending}\n{tasks}\n{workers}\n" + "\n".join(notes)
 
 
 Schedules.TestCase.settings = hypothesis.settings(

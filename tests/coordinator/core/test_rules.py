@@ -10,10 +10,22 @@ import pytest
 
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core import results, workers
 from rlframe.coordinator.core.accounts import Accounts
-from rlframe.coordinator.core.machine import Machine
-from rlframe.coordinator.core.tasks import Board
-from rlframe.coordinator.messages import Alive, Collected, Evaluated, Learn, Learned, NotReady, StartTask, Update
+from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.machine import handle
+from rlframe.coordinator.core.tasks import Tasks
+from rlframe.coordinator.messages import (
+    Alive,
+    Collected,
+    Evaluated,
+    Learn,
+    Learned,
+    NotReady,
+    StartTask,
+    Update,
+    WorkerInfo,
+)
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from tests.coordinator.core.test_machine import at_work, learner, running, state
 from tests.coordinator.core.world import LIMITS, SimWorker, World
@@ -51,13 +63,14 @@ def test_a_learner_that_is_to_go_closes_once_its_batches_are_drawn() -> None:
 def test_what_is_drawn_for_a_learner_that_was_lost_meanwhile_is_settled() -> None:
     world = running(1)
     (task,) = world.m.tasks.open("learn")
-    assert world.run(20.0, lambda: task.drawing is not None)
+    enough = world.buffer.BATCH
+    assert world.run(20.0, lambda: task.drawing is not None and len(world.buffer.items) >= enough)
     header, lost = task.drawing, world.m.accounts.lost
     world.kill(learner(world))
-    world.m.staff.listed(world.operator.list())  # which misses it before the batches are here
+    workers.listed(world.m, world.operator.list())  # which misses it before the batches are here
     batch = world.buffer.draw()
     assert batch is not None and header is not None
-    world.deliver(ev.Drawn(header, (batch,)))
+    world.deliver(ev.BatchesDrawn(header, (batch,)))
     assert world.m.accounts.lost == lost + 1 and int(batch.keys[0, 0]) not in world.buffer.out
 
 
@@ -78,7 +91,7 @@ def starving(by_key: bool) -> World:
     """The learner waits for data: nothing that is collected reaches the buffer."""
     world = running(1, by_key=by_key)
     world.buffer.add = lambda count, source: None  # type: ignore[method-assign]
-    assert world.run(30.0, lambda: world.m.learning.waits_for == "data")
+    assert world.run(30.0, lambda: world.m.learner_waits.what == "data")
     world.run(5.0)
     return world
 
@@ -86,10 +99,10 @@ def starving(by_key: bool) -> World:
 @pytest.mark.parametrize("by_key", [True, False])
 def test_who_waits_for_data_is_not_stuck(by_key: bool) -> None:
     world = starving(by_key)
-    waited = world.m.learning.waited
+    waited = world.m.learner_waits.seconds(world.now)
     world.run(LIMITS.progress_deadline + 100.0)
     assert world.m.accounts.restarts == 0 and world.m.accounts.retries == 0
-    assert world.m.learning.waited - waited == pytest.approx(LIMITS.progress_deadline + 100.0, abs=0.5)
+    assert world.m.learner_waits.seconds(world.now) - waited == pytest.approx(LIMITS.progress_deadline + 100.0, abs=0.5)
 
 
 def test_a_grant_that_nothing_came_of_is_taken_back_when_the_job_ends() -> None:
@@ -293,7 +306,7 @@ def test_a_learner_that_is_lost_again_and_again_fails_the_job() -> None:
     world = running(1, limits=dataclasses.replace(LIMITS, max_failures=1, healthy_after=1e6))
     world.kill(learner(world))
     assert world.run(30.0, lambda: world.m.state is JobState.DEGRADED)
-    assert world.m.learning.waits_for == "learner"
+    assert world.m.learner_waits.what == "learner"
     assert world.run(30.0, lambda: world.m.state is JobState.RUNNING)
     world.kill(learner(world))
     assert world.run(60.0, lambda: world.is_over)
@@ -339,7 +352,7 @@ def test_a_version_that_is_pinned_too_late_is_let_go() -> None:
 
 def test_an_evaluation_of_a_policy_that_has_no_version_is_cancelled() -> None:
     world = running(1)
-    task = world.m.evaluating.begin("other")
+    task = results.evaluate(world.m, "other")
     world.deliver(ev.Pinned(task.task_id, "other", -1))
     assert task.state is TaskState.CANCELLED
 
@@ -349,7 +362,7 @@ def test_evaluations_are_as_far_apart_as_they_should_be() -> None:
     world.run(60.0)
     began = [note for note in world.notes if note.kind == "evaluation"]
     assert 2 <= len(began) <= world.m.accounts.env_steps // 200
-    assert world.m.evaluating.began_at > 0
+    assert world.m.evaluated_at > 0
 
 
 # --- how it ends
@@ -448,7 +461,7 @@ def test_long_curves_keep_their_span() -> None:
 
 
 def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
-    board = Board()
+    board = Tasks()
     for _ in range(200):
         board.add(StartTask("evaluate", "main")).become(TaskState.CANCELLED)
     kept = [task.task_id for task in board]
@@ -460,16 +473,28 @@ def test_of_tasks_that_are_over_the_newest_are_kept() -> None:
 
 
 def test_workers_that_their_operator_does_not_end_come_back_when_they_are_wanted_again() -> None:
-    machine = Machine(TrainOne(env_steps=10), LIMITS, {"learner": 1, "collector": 1}, by_key=False, now=0.0)
-    seen = tuple(ev.Seen(f"collector/{i}", "collector", i, 0, "there", stays=True) for i in range(3))
-    machine.handle(ev.Submitted(), 0.0)
+    job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1, "collector": 1}, by_key=False, now=0.0)
+    seen = tuple(WorkerInfo("collector", i, 0, "there", stays=True) for i in range(3))
+    handle(job, ev.Submitted(), 0.0)
     sizes = []
     for now, wanted in enumerate((1, 3, 1, 2), 1):
-        machine.handle(ev.Scaled("collector", wanted), float(now))
-        machine.handle(ev.OperatorAnswered(seen), now + 0.5)
-        sizes.append([worker.worker_id for worker in machine.roster.of("collector")])
+        handle(job, ev.Scaled("collector", wanted), float(now))
+        handle(job, ev.OperatorAnswered(seen), now + 0.5)
+        sizes.append([worker.worker_id for worker in job.roster.of("collector")])
     all_three = ["collector/0", "collector/1", "collector/2"]
     assert sizes == [all_three[:1], all_three, all_three[:1], all_three[:2]]
+
+
+def test_a_lost_worker_that_its_operator_does_not_end_comes_back_as_its_next_incarnation_only() -> None:
+    job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0)
+    handle(job, ev.Submitted(), 0.0)
+    seen = WorkerInfo("learner", 0, 0, "there", stays=True)
+    handle(job, ev.OperatorAnswered((seen,)), 1.0)
+    handle(job, ev.OperatorAnswered(()), 2.0)  # it did not answer for a while
+    handle(job, ev.OperatorAnswered((seen,)), 3.0)
+    assert job.roster.of("learner") == []
+    handle(job, ev.OperatorAnswered((dataclasses.replace(seen, incarnation=1),)), 4.0)
+    assert [worker.incarnation for worker in job.roster.of("learner")] == [1]
 
 
 def test_an_operator_that_breaks_fails_the_job_and_names_what_it_raised() -> None:
@@ -492,15 +517,15 @@ def test_a_lost_collectors_open_fragments_are_counted() -> None:
     worker = world.m.roster.get("collector/1")
     assert worker is not None
     worker.num_envs = 8
-    world.m.staff.lose(worker, "it was killed")
+    workers.lose(world.m, worker, "it was killed")
     assert world.m.accounts.discarded == 8
 
 
 def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
-    machine = Machine(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0)
-    machine.min_version = 70
-    machine.handle(ev.Submitted(), 0.0)
-    machine.handle(ev.OperatorAnswered((ev.Seen("learner/0", "learner", 0, 0, "there"),)), 1.0)
-    effects = machine.handle(ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
+    job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0)
+    job.min_version = 70
+    handle(job, ev.Submitted(), 0.0)
+    handle(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)
+    effects = handle(job, ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
     (start,) = [effect.args[0] for effect in effects if isinstance(effect, ev.Send) and effect.method == "start_task"]
-    assert start.options["min_version"] == 70 and machine.to_json()["min_version"] == 70
+    assert start.options["min_version"] == 70 and job.to_json()["min_version"] == 70

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.limits import Limits
-from rlframe.coordinator.core.machine import Machine
+from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.machine import handle
 from rlframe.coordinator.messages import (
     Alive,
     BatchMeta,
+    CallRefused,
     Closed,
     Collected,
     Demand,
@@ -31,12 +33,12 @@ from rlframe.coordinator.messages import (
     Header,
     Learned,
     NotReady,
-    Refused,
-    Reply,
     Resources,
     Started,
     StartTask,
     Update,
+    WorkerInfo,
+    WorkerReply,
 )
 from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState, is_over
 
@@ -124,9 +126,9 @@ class Work:
 
     header: Header
     method: str
-    do: Callable[[], Reply | None]  # None: it waits for data
+    do: Callable[[], WorkerReply | None]  # None: it waits for data
     done_at: float
-    reply: Reply | None = None
+    reply: WorkerReply | None = None
 
 
 class SimWorker:
@@ -156,7 +158,7 @@ class SimWorker:
 
     # --- the protocol
 
-    def call(self, method: str, header: Header | None, args: tuple[Any, ...]) -> Reply:
+    def call(self, method: str, header: Header | None, args: tuple[Any, ...]) -> WorkerReply:
         self._work_on()
         if method == "ping":
             return self._ping()
@@ -165,7 +167,7 @@ class SimWorker:
         assert header is not None
         refusal = self._refusal(header, method)
         if refusal:
-            return Refused(refusal)
+            return CallRefused(refusal)
         return self._call(method, header, args)
 
     def _ping(self) -> Alive:
@@ -194,7 +196,7 @@ class SimWorker:
             return "" if method == "start_task" and self.started is None else "it has ended"
         return ""
 
-    def _call(self, method: str, header: Header, args: tuple[Any, ...]) -> Reply:
+    def _call(self, method: str, header: Header, args: tuple[Any, ...]) -> WorkerReply:
         work = self.work
         if work is not None and work.reply is None:
             if header.seq == work.header.seq:
@@ -232,7 +234,7 @@ class SimWorker:
 
     # --- the work
 
-    def _do(self, method: str, header: Header, args: tuple[Any, ...]) -> Reply | None:
+    def _do(self, method: str, header: Header, args: tuple[Any, ...]) -> WorkerReply | None:
         if method == "start_task":
             return self._start(header, args[0])
         if method == "data_demand":
@@ -246,7 +248,7 @@ class SimWorker:
             self.result = self._close(args[0])
         return Closed(self.result)
 
-    def _start(self, header: Header, start: StartTask) -> Reply:
+    def _start(self, header: Header, start: StartTask) -> WorkerReply:
         if self.started is not None and self.task == (header.task_id, header.attempt):
             return self.started
         self.task, self.start, self.result, self.ends_waits = (header.task_id, header.attempt), start, None, False
@@ -273,7 +275,7 @@ class SimWorker:
         self.started = Started(info)
         return self.started
 
-    def _learn(self, request: Any) -> Reply | None:
+    def _learn(self, request: Any) -> WorkerReply | None:
         taken: list[np.ndarray] = []
         dropped = 0
         if request.batches is not None:
@@ -296,7 +298,7 @@ class SimWorker:
             self.world.checkpoint = (self.steps, self.version)
         return Learned(self.version, self.steps, tuple(Update(keys) for keys in taken), dropped, {"loss": 1.0})
 
-    def _collect(self) -> Reply:
+    def _collect(self) -> WorkerReply:
         steps = 10
         self.world.buffer.add(steps, "collect")
         self.counts["env_steps"] += steps
@@ -309,7 +311,7 @@ class SimWorker:
         logged = {"speed": [3.0 * self.counts["env_steps"], self.counts["env_steps"]]}
         return {**self.counts, "rank": self.index, "incarnation": self.rank_incarnation, "logged": logged}
 
-    def _evaluate(self) -> Reply:
+    def _evaluate(self) -> WorkerReply:
         assert self.start is not None
         version = self.start.options["params_version"]
         assert version in self.world.store.pins, "its version is gone"
@@ -338,10 +340,10 @@ class SimOperator:
         self.never_comes: set[str] = set()  # roles whose processes never serve
         self.never_starts: set[str] = set()  # roles of which there are no processes at all
 
-    def list(self) -> tuple[ev.Seen, ...]:
+    def list(self) -> tuple[WorkerInfo, ...]:
         workers = [worker for worker in self.slots.values() if worker is not None and not worker.is_dead]
         return tuple(
-            ev.Seen(w.worker_id, w.role, w.index, w.incarnation, w.address, "sim", 1)  # type: ignore[arg-type]
+            WorkerInfo(w.role, w.index, w.incarnation, w.address, "sim", 1)  # type: ignore[arg-type]
             for w in sorted(workers, key=lambda w: w.worker_id)
         )
 
@@ -437,10 +439,9 @@ class World:
         self.opened: dict[str, tuple[int, int]] = {}  # policy -> (epoch, attempt) of its newest learner
         self.journal: dict[str, Any] | None = None
         self.journaled_at = -1e9
-        self.machine: Machine | None = None
+        self.job: TrainingJob | None = None
         self.life = 0
         self.loses_effects = False  # of the next event: the coordinator is killed after it has written its journal
-        self.connected = False
         self._seen_states: dict[Any, Any] = {}
         self._floor: dict[str, float] = {}
         self._seqs: dict[tuple[str, int], int] = {}
@@ -478,16 +479,16 @@ class World:
     # --- the coordinator
 
     @property
-    def m(self) -> Machine:
-        assert self.machine is not None
-        return self.machine
+    def m(self) -> TrainingJob:
+        assert self.job is not None
+        return self.job
 
     def start_coordinator(self) -> None:
-        if self.machine is not None:
+        if self.job is not None:
             return
         self.life += 1
         saved = json.loads(json.dumps(self.journal)) if self.journal is not None else None
-        self.machine = Machine(
+        self.job = TrainingJob(
             self.commander,
             self.limits,
             self._wanted,
@@ -495,27 +496,27 @@ class World:
             now=self.now,
             saved=saved,  # type: ignore[arg-type]
         )
-        self._seen_states, self.connected = {}, False
+        self._seen_states = {}
         self.buffer.restart()
         self._check_floor()
         self.deliver(ev.Submitted())
 
     def kill_coordinator(self) -> None:
-        self.machine = None
+        self.job = None
         self.life += 1
 
     def deliver(self, event: Any) -> None:
         """Something happens to the coordinator, where there is one."""
-        machine = self.machine
-        if machine is None:
+        job = self.job
+        if job is None:
             return
-        before_over = is_over(machine.state)
-        effects = machine.handle(event, self.now)
+        before_over = is_over(job.state)
+        effects = handle(job, event, self.now)
         assert not (before_over and effects), "a job that was over did something"
-        self._check(machine)
+        self._check(job)
         if any(isinstance(effect, ev.Note) for effect in effects) or self.now > self.journaled_at + JOURNAL_EVERY:
-            self.journal, self.journaled_at = json.loads(json.dumps(machine.to_json())), self.now
-            self._note_floor(machine)
+            self.journal, self.journaled_at = json.loads(json.dumps(job.to_json())), self.now
+            self._note_floor(job)
         self.notes += [effect for effect in effects if isinstance(effect, ev.Note)]
         if self.loses_effects:
             self.loses_effects = False
@@ -533,7 +534,7 @@ class World:
                 self.deliver(ev.OperatorFailed("it is away"))
             return
         self.operator.reconcile()
-        if self.connected and not self.operator.is_over:
+        if not self.operator.is_over:
             self.deliver(ev.OperatorAnswered(self.operator.list()))
 
     def _execute(self, effect: Any) -> None:
@@ -542,9 +543,9 @@ class World:
             self._check_send(effect)
             self.sent.append(effect)
             self.later(effect.delay + self._latency(), lambda: self._arrive(effect, life))
-        elif isinstance(effect, (ev.Connect, ev.Request, ev.ReportFailed, ev.Release, ev.Disconnect)):
+        elif isinstance(effect, (ev.RequestWorkers, ev.ReportFailed, ev.Release, ev.Disconnect)):
             self._tell_operator(effect, life)
-        elif isinstance(effect, ev.Draw):
+        elif isinstance(effect, ev.DrawBatches):
             self._soon(lambda: self._drawn(effect), life)
         elif isinstance(effect, ev.Settle):
             self.buffer.settle(effect.batches)
@@ -568,10 +569,10 @@ class World:
 
         self.later(self._latency(), do)
 
-    def _drawn(self, effect: ev.Draw) -> ev.Drawn:
+    def _drawn(self, effect: ev.DrawBatches) -> ev.BatchesDrawn:
         if self.buffer.raises:
-            return ev.Drawn(effect.header, (), self.buffer.raises)
-        return ev.Drawn(effect.header, self._draw(effect.count))
+            return ev.BatchesDrawn(effect.header, (), self.buffer.raises)
+        return ev.BatchesDrawn(effect.header, self._draw(effect.count))
 
     def _draw(self, count: int) -> tuple[BatchMeta, ...]:
         drawn = []
@@ -588,15 +589,12 @@ class World:
             self.later(10.0, lambda: self._soon(lambda: ev.Disconnected("it is away"), life))
         elif operator.is_out:
             self.later(0.5, lambda: self._tell_operator(effect, life))
-        elif isinstance(effect, ev.Connect):
-            self.connected = True
-            self._soon(lambda: ev.OperatorAnswered(operator.list()), life)
-        elif isinstance(effect, ev.Request):
+        elif isinstance(effect, ev.RequestWorkers):
             operator.request(effect.role, effect.count)
         elif isinstance(effect, ev.ReportFailed):
-            operator.report_failed((effect.worker_id, effect.incarnation))
+            operator.report_failed(effect.key)
         elif isinstance(effect, ev.Release):
-            operator.release((effect.worker_id, effect.incarnation))
+            operator.release(effect.key)
         else:
             operator.disconnect()
             self._soon(ev.Disconnected, life)
@@ -686,17 +684,17 @@ class World:
     def _floors(self, accounts: Any) -> dict[str, float]:
         return {"env_steps": accounts.env_steps, "params_version": accounts.params_version}
 
-    def _note_floor(self, machine: Machine) -> None:
-        self._floor = self._floors(machine.accounts)
+    def _note_floor(self, job: TrainingJob) -> None:
+        self._floor = self._floors(job.accounts)
 
     def _check_floor(self) -> None:
         for name, value in self._floors(self.m.accounts).items():
             assert value >= self._floor.get(name, value), f"{name} fell to {value} from {self._floor[name]}"
 
-    def _check(self, machine: Machine) -> None:
+    def _check(self, job: TrainingJob) -> None:
         self._check_floor()
-        accounts = machine.accounts
-        tasks = list(machine.tasks)
+        accounts = job.accounts
+        tasks = list(job.tasks)
         out = sum(task.granted for task in tasks)
         assert accounts.granted == accounts.learned + accounts.dropped + accounts.lost + out, dataclasses.asdict(
             accounts
@@ -704,7 +702,7 @@ class World:
         assert accounts.updates == accounts.learned
         assert min(accounts.granted, accounts.learned, accounts.dropped, accounts.lost, out) >= 0
         at: dict[str, list[str]] = {}
-        for worker in machine.roster:
+        for worker in job.roster:
             if worker.task_id is not None and not is_over(worker.state):
                 at.setdefault(worker.task_id, []).append(worker.worker_id)
         for task_id, workers in at.items():
@@ -714,9 +712,9 @@ class World:
                 assert at.get(task.task_id) == [task.worker_id], f"{task} is live, and at it is {at.get(task.task_id)}"
             if not task.is_live:
                 assert task.granted == 0 and not task.batches and task.drawing is None, task
-        now = {("job",): machine.state}
+        now = {("job",): job.state}
         now.update({("task", task.task_id): task.state for task in tasks})
-        now.update({("worker", w.worker_id, w.incarnation): w.state for w in machine.roster})
+        now.update({("worker", w.worker_id, w.incarnation): w.state for w in job.roster})
         for key, state in now.items():
             before = self._seen_states.get(key, state)
             if before is not state:

@@ -10,12 +10,13 @@ import kubernetes
 import pytest
 import yaml
 
+from rlframe.coordinator.messages import WorkerInfo
 from rlframe.coordinator.operators import kubernetes as operators
-from rlframe.coordinator.operators.base import OperatorError, WorkerInfo
+from rlframe.coordinator.operators.base import OperatorError
 from rlframe.coordinator.operators.kubernetes import KubernetesConfig, KubernetesOperator
-from rlframe.coordinator.operators.reconcile import Backoff, End, Seen, Start
 from rlframe.coordinator.workers import process
 from tests.coordinator.operators.cluster import Cluster
+from tests.coordinator.operators.driven import Driven
 from tests.waiting import wait_until
 
 DEPLOY = pathlib.Path(__file__).parents[3] / "deploy" / "kubernetes"
@@ -60,9 +61,8 @@ def cluster():
 def make(cluster, tmp_path):
     made = []
 
-    def make(**options) -> KubernetesOperator:
-        options = {"backoff": Backoff(first=0.01), "every": 0.02, **options}
-        made.append(KubernetesOperator(tmp_path, CONFIG, api=client_of(cluster), **options))
+    def make() -> Driven:
+        made.append(Driven(KubernetesOperator(CONFIG, api=client_of(cluster), every=0.02), tmp_path))
         return made[-1]
 
     yield make
@@ -108,7 +108,7 @@ def test_a_worker_is_a_pod_with_an_address_once_it_serves(cluster, operator):
 
 
 def test_what_a_pod_runs_is_the_worker_that_it_is_called():
-    container = operators.manifest(CONFIG, Start("learner/0", "learner", 0, 3), None)["spec"]["containers"][0]
+    container = operators.manifest(CONFIG, WorkerInfo("learner", 0, 3), None)["spec"]["containers"][0]
     assert container["command"] == ["python", "-m", process.__name__]
     options = process._parse(container["args"])
     assert (options.state_dir, options.role, options.index, options.incarnation) == (
@@ -120,7 +120,7 @@ def test_what_a_pod_runs_is_the_worker_that_it_is_called():
     assert (options.address, options.owner) == (f"$(POD_IP):{operators.PORT}", "")
     assert options.silence == 600.0  # a Pod of the coordinator may take minutes to move
     patient = dataclasses.replace(CONFIG, silence=1800.5)
-    container = operators.manifest(patient, Start("learner/0", "learner", 0, 3), None)["spec"]["containers"][0]
+    container = operators.manifest(patient, WorkerInfo("learner", 0, 3), None)["spec"]["containers"][0]
     assert process._parse(container["args"]).silence == 1800.5
     assert container["startupProbe"]["tcpSocket"]["port"] == operators.PORT
 
@@ -191,14 +191,13 @@ def test_what_was_created_by_a_call_whose_answer_was_lost_is_there_once(cluster,
 
 
 def test_ending_a_pod_that_has_just_gone_is_no_error(cluster):
-    pods = operators._Pods(CONFIG, client_of(cluster))
-    info = WorkerInfo("collector/7", "collector", 7, 1, None, "", None)
+    pods, worker = KubernetesOperator(CONFIG, api=client_of(cluster)), WorkerInfo("collector", 7, 1)
     for kill in (False, True):
-        pods.end(End(Seen(info), kill))
+        pods.stop(worker, kill)
     assert cluster.deletions == [] and cluster.used == ["delete", "delete"]
     cluster.is_down = True
     with pytest.raises(OperatorError, match="503 to delete_namespaced_pod"):
-        pods.end(End(Seen(info), kill=True))
+        pods.stop(worker, kill=True)
 
 
 def test_a_name_that_is_taken_is_no_error(cluster, operator):
@@ -265,7 +264,7 @@ def test_the_manifests_fit_each_other_and_the_operator():
         {"kind": "ServiceAccount", "name": the("ServiceAccount", account)["metadata"]["name"]}
     ]
     assert binding["roleRef"]["name"] == the("Role", "rlframe-coordinator")["metadata"]["name"]
-    worker = operators.manifest(CONFIG, Start("learner/0", "learner", 0, 0), None)
+    worker = operators.manifest(CONFIG, WorkerInfo("learner", 0, 0), None)
     labels = worker["metadata"]["labels"]
     service = the("Service", "rlframe-workers")
     assert service["spec"]["selector"] == operators.labels_of("train")

@@ -17,12 +17,13 @@ import psutil
 import pytest
 
 from rlframe import handles
-from rlframe.coordinator.operators.base import WorkerInfo
+from rlframe.coordinator.messages import WorkerInfo
 from rlframe.coordinator.operators.local import LocalOperator
-from rlframe.coordinator.operators.reconcile import Backoff
-from rlframe.coordinator.workers.records import Records, save_workers
+from rlframe.coordinator.operators.reconciler import Backoff
+from rlframe.coordinator.workers.records import Records, load_maker, save_workers
 from rlframe.interprocess.processes import ProcessId, this_process
 from tests.coordinator.operators import workers
+from tests.coordinator.operators.driven import Driven
 from tests.waiting import wait_until
 
 HERE = pathlib.Path(__file__).parent
@@ -42,9 +43,9 @@ def state_dir(tmp_path: pathlib.Path):
 class Local:
     """An operator, what it printed, and whether it left something."""
 
-    def __init__(self, state_dir: pathlib.Path, **options) -> None:
+    def __init__(self, state_dir: pathlib.Path, backoff: Backoff = AT_ONCE, **options) -> None:
         self.output = io.StringIO()
-        self.operator = LocalOperator(state_dir, output=self.output, **{"backoff": AT_ONCE, **options})
+        self.operator = Driven(LocalOperator(state_dir, output=self.output, **options), state_dir, backoff)
 
     def up(self, role: str, n: int, but: tuple[WorkerInfo, ...] = ()) -> list[WorkerInfo]:
         """Waits until `n` workers of the role serve, other than these, and returns them."""
@@ -261,5 +262,6 @@ def test_what_cannot_be_pickled_and_what_is_not_a_role_are_refused(local, state_
     with pytest.raises(ValueError, match="cannot be sent to their processes"):
         save_workers(state_dir, {"learner": lambda *_: threading.Lock(), "x": threading.Lock()})
     assert cloudpickle.loads((state_dir / "workers.pkl").read_bytes())["learner"] is workers.quiet  # as before
-    with pytest.raises(ValueError, match="no workers of the role 'colector'; .* Did you mean 'collector'"):
-        local().operator.request("colector", 1)
+    with pytest.raises(ValueError, match="makes no workers of the role 'collector', only learner"):
+        save_workers(state_dir, {"learner": workers.quiet})
+        load_maker(state_dir, "collector")

@@ -13,8 +13,8 @@ import pytest
 
 from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
-from rlframe.coordinator.operators.reconcile import Backoff
 from tests.coordinator.operators import workers
+from tests.coordinator.operators.driven import Driven
 from tests.extras import needs
 
 pytestmark = pytest.mark.system
@@ -47,9 +47,9 @@ def serving(operator, *keys):
 
 
 def test_actors_are_workers_that_are_replaced_adopted_and_ended(cluster, tmp_path):
-    def make() -> RayOperator:
+    def make() -> Driven:
         options = {"collector": {"num_cpus": 0}}
-        return RayOperator(tmp_path, "test", {"collector": workers.quiet}, options, backoff=Backoff(first=0.01))
+        return Driven(RayOperator("test", {"collector": workers.quiet}, options), tmp_path)
 
     operator = make()
     assert operator.connect() == []

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rlframe.coordinator.messages import Header, NotReady
-from rlframe.coordinator.workers.base import Worker
+from rlframe.coordinator.workers.base import TaskWorker
 
 PATIENCE = 60.0  # seconds
 
@@ -14,7 +14,7 @@ PATIENCE = 60.0  # seconds
 class Caller:
     """Calls `worker` about one task."""
 
-    def __init__(self, worker: Worker, task_id: str, seq: int = 0, attempt: int = 0) -> None:
+    def __init__(self, worker: TaskWorker, task_id: str, seq: int = 0, attempt: int = 0) -> None:
         self.worker, self.task_id, self.attempt, self.seq = worker, task_id, attempt, seq
 
     def header(self) -> Header:

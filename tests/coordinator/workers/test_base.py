@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from rlframe.coordinator.messages import (
+    CallRefused,
     Closed,
     Collected,
     Demand,
@@ -16,12 +17,11 @@ from rlframe.coordinator.messages import (
     Header,
     Learn,
     NotReady,
-    Refused,
     Started,
     StartTask,
 )
 from rlframe.coordinator.workers import base
-from rlframe.coordinator.workers.base import Worker
+from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.errors import EnvError, UsageError
 from tests.coordinator.workers.calling import Caller
 from tests.waiting import wait_until
@@ -29,7 +29,7 @@ from tests.waiting import wait_until
 COLLECT = StartTask("collect", "policy")
 
 
-class Held(Worker):
+class Held(TaskWorker):
     """Collects once it is let go; keeps what it was asked to do."""
 
     kinds = ("collect",)
@@ -193,7 +193,7 @@ def test_a_number_that_was_another_call_is_refused(worker, call):
     call.until_done("start_task", COLLECT)
     header = call.header()
     call.again("get_data", GetData(), header)
-    assert worker.close_task(header, True) == Refused("Call 2 was get_data of task, attempt 0.")
+    assert worker.close_task(header, True) == CallRefused("Call 2 was get_data of task, attempt 0.")
 
 
 # --- calls that are for others, or late
@@ -202,14 +202,14 @@ def test_a_number_that_was_another_call_is_refused(worker, call):
 def test_a_late_number_is_refused(worker, call):
     late = call.header()
     call.until_done("start_task", COLLECT)
-    assert worker.get_data(late, GetData()) == Refused("Call 1 is late: collector/1 is at 2.")
+    assert worker.get_data(late, GetData()) == CallRefused("Call 1 is late: collector/1 is at 2.")
     assert worker.did == ["start"]
 
 
 @pytest.mark.parametrize(("worker_id", "incarnation"), [("collector/0", 2), ("collector/1", 1), ("collector/1", 3)])
 def test_a_call_for_another_worker_or_incarnation_is_refused(worker, worker_id, incarnation):
     reply = worker.start_task(Header("task", 0, worker_id, incarnation, 1), COLLECT)
-    assert reply == Refused(
+    assert reply == CallRefused(
         f"The call is for {worker_id}, incarnation {incarnation}; this is collector/1, incarnation 2."
     )
     assert worker.did == []
@@ -219,7 +219,7 @@ def test_a_call_of_an_older_attempt_is_refused(worker, call):
     call.attempt = 1
     call.until_done("start_task", COLLECT)
     call.attempt = 0
-    refused = Refused("The call is of task, attempt 0: collector/1 is at task, attempt 1.")
+    refused = CallRefused("The call is of task, attempt 0: collector/1 is at task, attempt 1.")
     assert worker.get_data(call.header(), GetData()) == refused
     assert worker.start_task(call.header(), COLLECT) == refused
     assert worker.close_task(call.header(), False) == refused
@@ -231,8 +231,8 @@ def test_a_call_of_a_task_that_was_not_started_here_is_refused(worker, call):
     call.until_done("start_task", COLLECT)
     assert "is at task, attempt 0" in Caller(worker, "other", call.seq).say("get_data", GetData()).why
     call.until_done("close_task", False)
-    assert worker.get_data(call.header(), GetData()) == Refused("task, attempt 0 has ended at collector/1.")
-    assert worker.start_task(call.header(), COLLECT) == Refused("task, attempt 0 has ended at collector/1.")
+    assert worker.get_data(call.header(), GetData()) == CallRefused("task, attempt 0 has ended at collector/1.")
+    assert worker.start_task(call.header(), COLLECT) == CallRefused("task, attempt 0 has ended at collector/1.")
 
 
 # --- a coordinator that was restarted: higher numbers
@@ -275,7 +275,7 @@ def test_a_new_task_or_attempt_ends_the_one_that_goes_on(worker, call, task_id, 
     worker.go.set()
     other.again("start_task", COLLECT, header)
     assert (worker.ping().task_id, worker.ping().attempt) == (task_id, attempt)
-    assert isinstance(call.say("get_data", GetData()), Refused)
+    assert isinstance(call.say("get_data", GetData()), CallRefused)
 
 
 def test_while_it_is_about_to_be_closed_a_late_call_begins_nothing(worker, call):
@@ -285,7 +285,7 @@ def test_while_it_is_about_to_be_closed_a_late_call_begins_nothing(worker, call)
     assert worker.close_task(call.header(), False) == NotReady("busy")
     worker.is_stuck = False
     wait_until(lambda: worker.ping().progress == 2)
-    assert worker.get_data(late, GetData()) == Refused("task, attempt 0 is about to be closed at collector/1.")
+    assert worker.get_data(late, GetData()) == CallRefused("task, attempt 0 is about to be closed at collector/1.")
     assert call.until_done("close_task", False, later=worker.go.set) == Closed({"env_steps": 1})
 
 
@@ -317,7 +317,7 @@ def test_a_start_that_fails_is_cleaned_up_and_may_be_tried_again(worker, call):
     assert call.until_done("start_task", COLLECT).message == "no display"
     assert worker.did == ["start", "close False"] and worker.ping().phase == "idle"
     worker.raises = None
-    assert isinstance(call.say("get_data", GetData()), Refused)
+    assert isinstance(call.say("get_data", GetData()), CallRefused)
     assert isinstance(call.until_done("start_task", COLLECT), Started)
 
 
@@ -351,7 +351,7 @@ def test_close_ends_work_that_waits_and_leaves_no_thread(worker, call, monkeypat
     assert not worker._thread.is_alive()
     assert worker.did == ["start", "collect", "close False"]
     worker.close()
-    assert worker.get_data(call.header(), GetData()) == Refused("collector/1 is closed.")
+    assert worker.get_data(call.header(), GetData()) == CallRefused("collector/1 is closed.")
     assert worker.ping().phase == "idle"
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rlframe.actors import Actor
 from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
-from rlframe.coordinator.messages import Closed, Demand, Learn, NotReady, Refused, Started, StartTask
+from rlframe.coordinator.messages import CallRefused, Closed, Demand, Learn, NotReady, Started, StartTask
 from rlframe.coordinator.param_store import Attempt
 from rlframe.coordinator.param_store_files import FileParamStore
 from rlframe.coordinator.workers import learner as learner_module
@@ -358,7 +358,7 @@ def test_of_a_learner_that_wakes_up_in_a_grant_after_its_successor_began_nothing
     assert "Attempt 0 of epoch 0 is fenced off" in failed.message
     assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
     assert old.worker.ping().phase == "idle"
-    assert isinstance(old.until_done("learn", grant(1)), Refused)
+    assert isinstance(old.until_done("learn", grant(1)), CallRefused)
 
     learned = new.until_done("learn", grant(2))
     assert (learned.learner_steps, store.newest(POLICY)) == (7, learned.params_version)
@@ -421,7 +421,7 @@ def test_a_process_that_was_stopped_and_goes_on_after_its_successor_began_writes
             os.kill(old.pid, signal.SIGCONT)
             assert hear(old) == ["Failed", "FencedError", "idle"]
             tell(old)
-            assert hear(old) == ["Refused", "learn, attempt 0 has ended at learner/0.", "idle"]
+            assert hear(old) == ["CallRefused", "learn, attempt 0 has ended at learner/0.", "idle"]
             assert (store.versions(POLICY), everything_in(tmp_path)) == (versions, files)
             assert new.until_done("learn", grant(1)).params_version == store.newest(POLICY) == versions[-1] + 1
         finally:

@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlframe.coordinator.operators.base import WorkerInfo
-from rlframe.coordinator.operators.reconcile import Backoff, Health, Reconciler, Seen, Start
+from rlframe.coordinator.messages import WorkerHealth, WorkerInfo
+from rlframe.coordinator.operators.reconciler import Backoff, Reconciler
 
 BACKOFF = Backoff(first=1.0, longest=4.0, healthy=100.0)
 GRACE = 5.0
@@ -20,7 +20,7 @@ class World:
 
     def __init__(self, incarnations: dict[str, int] | None = None) -> None:
         self.reconciler = Reconciler(incarnations or {}, BACKOFF, GRACE)
-        self.there: dict[tuple[str, int], Seen] = {}
+        self.there: dict[tuple[str, int], WorkerInfo] = {}
         self.now = 0.0
         self.begun: list[tuple[str, int]] = []
         self.killed: list[tuple[str, int]] = []
@@ -28,19 +28,18 @@ class World:
 
     def round(self, after: float = 0.0) -> None:
         self.now += after
-        starts, ends = self.reconciler.plan(list(self.there.values()), self.now)
-        for end in ends:
-            (self.killed if end.kill else self.told).append(end.seen.info.key)
-            if end.kill:
-                self.there.pop(end.seen.info.key, None)
+        starts, stops = self.reconciler.plan(list(self.there.values()), self.now)
+        for worker, kill in stops:
+            (self.killed if kill else self.told).append(worker.key)
+            if kill:
+                self.there.pop(worker.key, None)
         for start in starts:
             self.begin(start)
             self.reconciler.started(start, self.now)
 
-    def begin(self, start: Start) -> None:
-        info = WorkerInfo(start.worker_id, start.role, start.index, start.incarnation, "host:1", "host", 1)
-        self.there[info.key] = Seen(info)
-        self.begun.append(info.key)
+    def begin(self, start: WorkerInfo) -> None:
+        self.there[start.key] = dataclasses.replace(start, address="host:1", host="host", pid=1)
+        self.begun.append(start.key)
 
     def live(self) -> list[tuple[str, int]]:
         return sorted(key for key in self.there if self.reconciler.is_wanted(key))
@@ -155,7 +154,7 @@ def test_one_that_was_started_unnoticed_and_is_dead_already_is_not_started_again
     world.reconciler.failed_to_start(start, 0.0, "no answer")
     world.begin(start)
     key = ("learner/0", 0)
-    world.there[key] = dataclasses.replace(world.there[key], health=Health.DEAD, problem="out of memory")
+    world.there[key] = dataclasses.replace(world.there[key], health=WorkerHealth.DEAD, problem="out of memory")
     world.round(1.0)
     assert world.killed == [key] and "out of memory" in world.reconciler.problems()["learner/0"]
     world.round(4.0)
@@ -165,7 +164,7 @@ def test_one_that_was_started_unnoticed_and_is_dead_already_is_not_started_again
 def test_one_that_somebody_else_ends_is_replaced_and_left_to_go():
     world = worlds_with(1)
     key = ("collector/0", 0)
-    world.there[key] = dataclasses.replace(world.there[key], health=Health.LEAVING)
+    world.there[key] = dataclasses.replace(world.there[key], health=WorkerHealth.LEAVING)
     world.round()
     world.round(1.0)
     assert world.live() == [("collector/0", 1)] and world.killed == [] == world.told
@@ -212,7 +211,7 @@ class Schedules(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail_visibly(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.world.there)))
-        self.world.there[key] = dataclasses.replace(self.world.there[key], health=Health.DEAD)
+        self.world.there[key] = dataclasses.replace(self.world.there[key], health=WorkerHealth.DEAD)
         self.allowed_to_end.add(key)
 
     @rule()

@@ -9,43 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from rlframe.coordinator.operators.base import WorkerInfo, WorkerKey, worker_id_of
-
-
-class Health(enum.Enum):
-    """Of one incarnation, as its backend sees it."""
-
-    LIVE = "live"  # or starting
-    LEAVING = "leaving"  # somebody has told it to end
-    DEAD = "dead"  # there is something left of it, to be cleared away
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """One incarnation of a worker that a backend found."""
-
-    info: WorkerInfo
-    health: Health = Health.LIVE
-    problem: str = ""  # why it does not start, or how it ended, where that is known
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """A worker that is to be started. Again, where it is not known whether it was: it must not be there twice."""
-
-    worker_id: str
-    role: str
-    index: int
-    incarnation: int
-
-
-@dataclasses.dataclass(frozen=True)
-class End:
-    """A worker that is to end, by itself or at once; or what is left of one, that is to be cleared away."""
-
-    seen: Seen
-    kill: bool
+from rlframe.coordinator.messages import Role, WorkerHealth, WorkerInfo, WorkerKey, worker_id_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +33,7 @@ class _State(enum.Enum):
 class _Slot:
     """One index of a role."""
 
-    role: str
+    role: Role
     index: int
     incarnation: int = -1  # the newest that was, or is to be, started
     state: _State = _State.CLOSED
@@ -98,7 +64,9 @@ class _Slot:
         return now + min(backoff.first * 2 ** min(self.deaths - 1, 30), backoff.longest)
 
 
-Plan = tuple[list[Start], list[End]]
+# Workers to start; and workers to end by themselves, or at once (True): that, or what is left of them, is to go. One is
+# to be started again where it is not known whether it was: it must not be there twice.
+Plan = tuple[list[WorkerInfo], list[tuple[WorkerInfo, bool]]]
 
 
 class Reconciler:
@@ -112,9 +80,10 @@ class Reconciler:
 
     def __init__(self, incarnations: Mapping[str, int], backoff: Backoff, grace: float) -> None:
         self._backoff, self._grace = backoff, grace
-        self._wanted: dict[str, int] = {}
+        self._wanted: dict[Role, int] = {}
         self._slots: dict[str, _Slot] = {}
         for worker_id, incarnation in incarnations.items():
+            role: Any
             role, _, index = worker_id.rpartition("/")
             self._slot(role, int(index)).incarnation = incarnation
 
@@ -126,7 +95,7 @@ class Reconciler:
         """Why workers do not stay up, or do not start."""
         return {worker_id: slot.problem for worker_id, slot in self._slots.items() if slot.problem}
 
-    def request(self, role: str, n: int) -> None:
+    def request(self, role: Role, n: int) -> None:
         """Has `n` workers of this role wanted."""
         self._wanted[role] = n
 
@@ -157,74 +126,74 @@ class Reconciler:
             slot.kill_at = max(slot.kill_at, now + self._grace) if slot.state is _State.UP else slot.kill_at
             slot.state = _State.CLOSED
 
-    def started(self, start: Start, now: float) -> None:
+    def started(self, worker: WorkerInfo, now: float) -> None:
         """This worker was started."""
-        slot = self._slot(start.role, start.index)
-        if slot.state is _State.DUE and slot.incarnation == start.incarnation:
+        slot = self._slot(worker.role, worker.index)
+        if slot.state is _State.DUE and slot.incarnation == worker.incarnation:
             slot.state, slot.up_since = _State.UP, now
 
-    def failed_to_start(self, start: Start, now: float, problem: str) -> None:
+    def failed_to_start(self, worker: WorkerInfo, now: float, problem: str) -> None:
         """This worker may, or may not, have been started: the same incarnation is tried again, after a while."""
-        slot = self._slot(start.role, start.index)
-        if slot.state is _State.DUE and slot.incarnation == start.incarnation:
+        slot = self._slot(worker.role, worker.index)
+        if slot.state is _State.DUE and slot.incarnation == worker.incarnation:
             slot.due_at, slot.problem = slot.delay(now, self._backoff), problem
 
-    def plan(self, seen: Iterable[Seen], now: float) -> Plan:
+    def plan(self, seen: Iterable[WorkerInfo], now: float) -> Plan:
         """What to start and what to end, given all that there is now."""
         seen = list(seen)
         live = self._take_in(seen, now)
         for worker_id, slot in self._slots.items():
             if slot.state is _State.UP and slot.incarnation not in live.get(worker_id, ()):
-                how = next((s.problem for s in seen if s.info.key == (worker_id, slot.incarnation)), "")
+                how = next((s.problem for s in seen if s.key == (worker_id, slot.incarnation)), "")
                 slot.die(now, self._backoff, how or f"{worker_id} ended.")
             elif slot.state is _State.UP and slot.deaths and now - slot.up_since >= self._backoff.healthy:
                 slot.deaths, slot.problem = 0, ""
-        ends = [end for end in (self._end(one, now) for one in seen) if end]
+        stops = [(one, kill) for one in seen if (kill := self._kills(one, now)) is not None]
         for role, wanted in self._wanted.items():
             self._fit(role, wanted, now)
         due = [slot for slot in self._slots.values() if slot.state is _State.DUE and slot.due_at <= now]
-        starts = [Start(worker_id_of(slot.role, slot.index), slot.role, slot.index, slot.incarnation) for slot in due]
-        return sorted(starts, key=lambda start: (start.role, start.index)), ends
+        starts = [WorkerInfo(slot.role, slot.index, slot.incarnation) for slot in due]
+        return sorted(starts, key=lambda worker: (worker.role, worker.index)), stops
 
     def next_due(self) -> float | None:
         """When there is something to start, if nothing changes until then."""
         return min((slot.due_at for slot in self._slots.values() if slot.state is _State.DUE), default=None)
 
-    def _slot(self, role: str, index: int) -> _Slot:
+    def _slot(self, role: Role, index: int) -> _Slot:
         return self._slots.setdefault(worker_id_of(role, index), _Slot(role, index))
 
-    def _take_in(self, seen: list[Seen], now: float) -> dict[str, set[int]]:
+    def _take_in(self, seen: list[WorkerInfo], now: float) -> dict[str, set[int]]:
         """Adopts what is newer than what is known; returns the live incarnations by worker_id."""
         live: dict[str, set[int]] = {}
         for slot in self._slots.values():
             slot.is_present = False
         for one in seen:
-            slot = self._slot(one.info.role, one.info.index)
-            slot.is_present |= one.health is not Health.DEAD
-            incarnation = one.info.incarnation
-            if one.health is Health.LIVE and incarnation > slot.ended_upto:
-                live.setdefault(one.info.worker_id, set()).add(incarnation)
+            slot = self._slot(one.role, one.index)
+            slot.is_present |= one.health is not WorkerHealth.DEAD
+            incarnation = one.incarnation
+            if one.health is WorkerHealth.LIVE and incarnation > slot.ended_upto:
+                live.setdefault(one.worker_id, set()).add(incarnation)
                 is_new = incarnation > slot.incarnation
                 if is_new or (incarnation == slot.incarnation and slot.state is not _State.UP):
                     slot.incarnation, slot.state, slot.up_since = incarnation, _State.UP, now
                 if incarnation == slot.incarnation:
                     slot.problem = one.problem if one.problem or not slot.deaths else slot.problem
-            elif one.health is not Health.LIVE and incarnation >= slot.incarnation and slot.state is _State.DUE:
+            elif one.health is not WorkerHealth.LIVE and incarnation >= slot.incarnation and slot.state is _State.DUE:
                 slot.state, slot.up_since = _State.UP, now  # it had been started, and is gone again: not twice
             slot.incarnation = max(slot.incarnation, incarnation)
         return live
 
-    def _end(self, one: Seen, now: float) -> End | None:
-        slot = self._slots[one.info.worker_id]
-        if one.health is Health.DEAD:
-            return End(one, kill=True)
-        if one.info.incarnation <= slot.ended_upto:
-            return End(one, kill=now >= slot.kill_at or one.info.incarnation < slot.ended_upto)
-        if one.health is Health.LIVE and one.info.incarnation < slot.incarnation:
-            return End(one, kill=True)  # its index has a newer one: it was given up
-        return None
+    def _kills(self, one: WorkerInfo, now: float) -> bool | None:
+        """Whether it is to go at once, or by itself (False); None: it may stay."""
+        slot = self._slots[one.worker_id]
+        if one.health is WorkerHealth.DEAD:
+            return True
+        if one.incarnation <= slot.ended_upto:
+            return now >= slot.kill_at or one.incarnation < slot.ended_upto
+        # Where its index has a newer one it was given up.
+        return True if one.health is WorkerHealth.LIVE and one.incarnation < slot.incarnation else None
 
-    def _fit(self, role: str, wanted: int, now: float) -> None:
+    def _fit(self, role: Role, wanted: int, now: float) -> None:
         """Opens or closes slots until there are as many as wanted; what is up is never closed."""
         slots = sorted((slot for slot in self._slots.values() if slot.role == role), key=lambda slot: slot.index)
         is_open = [slot for slot in slots if slot.state is not _State.CLOSED]

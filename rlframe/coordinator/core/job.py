@@ -1,0 +1,268 @@
+"""All the state of a job: what the functions of this package read and change. It does no I/O, and has no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rlframe.coordinator.commander import Commander, View
+from rlframe.coordinator.config import Limits
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.accounts import Accounts, MetricRows
+from rlframe.coordinator.core.roster import KnownWorker, OpenCall, Roster
+from rlframe.coordinator.core.tasks import Task, Tasks
+from rlframe.coordinator.messages import ROLES, Header, Role
+from rlframe.coordinator.states import JobState, check, is_over
+
+_EPOCH = 2**32  # numbers of calls between two starts of a coordinator
+
+
+@dataclasses.dataclass
+class JobEnding:
+    """How far the end of a job is: collectors close, then the learner, then the last version is evaluated.
+
+    It was begun for one reason, and no other replaces that.
+    """
+
+    reason: str
+    failed: bool
+    evaluates: bool  # the last version
+    since: float  # when `step` began
+    close_within: float  # seconds that tasks have to close
+    step: str = "collectors"  # then learner, evaluation, disconnect
+    evaluation: dict[str, Any] | None = None  # what the evaluation of the last version gave
+    task_id: str | None = None  # of that
+
+    @property
+    def wants_learner(self) -> bool:
+        """Whether a learner is still to save: then one that was lost is started again."""
+        return self.step in ("collectors", "learner") and not self.failed
+
+    def replaces(self, role: Role) -> bool:
+        """Whether a worker of this role that is lost now is replaced."""
+        if role == "evaluator":
+            return self.step != "disconnect"
+        return role == "learner" and self.wants_learner
+
+    def closes(self, task: Task) -> bool:
+        """Whether the task is to be closed now."""
+        if task.kind == "collect":
+            return True
+        if task.kind == "learn":
+            return self.step != "collectors"
+        return task.task_id != self.task_id
+
+    def to_json(self) -> dict[str, Any]:
+        """For the journal. Deadlines begin anew with the next coordinator."""
+        names = ("reason", "failed", "evaluates", "step", "evaluation", "task_id")
+        return {name: getattr(self, name) for name in names}
+
+
+class LearnerWaits:
+    """What keeps the learner from learning, and for how long it has waited for data.
+
+    Attributes:
+        what: "data", "learner" (there is none), or None.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.what: str | None = "learner"
+        self._waited, self._began = 0.0, now
+
+    def note(self, what: str | None, now: float) -> None:
+        """From now on it waits for this."""
+        if what != self.what:
+            self._waited, self._began, self.what = self.seconds(now), now, what
+
+    def seconds(self, now: float) -> float:
+        """In all that it has waited for data."""
+        return self._waited + (now - self._began if self.what == "data" else 0.0)
+
+
+class TrainingJob:
+    """One job. Not thread-safe.
+
+    Args:
+        commander: says what comes next.
+        limits: the deadlines.
+        wanted: how many workers of each role.
+        by_key: whether the learner is told which items to learn from; else it draws them itself.
+        now: the time in seconds, which rises across restarts.
+        saved: what `to_json` gave, for a coordinator that was restarted.
+
+    Attributes:
+        now: when the newest event happened.
+        out: the effects of the newest event.
+        awake: workers that may have something to do: see `machine.handle`.
+        manual: whether a person said how many collectors there are.
+        min_version: that learners publish above, whatever this job has seen: the newest of the job before.
+        paused: whether nothing is to be collected or learned for now.
+        saves: whether the learner is to write a checkpoint with its next update.
+        operator_answered: whether it has, since this coordinator began.
+        operator_problem: why it cannot be reached; empty where it can.
+        learner_came: whether a learner has started, so that the buffer which collectors write to is there.
+        draw_fails_since: when the replay buffer began to raise with every draw; None: it does not.
+        evaluated_at: environment steps at which the newest evaluation was begun.
+        collect_seconds: of collectors' calls.
+        paced_seconds: of these, such as they waited: for newer parameters, or for room.
+        false_starts: of workers, in a row, by worker_id.
+        lacks_since: when a role without which there is no progress was seen last, or the operator could not say.
+        before: worker_id -> incarnation, of the coordinator before this one: some may have ended meanwhile.
+        ending: how the job ends, once it does.
+    """
+
+    def __init__(
+        self,
+        commander: Commander,
+        limits: Limits,
+        wanted: dict[Role, int],
+        *,
+        by_key: bool,
+        now: float,
+        saved: dict[str, Any] | None = None,
+    ) -> None:
+        self.commander, self.limits, self.by_key, self.now, self.began = commander, limits, by_key, now, now
+        self.state, self.reason = JobState.INIT, ""
+        self.wanted: dict[Role, int] = {role: wanted.get(role, 0) for role in ROLES}
+        self.manual = self.paused = self.saves = False
+        self.operator_answered, self.operator_problem = False, ""
+        self.learner_came, self.min_version, self.evaluated_at = False, -1, 0
+        self.draw_fails_since: float | None = None
+        self.collect_seconds = self.paced_seconds = 0.0
+        self.false_starts: dict[str, int] = {}
+        self.lacks_since: dict[Role, float] = {}
+        self.before: dict[str, int] = {}
+        self.ending: JobEnding | None = None
+        self.accounts, self.rows, self.roster, self.tasks = Accounts(), MetricRows(now), Roster(), Tasks()
+        self.learner_waits = LearnerWaits(now)
+        self.out: list[Any] = []
+        self.awake: list[KnownWorker] = []
+        self._epoch = saved["epoch"] + 1 if saved is not None else 0  # how often a coordinator took it up
+        self._seq = self._epoch * _EPOCH  # of the last call: those of a coordinator that was killed are below it
+        if saved is not None:
+            self._restore(saved)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that a restarted coordinator needs to go on."""
+        here = {worker.worker_id: worker.incarnation for worker in self.roster if worker.is_here}
+        return {
+            "state": self.state.value,
+            "reason": self.reason,
+            "wanted": self.wanted,
+            "manual": self.manual,
+            "began": self.began,
+            "paused": self.paused,
+            "learner_came": self.learner_came,
+            "min_version": self.min_version,
+            "evaluated_at": self.evaluated_at,
+            "epoch": self._epoch,
+            "row": self.rows.to_json(),
+            "task_count": self.tasks.count,
+            "tasks": [task.to_json() for task in self.tasks],
+            "staff": {**self.before, **here},
+            "accounts": self.accounts.to_json(),
+            "ending": self.ending.to_json() if self.ending is not None else None,
+        }
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        state = JobState(saved["state"])
+        self.reason, self.wanted, self.manual = saved["reason"], dict(saved["wanted"]), saved["manual"]
+        self.began, self.paused, self.learner_came = saved["began"], saved["paused"], saved["learner_came"]
+        self.evaluated_at, self.min_version = saved["evaluated_at"], saved["min_version"]
+        self.rows.restore(saved["row"])
+        self.accounts = Accounts(**saved["accounts"])
+        self.tasks.count = saved["task_count"]
+        self.before = saved["staff"]
+        for each in saved["tasks"]:
+            task = Task.from_json(each)
+            self.accounts.lost += task.granted
+            task.granted = 0
+            self.tasks.put(task)
+        self.state = state if is_over(state) else JobState.INIT
+        self.accounts.coordinator_restarts += 1
+        if saved["ending"] is not None:
+            self.ending = JobEnding(**saved["ending"], since=self.now, close_within=self.limits.close_deadline)
+
+    @property
+    def view(self) -> View:
+        """How far the job is, for the commander."""
+        newest = self.accounts.evaluations[-1] if self.accounts.evaluations else None
+        return View(
+            env_steps=self.accounts.env_steps,
+            learner_steps=self.accounts.learner_steps,
+            params_version=self.accounts.params_version,
+            seconds=self.now - self.began,
+            eval_return=newest[1] if newest else None,
+            evaluated_at=self.evaluated_at,
+        )
+
+    # --- effects
+
+    def emit(self, effect: Any) -> None:
+        """Adds an effect to those of the event."""
+        self.out.append(effect)
+
+    def note(self, kind: str, text: str, **fields: Any) -> None:
+        """Adds a line for the log of events."""
+        self.emit(ev.Note(kind, text, fields))
+
+    def want(self, role: Role, count: int) -> None:
+        """Has so many workers of a role."""
+        self.wanted[role] = count
+        if self.operator_answered:
+            self.emit(ev.RequestWorkers(role, count))
+
+    def wake(self, *workers: KnownWorker) -> None:
+        """Has it looked, at the end of the event, what these are to do next."""
+        self.awake += workers
+
+    def header(self, worker: KnownWorker, task: Task) -> Header:
+        """What the next call belongs to: its number is above all before."""
+        self._seq += 1
+        return Header(task.task_id, task.attempt, worker.worker_id, worker.incarnation, self._seq)
+
+    def call(self, worker: KnownWorker, task: Task, method: str, *args: Any) -> None:
+        """Calls a worker."""
+        worker.call = OpenCall(method, self.header(worker, task), args)
+        self._say(worker, worker.call, 0.0)
+
+    def call_again(self, worker: KnownWorker, call: OpenCall, delay: float) -> None:
+        """Says a call once more, with the same number, after so many seconds."""
+        if self.now >= worker.said_at:  # else an answer came twice, and the call is about to be said already
+            self._say(worker, call, delay)
+
+    def _say(self, worker: KnownWorker, call: OpenCall, delay: float) -> None:
+        worker.said_at = self.now + delay
+        self.emit(ev.Send(worker.worker_id, worker.incarnation, call.method, call.header, call.args, delay))
+
+    def write_row(self) -> None:
+        """Emits a row of what was done since the last one, where something was."""
+        values = self.rows.next(self.accounts, self.now)
+        if values:
+            values["collectors"] = len([worker for worker in self.roster.of("collector") if worker.task_id])
+            self.emit(ev.Row(self.accounts.env_steps, values))
+
+    # --- its state
+
+    def become(self, state: JobState) -> None:
+        """Changes it. Raises TransitionError where that cannot be."""
+        if state is not self.state:
+            check(self.state, state)
+            before, self.state = self.state, state
+            self.note("job", f"{before.value} → {state.value}", before=before.value, after=state.value)
+
+    def is_to_close(self, worker: KnownWorker, task: Task) -> bool:
+        """Whether the worker is to close the task as soon as it can."""
+        return worker.leaves or (self.ending is not None and self.ending.closes(task))
+
+    def end(self, failed: bool, reason: str, evaluates: bool = False) -> None:
+        """Begins the ending; where it goes on already, it ends as a failure if this is one: the first such is kept."""
+        if self.ending is None:
+            self.reason = reason
+            self.ending = JobEnding(reason, failed, evaluates, self.now, self.limits.close_deadline)
+            self.become(JobState.DRAINING)
+            self.note("draining", f"The job ends: {reason}.", failed=failed)
+            self.wake(*self.roster)
+        elif failed and not self.ending.failed:
+            self.ending.failed = True
+            self.reason = self.ending.reason = f"{self.ending.reason}; but {reason}"

@@ -1,0 +1,313 @@
+"""What becomes of what workers answer: batches are learned from, versions evaluated, tasks end or are tried again.
+
+Each batch is counted once: drawn for a learner or granted to it, out with it, learned from, dropped or lost. Each
+evaluation is of exactly one version, which is kept for it until it is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.accounts import COUNTERS
+from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.roster import KnownWorker
+from rlframe.coordinator.core.tasks import Task
+from rlframe.coordinator.messages import (
+    KINDS,
+    Closed,
+    Collected,
+    Demand,
+    Evaluated,
+    Failed,
+    Learn,
+    Learned,
+    Started,
+    StartTask,
+)
+from rlframe.coordinator.states import TaskState, WorkerState
+
+_LATER = 0.05  # seconds before a learner that can take no batch is asked again
+_MUCH_LATER = 1.0  # the same, where the replay buffer raised
+_IN_A_ROW = ("return_mean", "return_std", "length_mean", "episodes")
+
+
+# --- tasks
+
+
+def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -> None:
+    """The task runs."""
+    task.become(TaskState.RUNNING)
+    task.started_at = job.now
+    worker.num_envs = int(reply.info.get("num_envs", 0))
+    job.note("started", f"{worker.worker_id} is at {task.task_id}.", worker_id=worker.worker_id, **reply.info)
+    if task.kind == "learn":
+        accounts = job.accounts
+        accounts.reach(reply.info.get("learner_steps", accounts.learner_steps), reply.info.get("params_version", -1))
+        job.learner_waits.note(None, job.now)
+        job.learner_came = True
+        job.wake(*job.roster)  # collectors waited for the buffer to be there
+
+
+def closed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Closed) -> None:
+    """Takes the last that a worker says of a task."""
+    accounts = job.accounts
+    if task.kind == "collect" and "env_steps" in reply.result:
+        accounts.collect(Collected(reply.result, -1))
+    if task.kind == "learn":
+        accounts.reach(
+            reply.result.get("learner_steps", accounts.learner_steps), reply.result.get("params_version", -1)
+        )
+    # An evaluation without a result was closed early.
+    is_done = task.kind != "evaluate" or task.has_result
+    _end(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
+    job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id)
+    free(job, worker)
+
+
+def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> None:
+    """Takes an exception: the same worker, or another, tries once more."""
+    why = f"{reply.error}: {reply.message}"
+    job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
+    retry(job, task, why, counts=True, for_good=reply.for_good)
+    worker.call = None
+    free(job, worker)
+
+
+def go_back(job: TrainingJob) -> None:
+    """Has learners begin again with their latest checkpoint."""
+    for task in job.tasks.open("learn"):
+        worker = job.roster.get(task.worker_id, task.incarnation)
+        if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
+            job.note("restored", "The learner goes back to its latest checkpoint.")
+            retry(job, task, "it was told to go back", counts=False)
+            worker.call = None
+            free(job, worker)
+
+
+def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: bool = False) -> None:
+    """Has another worker try, or the same one once more; a failure too many fails the job.
+
+    Args:
+        job: whose task it is.
+        task: that was not finished.
+        why: what happened.
+        counts: whether it is the task's own failure.
+        for_good: whether another try would end in the same way.
+    """
+    _lose_grant(job, task)
+    if task.kind == "learn":
+        job.learner_waits.note("learner", job.now)
+    if task.has_result:  # it was lost after it had done its work
+        _end(job, task, TaskState.SUCCEEDED)
+        return
+    is_surplus = task.index >= job.wanted["collector"]
+    if task.kind == "collect" and (job.ending is not None or is_surplus):
+        _end(job, task, TaskState.CANCELLED)
+        return
+    task.failures += counts
+    if for_good or task.failures > job.limits.max_failures:
+        _end(job, task, TaskState.FAILED)
+        if task.kind == "evaluate" and job.ending is None:
+            job.note("evaluation", f"{task.task_id} was given up: {why}.")
+        else:
+            times = "" if for_good else f" {task.failures} times"
+            job.end(True, f"{task.task_id} failed{times}: {why}")
+        return
+    job.accounts.retries += 1
+    task.become(TaskState.RETRYING)
+    task.become(TaskState.PENDING)
+    job.wake(*(worker for worker in job.roster if KINDS[worker.role] == task.kind))
+
+
+def give_up(job: TrainingJob, task: Task) -> None:
+    """Cancels a task, whoever is at it."""
+    if not task.is_over:
+        _lose_grant(job, task)
+        _end(job, task, TaskState.CANCELLED)
+
+
+def free(job: TrainingJob, worker: KnownWorker) -> None:
+    """It has nothing to do any more: it is idle, or goes."""
+    worker.task_id = None
+    if worker.leaves:
+        release(job, worker)
+    else:
+        worker.become(WorkerState.IDLE)
+        job.wake(worker)
+
+
+def release(job: TrainingJob, worker: KnownWorker) -> None:
+    """Lets a worker go."""
+    worker.become(WorkerState.GONE)
+    job.emit(ev.Release(worker.worker_id, worker.incarnation))
+    job.emit(ev.Shut(worker.worker_id, worker.incarnation))
+    job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
+
+
+def _end(job: TrainingJob, task: Task, state: TaskState) -> None:
+    task.become(state)
+    _unpin(job, task)
+
+
+# --- collecting
+
+
+def collected(job: TrainingJob, worker: KnownWorker, reply: Collected) -> None:
+    """Takes what a collector said of itself."""
+    note_pace(job, worker, reply.waits)
+    job.accounts.collect(reply)
+    worker.counts = {name: reply.stats[name] for name in COUNTERS}
+    worker.params_version = reply.params_version
+    if job.accounts.env_steps >= job.rows.at + job.limits.row_every:
+        job.write_row()
+
+
+def note_pace(job: TrainingJob, worker: KnownWorker, waits: bool) -> None:
+    """A collector answered: whether it could collect since it was called, or had to wait."""
+    seconds, worker.waits = max(job.now - worker.said_at, 0.0), waits
+    job.collect_seconds, job.paced_seconds = job.collect_seconds + seconds, job.paced_seconds + seconds * waits
+
+
+# --- learning
+
+
+def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -> None:
+    """Draws or grants as many batches as the learner can take."""
+    count = min(reply.batches, job.limits.grant)
+    if count <= 0 or job.is_to_close(worker, task) or job.paused:
+        task.again_at = job.now + _LATER
+    elif job.by_key:
+        task.drawing = job.header(worker, task)
+        job.emit(ev.DrawBatches(task.drawing, count))
+    else:
+        _learn(job, worker, task, Learn(count))
+
+
+def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
+    """Has the learner learn from what was drawn for it, if it still can."""
+    task = job.tasks.get(event.header.task_id)
+    worker = job.roster.get(event.header.worker_id, event.header.incarnation)
+    is_awaited = task is not None and task.drawing == event.header
+    if task is not None and is_awaited:
+        task.drawing = None
+        task.again_at = job.now + _MUCH_LATER if event.why else task.again_at
+    _judge_replay(job, event)
+    if task is None or not is_awaited or worker is None or not worker.answers:
+        job.accounts.granted += len(event.batches)
+        job.accounts.lost += len(event.batches)
+        if event.batches:
+            job.emit(ev.Settle(event.batches, ()))
+    elif event.batches:
+        task.batches = event.batches
+        _learn(job, worker, task, Learn(len(event.batches), event.batches))
+    else:
+        job.learner_waits.note("data", job.now)
+        job.wake(worker)
+
+
+def _judge_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
+    """A replay buffer that raises is asked again for a while, and not for ever."""
+    deadline = job.limits.progress_deadline
+    if not event.why:
+        job.draw_fails_since = None
+    elif job.draw_fails_since is None:
+        job.draw_fails_since = job.now
+        job.note("replay", f"The replay buffer gives no batches; it is asked again. {event.why}")
+    elif job.now - job.draw_fails_since > deadline:
+        job.end(True, f"the replay buffer has given no batches for {deadline:g} s: {event.why}")
+
+
+def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> None:
+    learn, job.saves = dataclasses.replace(learn, save=job.saves), False
+    task.granted = learn.count
+    job.accounts.granted += learn.count
+    job.call(worker, task, "learn", learn)
+
+
+def learned(job: TrainingJob, task: Task, reply: Learned) -> None:
+    """Takes what came of a grant."""
+    accounts = job.accounts
+    job.learner_waits.note(None, job.now)
+    accounts.learn(reply)
+    told = len(reply.updates) + reply.dropped
+    if task.batches:
+        job.emit(ev.Settle(task.batches, reply.updates, reply.params_version))
+        accounts.dropped += task.granted - told  # a batch that was drawn is not drawn again
+    else:
+        accounts.granted -= task.granted - told
+    task.granted, task.batches = 0, ()
+
+
+def give_back(job: TrainingJob, task: Task) -> None:
+    """Takes a grant back of which nothing was learned."""
+    if not task.batches:
+        job.accounts.granted -= task.granted
+        task.granted = 0
+    _lose_grant(job, task)
+
+
+def _lose_grant(job: TrainingJob, task: Task) -> None:
+    """What was out with a learner is lost."""
+    if task.batches:
+        job.emit(ev.Settle(task.batches, ()))
+    job.accounts.lost += task.granted
+    task.granted, task.batches, task.drawing = 0, (), None
+
+
+# --- evaluating
+
+
+def evaluate(job: TrainingJob, policy_id: str) -> Task:
+    """Has the newest version of a policy evaluated."""
+    job.evaluated_at = job.accounts.env_steps
+    if job.wanted["evaluator"] < 1:
+        job.want("evaluator", 1)
+    task = job.tasks.add(StartTask("evaluate", policy_id, {"params_version": -1}))
+    job.emit(ev.Pin(task.task_id, policy_id))
+    job.note("evaluation", f"The newest version of {policy_id} is to be evaluated ({task.task_id}).")
+    return task
+
+
+def take_up_evaluations(job: TrainingJob) -> None:
+    """Goes on with those that a coordinator that was killed had begun."""
+    for task in job.tasks.open("evaluate"):
+        if task.has_result:
+            _end(job, task, TaskState.SUCCEEDED)
+        elif task.start.options["params_version"] < 0:  # which version was kept is not known
+            job.emit(ev.Pin(task.task_id, task.start.policy_id))
+
+
+def pinned(job: TrainingJob, event: ev.Pinned) -> None:
+    """Now it is known which version the evaluation is of."""
+    task = job.tasks.get(event.task_id)
+    if task is None or task.is_over:
+        if event.params_version >= 0:
+            job.emit(ev.Unpin(event.policy_id, event.params_version))
+    elif event.params_version < 0:
+        task.become(TaskState.CANCELLED)
+    else:
+        task.start = dataclasses.replace(task.start, options={"params_version": event.params_version})
+        job.wake(*job.roster.of("evaluator"))
+
+
+def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluated) -> None:
+    """Takes a result, if it is of the version that was to be evaluated."""
+    version, wanted = reply.params_version, task.start.options["params_version"]
+    if version != wanted:
+        failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))
+        return
+    job.accounts.note_evaluation(reply.values["return_mean"], version)
+    if job.ending is not None and task.task_id == job.ending.task_id:
+        job.ending.evaluation = {**reply.values, "params_version": version}
+    text = f"Version {version}: mean return {reply.values['return_mean']:g}"
+    job.note("evaluated", text, params_version=version, **reply.values)
+    job.emit(ev.Row(job.accounts.env_steps, {name: reply.values[name] for name in _IN_A_ROW}))
+    task.has_result = True
+    task.become(TaskState.CLOSING)
+
+
+def _unpin(job: TrainingJob, task: Task) -> None:
+    """Lets go of the version that an evaluation is of."""
+    if task.kind == "evaluate" and task.start.options["params_version"] >= 0:
+        job.emit(ev.Unpin(task.start.policy_id, task.start.options["params_version"]))

@@ -1,0 +1,251 @@
+"""Who works for a job: workers are seen, pinged, suspected, lost, adopted and let go."""
+
+from __future__ import annotations
+
+import math
+
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.results import release, retry
+from rlframe.coordinator.core.roster import KnownWorker
+from rlframe.coordinator.core.tasks import Task
+from rlframe.coordinator.messages import Alive, Resources, Role, WorkerInfo, WorkerReply
+from rlframe.coordinator.states import TaskState, WorkerState, is_over
+
+_NEEDED: tuple[Role, ...] = ("learner", "collector")  # without any of which a job makes no progress
+_CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
+
+# --- coming
+
+
+def listed(job: TrainingJob, workers: tuple[WorkerInfo, ...]) -> None:
+    """Takes what the operator has: there are new ones, and those that it has not are lost."""
+    _count_those_that_ended_unseen(job, workers)
+    for seen in workers:
+        _see(job, seen)
+    here = {seen.key for seen in workers}
+    for worker in job.roster:
+        if not is_over(worker.state) and (worker.worker_id, worker.incarnation) not in here:
+            lose(job, worker, "its process has ended")
+
+
+def _count_those_that_ended_unseen(job: TrainingJob, workers: tuple[WorkerInfo, ...]) -> None:
+    newest = {seen.worker_id: seen.incarnation for seen in workers}
+    for worker_id, incarnation in job.before.items():
+        if newest.get(worker_id, -1) != incarnation:
+            job.accounts.restarts += 1
+            text = f"{worker_id} (incarnation {incarnation}) ended while the coordinator was away."
+            job.note("lost", text, worker_id=worker_id, incarnation=incarnation)
+    job.before = {}
+
+
+def _see(job: TrainingJob, seen: WorkerInfo) -> None:
+    newest = job.roster.newest(seen.worker_id)
+    if newest is not None and newest.incarnation >= seen.incarnation:
+        worker = newest
+        if newest.incarnation > seen.incarnation or (is_over(newest.state) and not seen.stays):
+            return  # it has not gone yet
+        if is_over(newest.state):
+            if newest.state is WorkerState.LOST or _here(job, seen.role) >= job.wanted[seen.role]:
+                return
+            worker = job.roster.add(seen, job.now)  # it was let go, and waits for being wanted again
+    elif seen.stays and _here(job, seen.role) >= job.wanted[seen.role]:
+        return
+    else:
+        if newest is not None and not is_over(newest.state):
+            lose(job, newest, "its process was replaced")
+        worker = job.roster.add(seen, job.now)
+        if _here(job, worker.role) > job.wanted[worker.role] and job.ending is None:
+            remove(job, worker)
+            return
+    if worker.state is WorkerState.REQUESTED and seen.address is not None:
+        worker.address, worker.heard_at = seen.address, job.now
+        worker.become(WorkerState.CONNECTING)
+        job.emit(ev.Open(worker.worker_id, worker.incarnation, seen.address))
+        _ping(job, worker)
+
+
+def _here(job: TrainingJob, role: Role) -> int:
+    return len([worker for worker in job.roster.of(role) if worker.is_here])
+
+
+def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
+    """Takes the answer to a call that is of no task: `ping` or `resources`."""
+    hear(job, worker)
+    if isinstance(reply, Alive):
+        worker.ping_out, worker.overdue = False, reply.overdue
+        if reply.progress != worker.progress:
+            worker.moved_at = job.now
+        # Work that was declared has a deadline of its own, which the worker itself looks at.
+        if reply.progress != worker.progress or (reply.within and not reply.overdue):
+            worker.progress, worker.progress_at = reply.progress, job.now
+        if worker.state is WorkerState.CONNECTING:
+            _came(job, worker, reply)
+        job.wake(worker)
+    elif isinstance(reply, Resources):
+        worker.host, worker.pid = reply.host, reply.pid
+
+
+def _came(job: TrainingJob, worker: KnownWorker, reply: Alive) -> None:
+    worker.become(WorkerState.IDLE)
+    job.false_starts.pop(worker.worker_id, None)
+    job.emit(ev.Send(worker.worker_id, worker.incarnation, "resources", None))
+    text = f"{worker.worker_id} (incarnation {worker.incarnation}) is here."
+    job.note("came", text, worker_id=worker.worker_id)
+    task = job.tasks.get(reply.task_id)
+    if task is not None and _goes_on(worker, task, reply):
+        _adopt(job, worker, task)
+
+
+def _goes_on(worker: KnownWorker, task: Task, reply: Alive) -> bool:
+    """Whether it says that it is at an attempt that was its own before the coordinator was restarted."""
+    is_its_own = (task.worker_id, task.incarnation) == (worker.worker_id, worker.incarnation)
+    is_known = (task.state, task.attempt) == (TaskState.PENDING, reply.attempt)
+    return is_its_own and is_known and reply.phase in ("running", "waiting")
+
+
+def _adopt(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
+    """This coordinator was restarted: the worker has gone on meanwhile."""
+    task.become(TaskState.ASSIGNED)
+    task.become(TaskState.RUNNING)
+    task.started_at = job.now
+    worker.become(WorkerState.BUSY)
+    worker.task_id = task.task_id
+    job.learner_came = True
+    if task.kind == "learn":
+        job.learner_waits.note(None, job.now)
+    job.note("adopted", f"{worker.worker_id} is at {task.task_id} still.", worker_id=worker.worker_id)
+
+
+def wait_from_now(job: TrainingJob) -> None:
+    """The job begins: workers are to come within `Limits.starting_deadline`."""
+    job.lacks_since = dict.fromkeys(_NEEDED, job.now)
+
+
+def why_nobody_comes(job: TrainingJob) -> str:
+    """Why the job is given up, because no worker ever comes; empty where it is not.
+
+    An outage of the operator is waited for, unless no learner has come before it.
+    """
+    deadline = job.limits.starting_deadline
+    is_out = bool(job.operator_problem) or not job.operator_answered
+    for role, since in job.lacks_since.items():
+        if job.roster.of(role) or (is_out and job.learner_came):
+            job.lacks_since[role] = job.now
+        elif job.now - since > deadline and is_out:
+            why = job.operator_problem or "it does not answer"
+            return f"the operator could not be reached for {deadline:g} s: {why}"
+        elif job.now - since > deadline:
+            return f"the operator answers, but has listed no {role} for {deadline:g} s: see that it can start one"
+    return ""
+
+
+# --- living
+
+
+def look(job: TrainingJob) -> None:
+    """Has a look at each: is it lost, is a ping due, is there something for it to do?"""
+    for worker in job.roster:
+        if is_over(worker.state):
+            continue
+        task = job.tasks.get(worker.task_id)
+        starts = task is not None and task.state is TaskState.ASSIGNED
+        why = _why_lost(job, worker, starts)
+        if why:
+            lose(job, worker, why)
+            continue
+        _ping_where_due(job, worker, starts)
+        job.wake(worker)
+        if task is not None and task.state is TaskState.RUNNING and worker.call is not None:
+            is_healthy = worker.moved_at - task.started_at > job.limits.healthy_after
+            task.failures = 0 if is_healthy else task.failures
+
+
+def _why_lost(job: TrainingJob, worker: KnownWorker, starts: bool) -> str:
+    """Why it is to be given up; empty where it is not. `starts`: its task does, which may take a compilation."""
+    limits, silent = job.limits, job.now - worker.heard_at
+    if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
+        waited = job.now - worker.since
+        is_late = waited > limits.starting_deadline
+        if worker.state is WorkerState.CONNECTING:  # it has an address, and does not answer there
+            is_late = is_late or silent > limits.lost_after_starting
+        return f"it did not come within {waited:.0f} s" if is_late else ""
+    if silent > (limits.lost_after_starting if starts else limits.lost_after):
+        return f"it has not answered for {silent:.0f} s"
+    if math.isinf(limits.lost_after):
+        return ""  # nobody is lost for being slow
+    if worker.overdue:
+        return f"it hangs: {worker.overdue}"
+    stuck = job.now - worker.progress_at
+    if worker.call is not None and stuck > (limits.starting_deadline if starts else limits.progress_deadline):
+        return f"it answers, but {worker.call.method} has made no progress for {stuck:.0f} s"
+    return ""
+
+
+def _ping_where_due(job: TrainingJob, worker: KnownWorker, starts: bool) -> None:
+    limits = job.limits
+    # One that is out for long is lost: the connection may have been another's.
+    every = limits.suspect_after if worker.ping_out else limits.ping_every
+    if worker.state is not WorkerState.REQUESTED and worker.pinged_at + every <= job.now:
+        _ping(job, worker)
+    silent = job.now - worker.heard_at
+    if silent > limits.suspect_after and worker.state in _CAN_BE_SUSPECT and not starts:
+        worker.become(WorkerState.SUSPECT)
+        job.note("suspect", f"{worker.worker_id} has not answered for {silent:.0f} s.", worker_id=worker.worker_id)
+
+
+def _ping(job: TrainingJob, worker: KnownWorker) -> None:
+    worker.pinged_at, worker.ping_out = job.now, True
+    job.emit(ev.Send(worker.worker_id, worker.incarnation, "ping", None))
+
+
+def hear(job: TrainingJob, worker: KnownWorker) -> None:
+    """Takes an answer as a sign of life, which may end a suspicion."""
+    worker.heard_at = job.now
+    if worker.state is WorkerState.SUSPECT:
+        if worker.leaves:
+            worker.become(WorkerState.DRAINING)
+        else:
+            worker.become(WorkerState.BUSY if worker.task_id else WorkerState.IDLE)
+        worker.progress_at = job.now
+        job.note("back", f"{worker.worker_id} answers again.", worker_id=worker.worker_id)
+
+
+# --- going
+
+
+def remove(job: TrainingJob, worker: KnownWorker) -> None:
+    """Has a worker go, once what it does is closed."""
+    worker.leaves = True
+    worker.become(WorkerState.DRAINING)
+    if job.tasks.get(worker.task_id) is None:
+        release(job, worker)
+    else:
+        job.wake(worker)
+
+
+def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:
+    """Gives a worker up: another is to take its index, and its task is tried again."""
+    came = worker.state not in (WorkerState.REQUESTED, WorkerState.CONNECTING)
+    worker.become(WorkerState.LOST)
+    job.emit(ev.Shut(worker.worker_id, worker.incarnation))
+    is_replaced = not worker.leaves and (job.ending is None or job.ending.replaces(worker.role))
+    job.accounts.restarts += is_replaced
+    job.emit((ev.ReportFailed if is_replaced else ev.Release)(worker.worker_id, worker.incarnation))
+    job.note(
+        "lost",
+        f"{worker.worker_id} (incarnation {worker.incarnation}) is lost: {why}.",
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+    )
+    task, worker.task_id, worker.call = job.tasks.get(worker.task_id), None, None
+    if task is not None and not task.is_over:
+        job.accounts.discarded += worker.num_envs
+        # A collector that ran may be lost as often as its machine likes: others go on.
+        counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
+        retry(job, task, why, counts=counts)
+    if not came and is_replaced:
+        starts = job.false_starts[worker.worker_id] = job.false_starts.get(worker.worker_id, 0) + 1
+        if starts > job.limits.max_failures:
+            times = f"{worker.worker_id} did not come up {starts} times in a row"
+            job.end(True, f"{times}: {why}. Look at its output")

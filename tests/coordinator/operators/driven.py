@@ -1,0 +1,68 @@
+"""An operator as a coordinator has it: driven by its thread, which tells what there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey
+from rlframe.coordinator.operator_thread import OperatorThread
+from rlframe.coordinator.operators.base import Operator, OperatorError
+from rlframe.coordinator.operators.reconciler import Backoff
+from tests.waiting import wait_until
+
+AT_ONCE = Backoff(first=0.01)
+
+
+class Driven:
+    """What is wanted of an operator, and what it says.
+
+    Args:
+        operator: that is driven.
+        state_dir: for the incarnations.
+        backoff: between the deaths of a worker.
+    """
+
+    def __init__(self, operator: Operator, state_dir: str | os.PathLike[str], backoff: Backoff = AT_ONCE) -> None:
+        self.events: list[Any] = []
+        self._thread = OperatorThread(operator, state_dir, self.events.append, backoff)
+        self.problems = self._thread.problems
+        self._is_gone = False
+
+    def connect(self) -> list[WorkerInfo]:
+        """The workers that are there already."""
+        self._thread.start()
+        return self._workers(1)
+
+    def list(self) -> list[WorkerInfo]:
+        """The workers that live and are wanted, after a whole round from now."""
+        return self._workers(len(self.events) + 2)
+
+    def request(self, role: Role, n: int) -> None:
+        self._thread.request(role, n)
+
+    def report_failed(self, keys: Iterable[WorkerKey]) -> None:
+        for key in keys:
+            self._thread.report_failed(key)
+
+    def release(self, keys: Iterable[WorkerKey]) -> None:
+        for key in keys:
+            self._thread.release(key)
+
+    def disconnect(self, end_workers: bool = True) -> None:
+        """Ends the workers, or lets them be. May be repeated."""
+        if end_workers and not self._is_gone:
+            self._thread.disconnect()
+            wait_until(lambda: isinstance(self.events[-1], ev.Disconnected))
+        self._thread.close()
+        self._is_gone = True
+
+    def _workers(self, number: int) -> list[WorkerInfo]:
+        wait_until(lambda: len(self.events) >= number)
+        newest = self.events[-1]
+        if isinstance(newest, ev.OperatorFailed):
+            raise OperatorError(newest.why)
+        assert isinstance(newest, ev.OperatorAnswered), newest
+        return list(newest.workers)
