@@ -201,7 +201,9 @@ class Worker:
                 method, arguments = self._connection.recv()
                 self._connection.send(("ok", getattr(group, method)(*arguments)))
             header[DONE] = served
-            self._done.wake()
+            # The last one wakes the pool: with 16 workers it would wake for each of them.
+            if min([one[DONE] for one in self._headers]) == served:
+                self._done.wake()
 
     def _serve_async(self) -> None:
         header, first, capacity = self._header, self._job.start, self._job.num_envs

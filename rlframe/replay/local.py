@@ -12,7 +12,7 @@ import numpy as np
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import checkpoint, steps
 from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_gone
-from rlframe.replay.rate_limiter import RateLimiter, WriterQuorum, WriterState
+from rlframe.replay.rate_limiter import RateLimiter, WriterState
 from rlframe.replay.steps import StepStore, Writers
 from rlframe.replay.timeline import Fragments
 from rlframe.types import Batch, Step, StepSpec
@@ -54,7 +54,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._sampled = self._steps = 0
         self._held: dict[bytes, Batch] = {}  # by their keys: of a queue, what was drawn and is not finished
         self._oldest = -1  # version: older items are dropped
-        self._limiter, self._quorum = RateLimiter(self.spec), WriterQuorum(self.spec.lapse_after)
+        self._limiter = RateLimiter(self.spec)
         steps.check_capacity(self.spec, self._step_spec, single_frame)
 
     # --- writing
@@ -171,29 +171,22 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     def _due(self) -> int:
         """How many items to draw now; 0 while there is too little."""
-        spec, writers = self.spec, self._writers.by_rank
         if self._store is None or self._closed:
             return 0
-        count = spec.batch_size
-        if count is None:
-            count = sum(writer.num_envs for writer in writers.values())
-        if self._may_sample(count):
-            return count
-        if spec.kind != "queue" or spec.batch_size is not None or not self.size or len(writers) == 1:
-            return 0
-        # A writer that stands still does not hold up the others.
-        store = self._store
-        ranks = np.asarray(self._origins)[store.origin[store.timeline.slot(store.table.numbers())], 0].tolist()
-        states = {
-            rank: WriterState(writer.num_envs, (writer.position, writer.positions.tobytes()), lambda: True)
-            for rank, writer in writers.items()
-        }
-        count = self._quorum.due(states, collections.Counter(ranks))
-        return count if count and self._may_sample(count) else 0
-
-    def _may_sample(self, count: int) -> bool:
         table = self._store.table
-        return self._limiter.may_sample(count, table.size, table.added, self._sampled)
+        return self._limiter.due(table.size, table.added, self._sampled, self._states, self._items_of)
+
+    def _states(self) -> dict[int, WriterState]:
+        return {
+            rank: WriterState(writer.num_envs, (writer.position, writer.positions.tobytes()), lambda: True)
+            for rank, writer in self._writers.by_rank.items()
+        }
+
+    def _items_of(self) -> dict[int, int]:
+        """How many items of each rank a queue holds."""
+        store = self._store
+        numbers = store.table.numbers()
+        return collections.Counter(np.asarray(self._origins)[store.origin[store.timeline.slot(numbers)], 0].tolist())
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Like `sample`, but waits up to `timeout` seconds for enough to be there."""

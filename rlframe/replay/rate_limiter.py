@@ -34,12 +34,39 @@ class RateLimiter:
     A batch may be sampled while `ahead >= 0`, so the first is due with item number `min_size`; an item may be inserted
     while `ahead <= run_ahead`. Between the two bounds neither side waits for the other.
 
+    A batch is of `batch_size` items. Where that is None, it is of one item of each environment of the writers that are
+    worth waiting for: see `WriterQuorum`.
+
     Args:
         spec: what the agent learns from.
     """
 
     def __init__(self, spec: ReplaySpec) -> None:
         self._is_queue, self._min_size, self.ratio = spec.kind == "queue", spec.min_size, spec.samples_per_insert
+        self._batch_size, self._quorum = spec.batch_size, WriterQuorum(spec.lapse_after)
+
+    def due(
+        self,
+        size: int,
+        inserted: int,
+        sampled: int,
+        writers: Callable[[], Mapping[int, WriterState]],
+        items: Callable[[], Mapping[int, int]],
+    ) -> int:
+        """How many items to sample now; 0 while there is too little, or sampling is ahead.
+
+        Args:
+            size, inserted, sampled: items that are there, that ever were, and that were sampled.
+            writers: of each rank, those that are yet to come too; asked where `batch_size` is None.
+            items: how many items of each rank there are; asked where a batch may have to do without some writers.
+        """
+        count = self._batch_size
+        if count is None:
+            there = writers()
+            count = sum([writer.num_envs for writer in there.values()])
+            if self._is_queue and size and (size < count or not all(writer.num_envs for writer in there.values())):
+                count = self._quorum.due(there, items()) if len(there) > 1 else 0
+        return count if count and self.may_sample(count, size, inserted, sampled) else 0
 
     def ahead(self, inserted: int, sampled: int) -> float:
         """Samples by which the inserts are ahead of the ratio; 0 where there is none."""
@@ -51,16 +78,19 @@ class RateLimiter:
             enough = size >= max(self._min_size, batch_size)
         else:
             enough = inserted >= self._min_size and size > 0
-        return enough and self.ahead(inserted, sampled) >= 0
+        return enough and (self.ratio is None or self.ahead(inserted, sampled) >= 0)
 
     def may_insert(self, inserted: int, sampled: int, run_ahead: float) -> bool:
         """Whether an item may be inserted, where inserts may be ahead by `run_ahead` samples."""
         return self.ahead(inserted, sampled) <= run_ahead
 
-    def inserts_needed(self, batch_size: int, size: int, inserted: int, sampled: int) -> int:
-        """How many items must have been inserted, in all, before `may_sample` can be true."""
+    def inserts_needed(
+        self, size: int, inserted: int, sampled: int, writers: Callable[[], Mapping[int, WriterState]]
+    ) -> int:
+        """How many items must have been inserted, in all, before a batch can be `due`."""
         if self._is_queue:
-            return inserted + max(1, max(self._min_size, batch_size) - size)
+            count = self._batch_size or self._quorum.expected(writers())
+            return inserted + max(1, max(self._min_size, count) - size)
         needed = max(self._min_size, 1 if size else inserted + 1)
         return max(needed, self._min_size + math.ceil(sampled / self.ratio)) if self.ratio else needed
 

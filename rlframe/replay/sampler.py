@@ -19,7 +19,7 @@ from rlframe.replay import block
 from rlframe.replay.base import Draw
 from rlframe.replay.block import Block
 from rlframe.replay.mirror import RANK_BITS, Mirror
-from rlframe.replay.rate_limiter import RateLimiter, WriterQuorum, WriterState
+from rlframe.replay.rate_limiter import RateLimiter, WriterState
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
@@ -47,7 +47,7 @@ class Sampler:
         self._is_bound = False
         self._oldest = -1  # version: older items of a queue are dropped
         self._unfinished = _NOTHING  # numbers of a queue's items that were drawn, and are still to be read
-        self._limiter, self._quorum = RateLimiter(spec), WriterQuorum(spec.lapse_after)
+        self._limiter = RateLimiter(spec)
         self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
 
     def bind(self) -> None:
@@ -189,26 +189,11 @@ class Sampler:
 
     def _ready(self) -> int:
         """How many items are due; 0 while there are too few, or the learner is ahead."""
-        spec, mirror, count = self._spec, self.mirror, self._batch_size()
-        if not count or self._memory.closed:
+        if self._memory.closed:
             return 0
-        size = mirror.table.size
-        if spec.kind == "queue" and spec.batch_size is None and (size < count or not self._all_came()):
-            count = self._quorum.due(self._writers(), mirror.items_of()) if size else 0
-        return count if count and self._limiter.may_sample(count, size, mirror.added, self._paced) else 0
-
-    @property
-    def _paced(self) -> int:
-        """Items sampled, as the rate limiter counts them: who only reads is not paced."""
-        return self.sampled if self.is_sampler else 0
-
-    def _batch_size(self) -> int:
-        if self._spec.batch_size is not None:
-            return self._spec.batch_size
-        return sum([header[block.NUM_ENVS] for header in self._memory.headers])
-
-    def _all_came(self) -> bool:
-        return all(header[block.NUM_ENVS] for header in self._memory.headers)
+        mirror = self.mirror
+        sampled = self.sampled if self.is_sampler else 0  # who only reads is not paced
+        return self._limiter.due(mirror.table.size, mirror.added, sampled, self._writers, mirror.items_of)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
@@ -245,8 +230,8 @@ class Sampler:
     def wanted(self) -> int:
         """How many items must have been added in all before a batch is due."""
         mirror = self.mirror
-        count = self._spec.batch_size or self._quorum.expected(self._writers())
-        return self._limiter.inserts_needed(count, mirror.table.size, mirror.added, self._paced)
+        sampled = self.sampled if self.is_sampler else 0
+        return self._limiter.inserts_needed(mirror.table.size, mirror.added, sampled, self._writers)
 
     @property
     def size(self) -> int:

@@ -82,16 +82,17 @@ class StepStore:
     def add(self, writer: Fragments, envs: np.ndarray | None, step: Step) -> None:
         """Adds a step of the environments `envs` [B] of `writer`; None: of all of them, in order."""
         types, after = step.timestep.step_type.tobytes(), step.next_timestep
+        observations = self.observations
         if not writer.checked:
             check_step(self._layouts, step, writer.num_envs if envs is None else len(envs))
             writer.checked = True
         if envs is None and writer.type_bytes == types and writer.block >= self.timeline.head + writer.margin:
             after_types = after.step_type.tobytes()
             new, index = self._take(writer.num_envs, writer)
-            if self.observations.single is not None:
-                self.observations.single[index] = after.observation
+            if observations.single is not None:
+                observations.single[index] = after.observation
             else:
-                self.observations.write(index, after.observation, new, writer.block)
+                observations.write(index, after.observation, new, writer.block)
             self.items.put(writer, writer.block, new, step, types, after_types)
             writer.block, writer.index, writer.type_bytes = new, index, after_types
             writer.position += 1
@@ -162,11 +163,12 @@ class Writers:
 
     def put(self, writer: Fragments) -> None:
         """Takes over a rank."""
-        self.by_rank[writer.rank] = writer
+        self.by_rank[writer.rank], self._last = writer, None
 
     def drop(self, rank: int) -> None:
         """Forgets the writer of a rank, if there is one."""
         self.by_rank.pop(rank, None)
+        self._last = None
 
     def find(self, env_ids: np.ndarray) -> tuple[Fragments, np.ndarray | None]:
         """The writer that `env_ids` belong to, and the environments' indices (None: all of its, in order).
@@ -175,7 +177,7 @@ class Writers:
             UsageError: they are not all of one writer.
         """
         given, last = env_ids.tobytes(), self._last
-        if last is not None and given == last.id_bytes and self.by_rank.get(last.rank) is last:
+        if last is not None and given == last.id_bytes:
             return last, None
         for writer in list(self.by_rank.values()):  # threads may come and go
             if given == writer.id_bytes:
