@@ -167,10 +167,10 @@ def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
     """EnvPool's C++ object, without EnvPool's own Python layer either."""
     from rlframe.envs.envpool import EnvPoolPool
 
-    pool = EnvPoolPool(described.env, described.num_envs, 1, described.num_workers, described.env_kwargs)
+    pool = EnvPoolPool(described.env, described.num_envs, None, 1, described.num_workers, described.env_kwargs)
     pool.reset()
-    raw, ids = pool._core.pool, np.arange(described.num_envs, dtype=np.int32)
-    action = np.ascontiguousarray(action, pool._core._action_dtype)
+    raw, ids = pool.pool, np.arange(described.num_envs, dtype=np.int32)
+    action = np.ascontiguousarray(action, pool._action_dtype)
 
     def step() -> None:
         raw._send([ids, ids, action])

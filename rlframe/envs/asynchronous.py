@@ -7,13 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.envpool import EnvPoolAsync
-from rlframe.envs.group import ANSWER_TIMEOUT, build_group
-from rlframe.envs.names import Builder
+from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.envs.pool import PoolHandle
-from rlframe.envs.process import AsyncProcesses
-from rlframe.envs.sync import check_arguments, refuse_builder, split_among, workers_for
-from rlframe.envs.thread import AsyncThreads
+from rlframe.envs.sync import check_arguments, make_pool
 from rlframe.errors import UsageError
 from rlframe.types import TimeStep
 
@@ -49,7 +45,7 @@ class AsyncEnv(PoolHandle):
         check_arguments(size, type, ASYNC_TYPES, seed, num_workers, answer_timeout)
         if not isinstance(wait_num, (int, np.integer)) or not 1 <= wait_num <= size:
             raise UsageError(f"wait_num must be between 1 and the size, {size}, got {wait_num!r}.")
-        pool = _make_pool(name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs, answer_timeout)
+        pool = make_pool(name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs, answer_timeout)
         self._attach(pool, answer_timeout, check_finite, is_native=type == "envpool")
         self.wait_num = wait_num
         self._started = False
@@ -107,23 +103,3 @@ class AsyncEnv(PoolHandle):
 
     def set_state(self, state: bytes) -> None:
         raise UsageError("An AsyncEnv cannot restore a state: use a SyncEnv of type 'loop' or 'process'.")
-
-
-def _make_pool(
-    name_or_pybuilder: Any,
-    size: int,
-    wait_num: int,
-    type: str,
-    seed: int,
-    num_workers: int | None,
-    env_kwargs: Mapping[str, Any] | None,
-    answer_timeout: float,
-) -> Any:
-    if type == "envpool":
-        refuse_builder(name_or_pybuilder)
-        return EnvPoolAsync(name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs)
-    builder = Builder(name_or_pybuilder, seed, env_kwargs)
-    workers = workers_for(size, num_workers)
-    if type == "thread":
-        return AsyncThreads(build_group(builder, builder.seed_of, 0, size), wait_num, workers, answer_timeout)
-    return AsyncProcesses(builder, split_among(size, workers), wait_num, answer_timeout)

@@ -27,19 +27,26 @@ _RESERVED = ("num_envs", "batch_size", "seed", "env_type", "gym_reset_return_inf
 _LIGHT = ("envpool.classic_control", "envpool.toy_text")
 
 
-class EnvPoolCore:
-    """An EnvPool object, its specs, and its raw lists of arrays as batched timesteps."""
+class EnvPoolPool:
+    """An EnvPool, whose raw lists of arrays it gives as batched timesteps.
+
+    Args:
+      wait_num: how many environments answer at a time, whichever are ready (`start`, `send`, `recv`); None: all of them
+        at every step, in order (`reset`, `step`).
+    """
 
     def __init__(
         self,
         name: str,
         size: int,
-        batch_size: int,
+        wait_num: int | None,
         seed: int,
         num_workers: int | None,
         env_kwargs: Mapping[str, Any] | None,
     ):
-        self.pool = _make(name, size, batch_size, seed, num_workers, dict(env_kwargs or {}))
+        self.num_envs = size
+        self._env_ids = np.arange(size, dtype=np.int32)
+        self.pool = _make(name, size, wait_num or size, seed, num_workers, dict(env_kwargs or {}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of precision lowered by casting
             self.observation_spec = spaces.observation_spec_of_space(self.pool.observation_space)
@@ -60,6 +67,18 @@ class EnvPoolCore:
         self._action_dtype = self.pool.spec.action_array_spec["action"].dtype
         self._running = np.zeros(size, np.uint8)  # 1 unless the environment's next timestep is FIRST
 
+    def reset(self) -> TimeStep:
+        self._running[:] = FIRST  # the next timestep of every environment
+        self.start()
+        return self._recv_all()
+
+    def step(self, actions: np.ndarray) -> TimeStep:
+        self.send(self._env_ids, actions)
+        return self._recv_all()
+
+    def start(self) -> None:
+        self.pool._reset(self._env_ids)
+
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
         self.pool._send([env_ids, env_ids, np.ascontiguousarray(actions, self._action_dtype)])
 
@@ -71,7 +90,7 @@ class EnvPoolCore:
         self._running[env_ids] = alive
         return env_ids, timestep
 
-    def recv_all(self) -> TimeStep:
+    def _recv_all(self) -> TimeStep:
         """The timestep of all environments in order, where they are all in step."""
         timestep, self._running = self._timestep(self.pool._recv(), self._running)
         return timestep
@@ -87,32 +106,6 @@ class EnvPoolCore:
         observation = leaves[0] if self._is_leaf else self.layout.unflatten(leaves)
         return TimeStep(step_type, state[self._reward], discount, observation), alive.view(np.uint8)
 
-    def forget(self) -> None:
-        """The next timestep of every environment is FIRST."""
-        self._running[:] = FIRST
-
-    def close(self) -> None:
-        self.pool = None
-
-
-class EnvPoolPool:
-    """A synchronous EnvPool: all environments at every step, in order."""
-
-    def __init__(self, name: str, size: int, seed: int, num_workers: int | None, env_kwargs: Mapping[str, Any] | None):
-        self._core = EnvPoolCore(name, size, size, seed, num_workers, env_kwargs)
-        self.num_envs = size
-        self.observation_spec, self.action_spec = self._core.observation_spec, self._core.action_spec
-        self._env_ids = np.arange(size, dtype=np.int32)
-
-    def reset(self) -> TimeStep:
-        self._core.forget()
-        self._core.pool._reset(self._env_ids)
-        return self._core.recv_all()
-
-    def step(self, actions: np.ndarray) -> TimeStep:
-        self._core.send(self._env_ids, actions)
-        return self._core.recv_all()
-
     def get_state(self) -> None:
         """EnvPool cannot save its environments."""
 
@@ -127,39 +120,7 @@ class EnvPoolPool:
         """EnvPool does not say how far it is."""
 
     def close(self) -> None:
-        self._core.close()
-
-
-class EnvPoolAsync:
-    """An asynchronous EnvPool: `wait_num` environments at a time, whichever are ready."""
-
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        wait_num: int,
-        seed: int,
-        num_workers: int | None,
-        env_kwargs: Mapping[str, Any] | None,
-    ):
-        self._core = EnvPoolCore(name, size, wait_num, seed, num_workers, env_kwargs)
-        self.num_envs = size
-        self.observation_spec, self.action_spec = self._core.observation_spec, self._core.action_spec
-        self.send = self._core.send
-        self.recv = self._core.recv
-
-    def start(self) -> None:
-        self._core.pool._reset(np.arange(self.num_envs, dtype=np.int32))
-
-    def sums(self) -> Sums:
-        """EnvPool's environments log nothing."""
-        return {}
-
-    def progress(self) -> None:
-        """EnvPool does not say how far it is."""
-
-    def close(self) -> None:
-        self._core.close()
+        self.pool = None
 
 
 def _make(name: str, size: int, batch_size: int, seed: int, num_workers: int | None, options: dict[str, Any]) -> Any:

@@ -16,8 +16,8 @@ from rlframe.envs.envpool import EnvPoolPool
 from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group
 from rlframe.envs.names import Builder, takes_seed
 from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
-from rlframe.envs.process import ProcessPool
-from rlframe.envs.thread import ThreadPool
+from rlframe.envs.process import AsyncProcesses, ProcessPool
+from rlframe.envs.thread import AsyncThreads, ThreadPool
 from rlframe.errors import UsageError, suggest
 from rlframe.types import TimeStep
 
@@ -62,7 +62,7 @@ class SyncEnv(PoolHandle):
         check_finite: bool | None = None,
     ):
         check_arguments(size, type, SYNC_TYPES, seed, num_workers, answer_timeout)
-        pool = _make_pool(name_or_pybuilder, size, type, seed, num_workers, env_kwargs, answer_timeout)
+        pool = make_pool(name_or_pybuilder, size, None, type, seed, num_workers, env_kwargs, answer_timeout)
         self._attach(pool, answer_timeout, check_finite, is_native=type == "envpool")
 
     @classmethod
@@ -158,42 +158,39 @@ def check_arguments(
         raise UsageError(f"answer_timeout must be a number of seconds above 0, got {answer_timeout!r}.")
 
 
-def refuse_builder(name_or_pybuilder: Any) -> None:
-    """Raises UsageError for a builder where EnvPool's C++ tasks are asked for."""
-    if not isinstance(name_or_pybuilder, str):
-        raise UsageError(
-            "type='envpool' takes the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
-        )
-
-
-def workers_for(size: int, num_workers: int | None) -> int:
-    """How many threads or processes a pool of `size` gets: what was asked for, else one for each core."""
-    return min(size, num_workers or len(os.sched_getaffinity(0)))
-
-
 def split_among(size: int, num_workers: int) -> list[tuple[int, int]]:
     """(start, stop) of each worker's share, as even as can be, in order."""
     bounds = [round(worker * size / num_workers) for worker in range(num_workers + 1)]
     return list(itertools.pairwise(bounds))
 
 
-def _make_pool(
+def make_pool(
     name_or_pybuilder: Any,
     size: int,
+    wait_num: int | None,
     type: str,
     seed: int,
     num_workers: int | None,
     env_kwargs: Mapping[str, Any] | None,
     answer_timeout: float,
 ) -> Any:
+    """The pool of this type: a synchronous one, or where `wait_num` is given an asynchronous one."""
     if type == "envpool":
-        refuse_builder(name_or_pybuilder)
-        return EnvPoolPool(name_or_pybuilder, size, seed, num_workers, env_kwargs)
+        if not isinstance(name_or_pybuilder, str):
+            raise UsageError(
+                "type='envpool' takes the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
+            )
+        return EnvPoolPool(name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs)
     builder = Builder(name_or_pybuilder, seed, env_kwargs)
     if type == "loop":
         return LoopPool(build_group(builder, builder.seed_of, 0, size))
-    slices = split_among(size, workers_for(size, num_workers))
+    workers = min(size, num_workers or len(os.sched_getaffinity(0)))  # one for each core
+    slices = split_among(size, workers)
     if type == "process":
+        if wait_num is not None:
+            return AsyncProcesses(builder, slices, wait_num, answer_timeout)
         return ProcessPool(builder, slices, answer_timeout)
+    if wait_num is not None:
+        return AsyncThreads(build_group(builder, builder.seed_of, 0, size), wait_num, workers, answer_timeout)
     groups = [build_group(builder, builder.seed_of, start, stop) for start, stop in slices]
     return ThreadPool(groups, answer_timeout)

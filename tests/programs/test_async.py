@@ -114,7 +114,7 @@ def test_a_third_of_the_environments_is_waited_for_unless_another_number_is_give
 
 
 def test_a_pool_runs_in_the_quickest_way_that_can_be_asynchronous():
-    for env, kind in ((slow_env, "AsyncProcesses"), ("CartPole-v1", "EnvPoolAsync")):
+    for env, kind in ((slow_env, "AsyncProcesses"), ("CartPole-v1", "EnvPoolPool")):
         pool = make_pool(experiment("impala"), 4, {}, 1, env=env)
         assert (pool.wait_num, type(pool._pool).__name__) == (3, kind)
         pool.close()
