@@ -196,7 +196,8 @@ def _given(arguments: Sequence[str], fields: Mapping[str, tuple[FieldInfo, Any]]
         elif name in fields:
             given[name] = _value(name, fields[name][0], values)
         else:
-            raise UsageError(f"There is no option --{name}.{_suggested(name, [*fields, _CONFIG])}")
+            near = suggest(f"--{name}", [f"--{known}" for known in (*fields, _CONFIG)])
+            raise UsageError(f"There is no option --{name}.{near or ' See --help.'}")
     return given
 
 
@@ -261,11 +262,6 @@ def _value(name: str, field: FieldInfo, values: list[str]) -> Any:
     if len(values) > 1:
         raise UsageError(f"--{name} does not take {len(values)} values; got {' '.join(values)}.")
     return values[0]  # and let the whole config say what is wrong
-
-
-def _suggested(name: str, known: Sequence[str]) -> str:
-    near = suggest(name, known)
-    return near.replace("Did you mean '", "Did you mean '--") if near else " See --help."
 
 
 def _log() -> None:
