@@ -35,6 +35,7 @@ class SequenceNode:
         masked_tokens: -100 where the model did not write them.
         logprobs: 1.0 where the model did not write them.
         metadata: `finish_reason` of the last turn: "stop" or "length".
+        messages: of a chat, with the last answer; None: it is none.
     """
 
     full_text: str
@@ -42,12 +43,7 @@ class SequenceNode:
     masked_tokens: list[int]
     logprobs: list[float]
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class _Kept:
-    node: SequenceNode
-    messages: list[Any] | None  # of a chat, with the last answer
+    messages: list[Any] | None = None
 
 
 class ManagedServer:
@@ -61,7 +57,7 @@ class ManagedServer:
         self.server = server
         self.tokenizer = tokenizer
         self._stops = getattr(tokenizer, "stop_token_ids", None) or (tokenizer.eos_token_id,)
-        self._kept: list[_Kept] = []
+        self._nodes: list[SequenceNode] = []
 
     async def chat_completion(self, **kwargs: Any) -> Any:
         """As `openai.chat.completions.create`, without tools: the tokenizer's chat template makes the prompt."""
@@ -72,10 +68,10 @@ class ManagedServer:
         messages = list(kwargs.pop("messages"))
         earlier, added = self._next_turn(messages)
         texts, nodes = await self._sample(earlier, added, kwargs)
-        for node in nodes:
-            node.full_text = self.tokenizer.decode(node.tokens)
         answers = [{"role": "assistant", "content": text} for text in texts]
-        self._keep(earlier, [_Kept(node, [*messages, answer]) for node, answer in zip(nodes, answers)])
+        for node, answer in zip(nodes, answers):
+            node.full_text, node.messages = self.tokenizer.decode(node.tokens), [*messages, answer]
+        self._keep(earlier, nodes)
         choices = [{"message": answer} for answer in answers]
         return chat.ChatCompletion.model_validate(self._answer("chat.completion", nodes, choices))
 
@@ -84,33 +80,31 @@ class ManagedServer:
         from openai.types import Completion
 
         prompt = kwargs.pop("prompt")
-        earlier = self._longest(
-            kept for kept in self._kept if kept.messages is None and prompt.startswith(kept.node.full_text)
-        )
+        earlier = _longest(node for node in self._nodes if node.messages is None and prompt.startswith(node.full_text))
         if earlier is None:
             added = self.tokenizer.encode(prompt, add_special_tokens=True)
         else:
-            added = self.tokenizer.encode(prompt[len(earlier.node.full_text) :], add_special_tokens=False)
+            added = self.tokenizer.encode(prompt[len(earlier.full_text) :], add_special_tokens=False)
         texts, nodes = await self._sample(earlier, added, kwargs)
         for text, node in zip(texts, nodes):
             node.full_text = prompt + text
-        self._keep(earlier, [_Kept(node, None) for node in nodes])
+        self._keep(earlier, nodes)
         choices = [{"text": text, "logprobs": None} for text in texts]
         return Completion.model_validate(self._answer("text_completion", nodes, choices))
 
     def get_state(self) -> dict[str, list[SequenceNode]]:
         """`nodes`: the sequences so far."""
-        return {"nodes": [kept.node for kept in self._kept]}
+        return {"nodes": list(self._nodes)}
 
     def reset(self) -> None:
         """Forgets the sequences so far."""
-        self._kept.clear()
+        self._nodes.clear()
 
     async def _sample(
-        self, earlier: _Kept | None, added: list[int], options: dict[str, Any]
+        self, earlier: SequenceNode | None, added: list[int], options: dict[str, Any]
     ) -> tuple[list[str], list[SequenceNode]]:
         """The completions' texts, and their sequences, whose text is still to be said."""
-        known = SequenceNode("", [], [], []) if earlier is None else earlier.node
+        known = earlier or SequenceNode("", [], [], [])
         input_ids = known.tokens + list(added)
         _, outputs, logprobs, reasons = await self.server.tokens_and_logprobs_completion(
             **{**options, "input_ids": input_ids}
@@ -127,11 +121,11 @@ class ManagedServer:
         ]
         return [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs], nodes
 
-    def _next_turn(self, messages: list[Any]) -> tuple[_Kept | None, list[int]]:
+    def _next_turn(self, messages: list[Any]) -> tuple[SequenceNode | None, list[int]]:
         """Find the node that a chat continues, and the tokens in between; or None and those of the whole chat."""
         template, answered = self.tokenizer.apply_chat_template, bool(messages) and messages[-1]["role"] == "assistant"
         whole = list(template(messages, add_generation_prompt=not answered))
-        earlier = self._longest(kept for kept in self._kept if _begins(messages, kept.messages))
+        earlier = _longest(node for node in self._nodes if _begins(messages, node.messages))
         if earlier is None or earlier.messages is None:
             return None, whole
         turns = len(earlier.messages)
@@ -141,18 +135,15 @@ class ManagedServer:
         opened = len(template(messages[: turns - 1], add_generation_prompt=True))
         ends = [position for position in range(opened, len(so_far)) if so_far[position] in self._stops]
         closing = so_far[ends[-1] :] if ends else []
-        if earlier.node.tokens[-1] in self._stops:
+        if earlier.tokens[-1] in self._stops:
             closing = closing[1:]  # the model has ended its turn itself
         return earlier, closing + whole[len(so_far) :]
 
-    def _longest(self, candidates: Iterable[_Kept]) -> _Kept | None:
-        return max(candidates, key=lambda kept: len(kept.node.tokens), default=None)
-
-    def _keep(self, earlier: _Kept | None, kept: list[_Kept]) -> None:
+    def _keep(self, earlier: SequenceNode | None, nodes: list[SequenceNode]) -> None:
         """Put them in the place of the node that they continue, if that is still there."""
-        places = [index for index, one in enumerate(self._kept) if one is earlier]
-        at = places[0] if places else len(self._kept)
-        self._kept[at : at + len(places)] = kept
+        places = [index for index, node in enumerate(self._nodes) if node is earlier]
+        at = places[0] if places else len(self._nodes)
+        self._nodes[at : at + len(places)] = nodes
 
     def _answer(self, kind: str, nodes: list[SequenceNode], choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -165,6 +156,10 @@ class ManagedServer:
                 for index, (node, choice) in enumerate(zip(nodes, choices))
             ],
         }
+
+
+def _longest(nodes: Iterable[SequenceNode]) -> SequenceNode | None:
+    return max(nodes, key=lambda node: len(node.tokens), default=None)
 
 
 def _begins(messages: list[Any], earlier: list[Any] | None) -> bool:
