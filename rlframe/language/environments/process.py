@@ -50,6 +50,7 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
     collector = Collector(env.next_item, handle, env.statistics, config.worker_timeout)
     try:
         await env.setup()
+        env.curr_step = 0  # groups so far
         while (left := config.total_steps - env.curr_step) > 0:
             more = await collector.fill(min(env.max_num_workers, left))
             if not more and not collector.under_way:
