@@ -28,7 +28,7 @@ class AgentsOptions:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(AgentsOptions, arguments, PROG, DESCRIPTION)
     names = [options.agent] if options.agent else sorted(naming.AGENTS)
     if options.json:

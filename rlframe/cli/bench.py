@@ -11,7 +11,7 @@ from rlframe.errors import UsageError
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the benchmarks of the checkout that rlframe is installed from."""
+    """Run the benchmarks of the checkout that rlframe is installed from."""
     root = pathlib.Path(rlframe.__file__).parent.parent
     if not (root / "benchmarks" / "runner.py").is_file():
         raise UsageError("`rlframe bench` needs a checkout of rlframe: the benchmarks are no part of the package.")

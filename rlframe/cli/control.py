@@ -151,7 +151,7 @@ _CALLS: dict[str, tuple[type, Callable[[ControlClient, Any], str], str]] = {
 
 
 def run(command: str, arguments: list[str]) -> int:
-    """Runs `pause`, `resume` or `scale`, for a run under a coordinator, and returns its exit code."""
+    """Run `pause`, `resume` or `scale`, for a run under a coordinator, and return its exit code."""
     prog = f"rlframe {command}"
     options_class, call, description = _CALLS[command]
     options: Any = parse(options_class, arguments, prog, description)

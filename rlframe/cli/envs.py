@@ -29,7 +29,7 @@ class EnvsOptions:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(EnvsOptions, arguments, PROG, DESCRIPTION)
     from rlframe.envs import list_envs
 

@@ -30,7 +30,7 @@ class EvaluateOptions:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(EvaluateOptions, arguments, PROG, DESCRIPTION)
     if options.episodes < 1:
         raise UsageError(f"--episodes must be at least 1, got {options.episodes}.")

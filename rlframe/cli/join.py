@@ -29,7 +29,7 @@ class JoinOptions:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(JoinOptions, arguments, PROG, DESCRIPTION)
     import setproctitle
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def parse(options: type[T], arguments: Sequence[str], prog: str, description: str, *, default: Any = None) -> T:
-    """Builds `options` from the command line.
+    """Build `options` from the command line.
 
     Args:
         options: a dataclass, as tyro takes it.

@@ -29,7 +29,7 @@ class PlotOptions:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(PlotOptions, arguments, PROG, DESCRIPTION)
     if not options.run_dirs:
         raise UsageError(f"Name one run directory or several. See `{PROG} --help`.")

@@ -78,7 +78,7 @@ class PolicyOptions(ServiceOptions):
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     if arguments and arguments[0] in SERVICES:
         serve = _serve_policy if arguments[0] == "policy" else _serve_trajectories
         serve(arguments[1:])

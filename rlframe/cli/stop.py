@@ -28,7 +28,7 @@ class StopOptions(RunOptions):
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     options = parse(StopOptions, arguments, PROG, DESCRIPTION)
     check_names_one_run(options)
     if options.run_dir is None:
@@ -51,7 +51,7 @@ def _cancel(options: Any) -> None:
 
 
 def _stop(options: StopOptions, run_dir: str) -> tuple[dict[str, Any], str]:
-    """Ends the run in a directory, and returns how it ended and what is saved."""
+    """End the run in a directory, and return how it ended and what is saved."""
     from rlframe.programs.run_dir import RunDir
     from rlframe.programs.run_lock import holder_of
 

@@ -8,7 +8,7 @@ from rlframe.programs.presets import Preset
 
 
 def print_preset(preset: Preset, described: Any, file: TextIO) -> None:
-    """Prints a preset's values with their sources; what the command line changed is marked.
+    """Print a preset's values with their sources; what the command line changed is marked.
 
     Args:
         preset: the table.

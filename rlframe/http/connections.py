@@ -87,7 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.read_deadline, self._look_at_reader, self._read, left)
 
     def _look_at_reader(self, read: int, left: int) -> None:
-        """Cuts off who has read nothing: closing would wait for him."""
+        """Cut off who has read nothing: closing would wait for him."""
         self._unread = None
         if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()

@@ -123,7 +123,7 @@ class ServerThread:
         self.close()
 
     def close(self) -> None:
-        """Answers what is under way, and ends within seconds. May be called again."""
+        """Answer what is under way, and end within seconds. May be called again."""
         self._server.should_exit = True
         self._thread.join(_END)
         self._listener.close()

@@ -22,7 +22,7 @@ class Logger(Protocol):
     """Takes rows of numbers. Anything with these two methods is one."""
 
     def write(self, step: int, values: Values) -> None:
-        """Takes one row.
+        """Take one row.
 
         Args:
             step: environment steps so far; rises from row to row.
@@ -33,7 +33,7 @@ class Logger(Protocol):
         """
 
     def close(self) -> None:
-        """Writes what is pending and lets go of files and processes. Calling it twice is harmless."""
+        """Write what is pending and let go of files and processes. Calling it twice is harmless."""
 
 
 class CallbackLogger:
@@ -98,7 +98,7 @@ def scalars(values: Values) -> dict[str, float]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns an `OSError` on `path` into one sentence that says what to do."""
+    """Turn an `OSError` on `path` into one sentence that says what to do."""
     try:
         yield
     except OSError as error:
@@ -109,7 +109,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def append(fd: int, data: bytes, path: str | os.PathLike[str]) -> None:
-    """Appends all of `data` to the file open as `fd`, or nothing.
+    """Append all of `data` to the file open as `fd`, or nothing.
 
     One system call, so that neither a reader nor a kill meets half of it. Raises RlframeError.
     """

@@ -88,7 +88,7 @@ def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurve:
-    """Reads `metrics.jsonl` and, where it is there, `config.json`.
+    """Read `metrics.jsonl` and, where it is there, `config.json`.
 
     Raises:
         UsageError: the directory has no `metrics.jsonl`.
@@ -127,7 +127,7 @@ def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
 
 
 def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
-    """Puts runs that differ by their seed alone together, each group named by what sets it apart."""
+    """Put runs that differ by their seed alone together, each group named by what sets it apart."""
     grouped: dict[str, list[RunCurve]] = {}
     for run in runs:
         key = json.dumps([run.agent, run.env, run.config], sort_keys=True, default=str)

@@ -94,7 +94,7 @@ class _Lines:
         append(self._fd, line.encode(), self._path)
 
     def replace(self, text: str) -> None:
-        """Puts `text` in the place of everything written so far, all at once."""
+        """Put `text` in the place of everything written so far, all at once."""
         with writing(self._path):
             write_atomically(self._path, text)
             os.close(self._fd)

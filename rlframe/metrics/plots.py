@@ -26,7 +26,7 @@ def plot_learning_curve(
     target: float | None = None,
     over: Over = "steps",
 ) -> pathlib.Path:
-    """Draws return against environment steps, one panel for each environment.
+    """Draw return against environment steps, one panel for each environment.
 
     Runs that differ by nothing but their seed become one line, their mean, in a band of one standard deviation.
     Evaluations are points (the mean over seeds) with a bar from the lowest to the highest seed.
@@ -104,7 +104,7 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
 
 
 def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
-    """Draws one line with its band and its evaluations. Returns whether there was anything to draw."""
+    """Draw one line with its band and its evaluations. Return whether there was anything to draw."""
     line_label, points_label = _labels(group, alone)
     steps, mean, deviation = group.curve()
     if len(steps):
@@ -124,7 +124,7 @@ def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
 
 
 def _draw_evaluations(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
-    """Draws a line for each run. Returns whether there was anything to draw."""
+    """Draw a line for each run. Return whether there was anything to draw."""
     evaluated = [run for run in group.runs if len(run.evaluated_steps)]
     for number, run in enumerate(evaluated):
         label = f"{group.label}, {len(evaluated)} seeds" if len(evaluated) > 1 else group.label

@@ -58,7 +58,7 @@ class TensorBoardLogger:
         self._file.close()
 
     def _put(self, event: Any) -> None:
-        """Appends one record as TFRecord files have it: length, its checksum, data, its checksum."""
+        """Append one record as TFRecord files have it: length, its checksum, data, its checksum."""
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = struct.pack("<I", self._checksum(length)), struct.pack("<I", self._checksum(data))

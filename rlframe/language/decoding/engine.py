@@ -81,7 +81,7 @@ class Engine:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         on_tokens: OnTokens | None = None,
     ) -> Handle:
-        """Asks for a completion.
+        """Ask for a completion.
 
         Args:
             prompt: token ids, at least one.
@@ -139,7 +139,7 @@ class Engine:
         return handles
 
     def set_params(self, version: int, params: Params) -> None:
-        """Decodes with a copy of `params` from the next call on; what is under way goes on with them.
+        """Decode with a copy of `params` from the next call on; what is under way goes on with them.
 
         Raises:
             UsageError: they are not such a model's, or `version` is below that of the present ones.
@@ -174,7 +174,7 @@ class Engine:
             }
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
-        """Ends the engine: what waits or is decoded gets `UnavailableError`. May be called again.
+        """End the engine: what waits or is decoded gets `UnavailableError`. May be called again.
 
         Raises:
             PeerError: the call under way (which compiles, perhaps) did not end within `timeout` seconds.
@@ -204,13 +204,13 @@ class Engine:
             self._fail(failure)
 
     def _wait(self) -> bool:
-        """Waits until there is something to do. False: the engine is closed."""
+        """Wait until there is something to do. False: the engine is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
             return not self._closed
 
     def _fill(self) -> None:
-        """Takes requests from the queue into the free slots."""
+        """Take requests from the queue into the free slots."""
         with self._changed:
             self._running = {slot: handle for slot, handle in self._running.items() if not handle.done}
             free = [slot for slot in range(self.config.slots) if slot not in self._running]
@@ -251,7 +251,7 @@ class Engine:
         self._hand_out(running, Sampled(sampled.tokens[:, slots], sampled.log_probs[:, slots]), version)
 
     def _hand_out(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
-        """Gives each row its column of `sampled`; those that are done leave their slots."""
+        """Give each row its column of `sampled`; those that are done leave their slots."""
         counts = (sampled.tokens >= 0).sum(axis=0)
         self._counts["calls"] += 1
         self._counts["tokens"] += int(counts.sum())
@@ -270,7 +270,7 @@ class Engine:
                 self._waiting.remove(handle)
 
     def _fail(self, error: RlframeError) -> None:
-        """Lets nothing wait any more, and nothing new come."""
+        """Let nothing wait any more, and nothing new come."""
         with self._changed:
             self._closed = self._closed or str(error)
             left = [*self._waiting, *self._running.values()]

@@ -55,7 +55,7 @@ class Handle:
         self._versions: list[int] = []
 
     def result(self, timeout: float = RESULT_TIMEOUT) -> Answer:
-        """Waits for the whole answer.
+        """Wait for the whole answer.
 
         Raises:
             PeerError: it took more than `timeout` seconds. The request goes on: `cancel` ends it.
@@ -75,11 +75,11 @@ class Handle:
         return self.future.done()
 
     def cancel(self) -> None:
-        """Gives the request up, if it is not done."""
+        """Give the request up, if it is not done."""
         self.future.cancel()
 
     def finish(self, length: int) -> None:
-        """Ends the answer after its first `length` tokens as "stop" does: what follows them is not wanted any more.
+        """End the answer after its first `length` tokens as "stop" does: what follows them is not wanted any more.
 
         For whoever looks at the text, for a stop string say. Does nothing to an answer that is done.
         """

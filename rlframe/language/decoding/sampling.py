@@ -92,7 +92,7 @@ def make_rows(keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[Sampli
 
 
 def sample(logits: jax.Array, rows: Rows, sampled: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Chooses a token for each row.
+    """Choose a token for each row.
 
     Args:
         logits: `[B, V]` float32.
@@ -150,7 +150,7 @@ def decode(
     steps: int,
     span: int | None = None,
 ) -> tuple[transformer.Cache, Progress, jax.Array, jax.Array]:
-    """Samples up to `steps` tokens for each row that does not rest; fewer steps are made when all rest.
+    """Sample up to `steps` tokens for each row that does not rest; fewer steps are made when all rest.
 
     Args:
         params, config, cache: as for `rlframe.language.model.transformer.apply_cached`.
@@ -185,7 +185,7 @@ def decode(
 def begin(
     rows: Rows, logits: jax.Array, lengths: jax.Array, max_tokens: jax.Array
 ) -> tuple[Progress, jax.Array, jax.Array]:
-    """Samples the first token of rows whose prompts are in the cache.
+    """Sample the first token of rows whose prompts are in the cache.
 
     Args:
         logits: `[B, V]`, of the prompts' last tokens.
@@ -220,7 +220,7 @@ def generate(
     rng: jax.Array | int,
     sampling: SamplingParams,
 ) -> list[Completion]:
-    """Answers all prompts in one jitted call, which is compiled for sizes that are powers of two.
+    """Answer all prompts in one jitted call, which is compiled for sizes that are powers of two.
 
     Args:
         params, config: the model.

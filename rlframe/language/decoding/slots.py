@@ -75,7 +75,7 @@ class Slots:
         return max(1, min(self._engine_config.prefill_tokens // bucket, self._slots))
 
     def fill(self, params: Params, slots: Sequence[int], requests: Sequence[DecodeRequest]) -> Sampled:
-        """Puts requests of one bucket into free slots and samples their first tokens, `[1, requests]`.
+        """Put requests of one bucket into free slots and sample their first tokens, `[1, requests]`.
 
         Requests with the same prompt share its prefill.
         """
@@ -104,7 +104,7 @@ class Slots:
         return Sampled(np.asarray(first)[None, :n], np.asarray(log_probs)[None, :n])
 
     def decode(self, params: Params, live: np.ndarray, longest: int) -> Sampled:
-        """Samples up to `steps` tokens for each slot that is `live` `[slots]` bool and has not ended: `[steps, slots]`.
+        """Sample up to `steps` tokens for each slot that is `live` `[slots]` bool and has not ended: `[steps, slots]`.
 
         `longest` is the number of tokens, of prompt and answer, that the longest of them has.
         """
@@ -137,7 +137,7 @@ def _prefill(params, config, tokens, lengths):  # type: ignore[no-untyped-def]
 
 @functools.partial(jax.jit, donate_argnames=("cache", "rows", "progress"))
 def _place(cache, rows, progress, logits, prefilled, lengths, sources, slots, new_rows, max_tokens):  # type: ignore[no-untyped-def]
-    """Copies prefilled rows `sources` into `slots` and samples their first tokens."""
+    """Copy prefilled rows `sources` into `slots` and sample their first tokens."""
     start, token, log_prob = begin(new_rows, logits[sources], lengths[sources], max_tokens)
     T = prefilled.keys[0].shape[2]
     cache = jax.tree.map(lambda all_of, part: all_of.at[slots, :, :T].set(part[sources], mode="drop"), cache, prefilled)

@@ -47,7 +47,7 @@ class EnvOptions(NamedTuple):
 
 
 def main(env_cls: type[BaseEnv], arguments: Sequence[str] | None = None) -> None:
-    """Runs a command, and ends the process: 0 done, 1 it failed, 2 the input was wrong, 130 Ctrl-C, 143 SIGTERM."""
+    """Run a command, and end the process: 0 done, 1 it failed, 2 the input was wrong, 130 Ctrl-C, 143 SIGTERM."""
     sys.exit(run(env_cls, sys.argv[1:] if arguments is None else arguments))
 
 
@@ -101,7 +101,7 @@ async def _command(env_cls: type[BaseEnv], command: str, options: EnvOptions) ->
 
 
 async def _until_signal(start: Any) -> int:
-    """Runs to the end, or until Ctrl-C or SIGTERM; then what was opened is closed all the same."""
+    """Run to the end, or until Ctrl-C or SIGTERM; then what was opened is closed all the same."""
     work: Coroutine[Any, Any, None] = start()
     task = asyncio.ensure_future(work)
     received: list[int] = []

@@ -55,7 +55,7 @@ class Gate:
             self._opened.set()
 
     async def passed(self) -> None:
-        """Returns while it is open."""
+        """Return while it is open."""
         await self._opened.wait()
 
 
@@ -129,7 +129,7 @@ class Collector:
         self._changed = asyncio.Event()
 
     async def fill(self, limit: int) -> bool:
-        """Starts items until so many are under way; whether there were items enough."""
+        """Start items until so many are under way. Return whether there were items enough."""
         while len(self.under_way) < limit:
             if self._again:
                 earlier = self._again.pop()
@@ -141,7 +141,7 @@ class Collector:
         return True
 
     async def wait(self, seconds: float) -> None:
-        """Returns when something ended, or after so many seconds.
+        """Return when something ended, or after so many seconds.
 
         Raises:
             RlframeError: the service or a model stayed away beyond its deadline.
@@ -162,7 +162,7 @@ class Collector:
             raise self.failed
 
     async def stop(self) -> None:
-        """Ends what is under way."""
+        """End what is under way."""
         tasks = [one.task for one in self.under_way if one.task is not None]
         for one in list(self.under_way):
             self._drop(one)

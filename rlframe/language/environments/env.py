@@ -92,7 +92,7 @@ class BaseEnv(abc.ABC):
         return cls.env_config_cls(), ServerBaseline()
 
     async def setup(self) -> None:
-        """Loads what the environment needs, once."""
+        """Load what the environment needs, once."""
         raise NotImplementedError(f"{type(self).__name__} has to say how it is set up: async def setup(self).")
 
     @abc.abstractmethod
@@ -128,7 +128,7 @@ class BaseEnv(abc.ABC):
 
     @abc.abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Measures the model, every `steps_per_eval` steps. `gather_eval` runs many tasks side by side."""
+        """Measure the model, every `steps_per_eval` steps. `gather_eval` runs many tasks side by side."""
 
     def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
         """Prompts and right answers for a supervised warm-up, drawn from `source`; none that evaluations ask.
@@ -184,12 +184,12 @@ class BaseEnv(abc.ABC):
             logger.info("Saved %s.", path)
 
     def load_checkpoint(self) -> None:
-        """Sets the attributes that the newest checkpoint up to `curr_step` has, where there is one."""
+        """Set the attributes that the newest checkpoint up to `curr_step` has, where there is one."""
         for name, value in files.load_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", self.curr_step).items():
             setattr(self, name, value)
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:
-        """Keeps a group for the table of rollouts, as (text, score)."""
+        """Keep a group for the table of rollouts, as (text, score)."""
         if self.tracker is None:
             return
         for group in scored_data if isinstance(scored_data, list) else [scored_data]:
@@ -200,14 +200,14 @@ class BaseEnv(abc.ABC):
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Adds the table of rollouts."""
+        """Add the table of rollouts."""
         if self.rollouts_for_wandb and self.tracker is not None:
             rows = [row for group in self.rollouts_for_wandb for row in group]
             wandb_metrics["train/rollouts"] = self.tracker.table(["text", "score"], rows)
         return wandb_metrics
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Logs metrics. A subclass adds its own, and calls this one with them."""
+        """Log metrics. A subclass adds its own, and calls this one with them."""
         metrics = dict(wandb_metrics or {})
         longest = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
         metrics |= length_metrics(self.completion_lengths, longest)
@@ -225,7 +225,7 @@ class BaseEnv(abc.ABC):
             self.tracker.log(metrics, self.curr_step)
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
-        """Adds how collecting went since the last call."""
+        """Add how collecting went since the last call."""
         return self.statistics.report(metrics_dict)
 
     async def evaluate_log(
@@ -239,7 +239,7 @@ class BaseEnv(abc.ABC):
         samples: list[dict[str, Any]] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Writes the results of an evaluation to `data_dir_to_save_evals`: `metrics.json` and `samples.jsonl`."""
+        """Write the results of an evaluation to `data_dir_to_save_evals`: `metrics.json` and `samples.jsonl`."""
         task = task_name or f"{self.name or type(self).__name__}_eval"
         end = time.time() if end_time is None else end_time
         if verbose:
@@ -280,7 +280,7 @@ class BaseEnv(abc.ABC):
         return self.backlog.pop() if self.backlog else await self.get_next_item()
 
     async def handle_env(self, item: Item) -> bool:
-        """Collects for an item and sends it, or writes it in process mode; whether there was a group."""
+        """Collect for an item and send it, or write it in process mode. Return whether there was a group."""
         try:
             collected, further = await self.collect_trajectories(item)
             self.backlog.extend(further)
@@ -296,7 +296,7 @@ class BaseEnv(abc.ABC):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> bool:
-        """Checks groups, keeps them as configured, and sends them together; whether there was one to send.
+        """Check groups, keep them as configured, and send them. Return whether there was one to send.
 
         Raises:
             UsageError: rows of a group do not fit each other.
@@ -327,7 +327,7 @@ class BaseEnv(abc.ABC):
         return bool(fit)
 
     async def close(self) -> None:
-        """Closes files, connections and the run in Weights & Biases."""
+        """Close files, connections and the run in Weights & Biases."""
         if self.groups_file is not None:
             self.groups_file.close()
         await self.server.close()

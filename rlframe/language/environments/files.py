@@ -43,7 +43,7 @@ class GroupsFile:
 
 
 def save_checkpoint(checkpoint_dir: str, name: str, step: int, data: Mapping[str, Any]) -> pathlib.Path:
-    """Writes the data for a step, whole or not at all."""
+    """Write the data for a step, whole or not at all."""
     path = pathlib.Path(checkpoint_dir, _CHECKPOINTS, name, f"step-{step}.json")
     write_atomically(path, to_json(data), parents=True)
     return path
@@ -113,7 +113,7 @@ pre {{ font: inherit; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
 
 
 def write_page(groups_file: pathlib.Path) -> pathlib.Path:
-    """Writes the groups of a JSONL file as HTML beside it, and returns that file."""
+    """Write the groups of a JSONL file as HTML beside it, and return that file."""
     with open(groups_file, encoding="utf-8") as lines:
         groups = [json.loads(line) for line in lines]
     scores = [score for group in groups for score in group["scores"]]

@@ -32,7 +32,7 @@ class Statistics:
         (self.succeeded_task_duration if sent else self.failed_task_duration).append(seconds)
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Adds `train_perf/...` and `train/items_...`, and starts afresh."""
+        """Add `train_perf/...` and `train/items_...`, and start afresh."""
         if self.succeeded_task_duration:
             metrics["train/items_sent_to_api"] = len(self.succeeded_task_duration)
         if self.failed_task_duration:

@@ -122,7 +122,7 @@ class APIServer:
         self.eval_sem.total_tokens = max(1, int(self.config.num_requests_for_eval * part))
 
     async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
-        """Adds its statistics, of the last `rolling_buffer_length` requests."""
+        """Add its statistics, of the last `rolling_buffer_length` requests."""
         metrics, name = metrics_dict if metrics_dict is not None else {}, f"server/{server_name or 'server'}"
         for kind, timings in (("", self.request_timings), ("eval_", self.eval_request_timings)):
             if timings:

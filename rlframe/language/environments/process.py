@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
-    """Collects `total_steps` groups and writes them to `data_path_to_save_groups`, and as a page beside it.
+    """Collect `total_steps` groups and write them to `data_path_to_save_groups`, and as a page beside it.
 
     Returns:
         The JSONL file and the HTML file.

@@ -97,7 +97,7 @@ class ManagedServer:
         return {"nodes": list(self._nodes)}
 
     def reset(self) -> None:
-        """Forgets the sequences so far."""
+        """Forget the sequences so far."""
         self._nodes.clear()
 
     async def _sample(

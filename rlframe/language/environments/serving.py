@@ -49,7 +49,7 @@ class ServeLoop:
         env.workers = self._collector.under_way
 
     async def run(self) -> None:
-        """Returns after the last step. Leaves the service and closes what it opened in any case."""
+        """Return after the last step. Leave the service and close what it opened in any case."""
         env = self._env
         try:
             await env.setup()
@@ -87,7 +87,7 @@ class ServeLoop:
             await self._collector.wait(_LOOK)
 
     async def _join(self) -> None:
-        """Joins, or comes back: a service that was started afresh does not know this environment any more."""
+        """Join, or come back: a service that was started afresh does not know this environment any more."""
         env, config = self._env, self._config
         joined = await self._membership.join()
         env.env_id, env.wandb_prepend = joined.env_id, joined.wandb_name
@@ -142,7 +142,7 @@ class ServeLoop:
         return evaluation
 
     async def evaluate(self) -> None:
-        """Evaluates once it has joined and the evaluation under way is done; collecting pauses or not as configured.
+        """Evaluate once it has joined and the evaluation under way is done; collecting pauses or not as configured.
 
         Raises:
             Exception: what the environment's `evaluate` raised.
@@ -165,7 +165,7 @@ class ServeLoop:
         return status.current_step >= self._total_steps or status.current_step + queued > self._total_steps
 
     async def _collect(self, status: EnvStatus, unseen: int) -> None:
-        """Starts groups, or pauses. `unseen`: groups that were sent since the status was asked for."""
+        """Start groups, or pause. `unseen`: groups that were sent since the status was asked for."""
         env, config = self._env, self._config
         workers = env.max_num_workers
         handling = config.eval_handling if self._evaluation is not None else EvalHandlingEnum.NONE
@@ -224,7 +224,7 @@ class Membership:
         self.posted = 0
 
     async def join(self) -> RegisteredEnv:
-        """Waits for the trainer, and joins; under its earlier name where it was there before."""
+        """Wait for the trainer, and join; under its earlier name where it was there before."""
         logger.info("%s joins %s, once its trainer has asked for a batch.", self._name, self.client.url)
         config = self._config
         self._env = await self.client.register_env(
@@ -251,7 +251,7 @@ class Membership:
             return None
 
     async def post(self, groups: Sequence[Group]) -> int:
-        """Sends them in one request, and returns how many are kept: these outlive a crash of the service from then on.
+        """Send them in one request, and return how many are kept: these outlive a crash of the service from then on.
 
         Those that are too old for the trainer are not. While the service answers that it cannot take them now (it is
         full, say), they wait, as all collecting does.
@@ -270,7 +270,7 @@ class Membership:
             return kept
 
     async def leave(self) -> None:
-        """Says goodbye if the service is there, and closes the connections."""
+        """Say goodbye if the service is there, and close the connections."""
         if self._env is not None:
             with contextlib.suppress(RlframeError):
                 await self.client.disconnect_env(self._env.env_id, timeout=_LEAVE)

@@ -98,7 +98,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
-        """Reads what `config.json` holds, of transformers 4 or 5.
+        """Read what `config.json` holds, of transformers 4 or 5.
 
         Raises:
             UsageError: another architecture, or a variant of this one that is not implemented. Names it.

@@ -135,7 +135,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def save_bytes(folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str) -> None:
-    """Writes a tokenizer of the 256 bytes, followed by `marks`, with the `special` ones' names."""
+    """Write a tokenizer of the 256 bytes, followed by `marks`, with the `special` ones' names."""
     # GPT-2's: a byte that can be seen stands for itself, the others for characters from 256 on.
     seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     unseen = [byte for byte in range(256) if byte not in seen]

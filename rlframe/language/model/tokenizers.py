@@ -107,7 +107,7 @@ class ByteTokenizer:
         return self.encode(text) if tokenize else text
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the same tokenizer in the published format, beside a model's weights, say."""
+        """Write the same tokenizer in the published format, beside a model's weights, say."""
         from rlframe.language.model.published_tokenizer import save_bytes
 
         special = dict(pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>")

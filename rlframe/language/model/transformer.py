@@ -255,7 +255,7 @@ def _stretch(frequencies: jax.Array, scaling: Any) -> jax.Array:
 
 
 def _rotate(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns each pair (i, i + head / 2) of `[B, heads, T, head]`."""
+    """Turn each pair (i, i + head / 2) of `[B, heads, T, head]`."""
     cosine, sine = turn
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

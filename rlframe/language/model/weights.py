@@ -24,7 +24,7 @@ _NAMED = 5  # tensors that a message names; more are counted
 
 
 def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[ModelConfig, Params]:
-    """Reads a published model.
+    """Read a published model.
 
     Args:
         folder: with `config.json` and the weights.
@@ -64,7 +64,7 @@ def read_config(folder: str | os.PathLike[str], *, dtype: str | None = None) -> 
 
 
 def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) -> None:
-    """Writes a folder that `load` and transformers read: `config.json` and `model.safetensors`.
+    """Write a folder that `load` and transformers read: `config.json` and `model.safetensors`.
 
     What was there under these names is replaced, each file at once.
     """

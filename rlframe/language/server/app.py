@@ -96,12 +96,12 @@ def make_app(server: PolicyServer) -> FastAPI:
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Goes on from prompts."""
+        """Continue prompts."""
         return await _reply(server, body, request, CompletionReplies)
 
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answers a conversation."""
+        """Answer a conversation."""
         return await _reply(server, body, request, ChatReplies)
 
     known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})

@@ -124,7 +124,7 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Frees the slots of what is not done."""
+        """Free the slots of what is not done."""
         for handle in self._handles:
             handle.cancel()
 
@@ -184,7 +184,7 @@ class TextDecoder:
         self._held = ""  # may be the beginning of a stop string
 
     def add(self, tokens: Sequence[int], last: bool) -> tuple[str, int]:
-        """Takes tokens that follow.
+        """Take tokens that follow.
 
         Args:
             last: there are no more.

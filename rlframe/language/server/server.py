@@ -95,7 +95,7 @@ class PolicyServer:
         self._url = ""
 
     def run(self) -> None:
-        """Serves until `stop()`, or the end of the Launchpad program whose node this is; then drains.
+        """Serve until `stop()`, or the end of the Launchpad program whose node this is; then drain.
 
         Raises:
             UsageError: it cannot listen there; the learner's parameters are not the model's.
@@ -129,7 +129,7 @@ class PolicyServer:
             raise failure
 
     def stop(self) -> None:
-        """Ends `run()`: what is under way has seconds to be answered. Any thread may call it."""
+        """End `run()`: what is under way has seconds to be answered. Any thread may call it."""
         self._stop.set()
 
     def url(self, timeout: float = _READY) -> str:
