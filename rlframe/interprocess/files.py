@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import threading
+import uuid
 from collections.abc import Iterator
 
 
@@ -39,9 +39,9 @@ def write_atomically(
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Gives a path to write to, which takes the place of `path` at the end, or is removed after an error."""
     path = pathlib.Path(path)
-    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.new")  # no other thread of any process's
+    # Nobody else's: threads of other machines, or Pods, that share the folder may have the same ids.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
     try:
-        temporary.unlink(missing_ok=True)  # of one that was killed
         yield temporary
         os.replace(temporary, path)
     except BaseException:

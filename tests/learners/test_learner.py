@@ -325,7 +325,7 @@ def test_a_replay_that_was_saved_for_a_checkpoint_that_never_was_is_dropped(tmp_
         with pytest.raises(CheckpointError, match="killed"):
             run_to(8, tmp_path, buffer)
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4], [4, 8])
-    (tmp_path / "replay" / "8.tmp-123").write_bytes(b"cut off")
+    (tmp_path / "replay" / ".8.123.new").write_bytes(b"cut off")
     assert run_to(6, tmp_path, ReplayBuffer(counting_agent())).learner_steps == 6
     assert checkpoints(tmp_path) == replays(tmp_path) == [4, 6]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import socket
 
@@ -120,12 +121,11 @@ def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_p
     path = tmp_path / "environments" / "0.incarnation"
     assert [next_incarnation(path), next_incarnation(path)] == [0, 1]
 
-    def killed(self, text, *args, **kwargs):
-        self.open("w").close()
+    def killed(source, target):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(pathlib.Path, "write_text", killed)
+        patched.setattr(os, "replace", killed)
         next_incarnation(path)
     assert next_incarnation(path) == 2
 
