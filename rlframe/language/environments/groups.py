@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Union
 
-from rlframe.trajectories.client.groups import IGNORED, Group
+from rlframe.trajectories.client.groups import Group
+from rlframe.trajectories.messages import IGNORED
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv

@@ -17,7 +17,7 @@ from rlframe.errors import UsageError
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.model_server import APIServer
 from rlframe.language.model.tokenizers import load_tokenizer
-from rlframe.trajectories.client.groups import IGNORED
+from rlframe.trajectories.messages import IGNORED
 
 _LOCAL_PORTS = range(9004, 9008)  # where ServerBaseline looks, as published
 _SLURM_PORT = 9000  # and on the nodes of a Slurm job, from here on

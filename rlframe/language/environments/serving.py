@@ -21,10 +21,10 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.config import BaseEnvConfig, EvalHandlingEnum
 from rlframe.language.environments.metrics import WandbRun
-from rlframe.trajectories.client.caller import new_key
+from rlframe.trajectories.client.calls import new_key
 from rlframe.trajectories.client.client import AsyncClient
 from rlframe.trajectories.client.groups import Group
-from rlframe.trajectories.client.replies import EnvStatus, RegisteredEnv
+from rlframe.trajectories.messages import EnvStatus, RegisteredEnv
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv

@@ -12,12 +12,11 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
-from rlframe.trajectories.client.caller import new_key
+from rlframe.trajectories.client.background import Prefetched, Renewal
+from rlframe.trajectories.client.calls import new_key
 from rlframe.trajectories.client.client import Client
+from rlframe.trajectories.client.groups import ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
-from rlframe.trajectories.client.prefetched import Prefetched
-from rlframe.trajectories.client.renewal import Renewal
-from rlframe.trajectories.client.replies import ServedBatch
 from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch
 
 __all__ = ["TrajectoryBuffer"]

@@ -1,20 +1,24 @@
 """One request until it is answered: what is sent again, when, and what comes of it. No input or output of its own.
 
-Both clients run the same generators ("flows"): a flow yields an `Attempt`, to be sent and answered with a `Reply` or
-`Lost`, or a number of seconds to pause for, and returns what the caller gets.
+Both clients run the same generators ("flows"): a flow yields an `HttpAttempt`, to be sent and answered with `HttpReply`
+or `Lost`, or a number of seconds to pause for, and returns what the caller gets.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, Union, overload
 
 import msgspec
 
 from rlframe.errors import PeerError, RemoteError, TooOldError, UnavailableError, UsageError
+
+if TYPE_CHECKING:
+    from rlframe.trajectories.client.client import AsyncClient, Client
 
 MSGPACK = "application/msgpack"
 
@@ -23,11 +27,12 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before the first repetition and be
 _LEAST = 2.0  # seconds for an attempt, past the deadline where less is left: a busy service takes as long to say no
 _SHOWN = 500  # characters of an answer that nobody expected
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """What may be sent any number of times: each request of a client is idempotent, some by a key."""
 
     method: str
@@ -39,13 +44,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    request: Request
+class HttpAttempt:
+    request: HttpRequest
     timeout: float  # seconds
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpReply:
     status: int
     headers: Mapping[str, str]  # lower case
     body: bytes
@@ -67,10 +72,37 @@ class Lost:
     reason: str
 
 
-Flow = Generator[Union[Attempt, float], Any, T]
+Flow = Generator[Union[HttpAttempt, float], Any, T]
 
 
-def exchange(base: str, request: Request, deadline: float, attempt_timeout: float) -> Flow[Reply]:
+class FlowMethod(Generic[P, T]):
+    """A method that makes a flow. Called on a `Client`, it returns what the flow does; on an `AsyncClient`, it is
+    awaited."""
+
+    def __init__(self, flow: Callable[Concatenate[Any, P], Flow[T]]) -> None:
+        self._flow = flow
+
+    @overload
+    def __get__(self, client: None, owner: Any) -> Callable[..., Flow[T]]: ...
+
+    @overload
+    def __get__(self, client: Client, owner: Any) -> Callable[P, T]: ...
+
+    @overload
+    def __get__(self, client: AsyncClient, owner: Any) -> Callable[P, Awaitable[T]]: ...
+
+    def __get__(self, client: Any, owner: Any) -> Callable[..., Any]:
+        if client is None:
+            return self._flow
+
+        @functools.wraps(self._flow)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return client._run(self._flow(client, *args, **kwargs))
+
+        return call
+
+
+def exchange(base: str, request: HttpRequest, deadline: float, attempt_timeout: float) -> Flow[HttpReply]:
     """Sends a request until there is an answer other than "not now".
 
     Args:
@@ -88,8 +120,8 @@ def exchange(base: str, request: Request, deadline: float, attempt_timeout: floa
     while True:
         left = began + deadline - time.monotonic()
         attempts += 1
-        answer = yield Attempt(request, min(max(left, _LEAST), attempt_timeout + request.patience))
-        if isinstance(answer, Reply) and answer.status not in _NOT_NOW:
+        answer = yield HttpAttempt(request, min(max(left, _LEAST), attempt_timeout + request.patience))
+        if isinstance(answer, HttpReply) and answer.status not in _NOT_NOW:
             return answer
         left = began + deadline - time.monotonic()
         least = _retry_after(answer)
@@ -101,7 +133,7 @@ def exchange(base: str, request: Request, deadline: float, attempt_timeout: floa
         yield min(least + pause, left)
 
 
-def accepted(base: str, request: Request, reply: Reply) -> dict[str, Any]:
+def accepted(base: str, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
     """The content of an answer that says yes.
 
     Raises:
@@ -138,15 +170,15 @@ def convert(base: str, content: Any, reply_type: type[T]) -> T:
         raise PeerError(f"{base} answered something else than {reply_type.__name__}: {error}.") from None
 
 
-def _retry_after(answer: Reply | Lost) -> float:
+def _retry_after(answer: HttpReply | Lost) -> float:
     """Seconds that the service asks to wait for; 0 where it does not say, or names a date."""
     try:
-        return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, Reply) else 0.0
+        return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, HttpReply) else 0.0
     except (KeyError, ValueError):
         return 0.0
 
 
-def _failure(call: str, waited: str, answer: Reply | Lost) -> PeerError | UnavailableError:
+def _failure(call: str, waited: str, answer: HttpReply | Lost) -> PeerError | UnavailableError:
     if isinstance(answer, Lost):
         return PeerError(
             f"{call}: no answer after {waited}; at last: {answer.reason}. "

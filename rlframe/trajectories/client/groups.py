@@ -10,12 +10,8 @@ import msgspec
 import numpy as np
 
 from rlframe.errors import UsageError
+from rlframe.trajectories.messages import FLOATS, INTS, LARGEST
 
-IGNORED = -100  # in masks, of a token that nothing is learned from
-
-INTS = ("tokens", "masks")
-FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
-_LARGEST = float(np.finfo(np.float32).max)  # of scores too, whose digits are kept as float64
 _REST = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {np.dtype(np.int32): ("iu", "integers"), np.dtype(np.float32): ("iuf", "numbers")}
@@ -131,6 +127,26 @@ class Group:
                 raise UsageError(f"Sequence {index} has {len(tokens)} tokens, but {len(row)} {name}.")
 
 
+@dataclass(frozen=True)
+class Posted:
+    """To groups: `status` is "received", or "buffered" where one is not of its environment's group size."""
+
+    status: str
+    groups: int
+    buffer_size: int | None  # sequences that wait in the environment's buffer, where buffered
+    replayed: bool  # the service had them already: this is its first answer again
+
+
+@dataclass(frozen=True)
+class ServedBatch:
+    """A batch: groups of `batch_size` sequences together."""
+
+    groups: list[Group]
+    batch_id: int
+    step: int  # the training step that it is for
+    redelivered: bool  # somebody was given it before, and did not acknowledge it
+
+
 def _rows(name: str, rows: Iterable[Any], dtype: np.dtype) -> list[np.ndarray]:
     if isinstance(rows, (str, bytes)) or not isinstance(rows, Iterable):
         raise UsageError(f"{name} is a list of rows, one for each sequence; got {type(rows).__name__}.")
@@ -153,7 +169,7 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
             raise UsageError(f"{name} is a row of {dtype}; got numbers from {array.min()} to {array.max()}.")
     with np.errstate(over="ignore"):  # what is too large for float32 is refused as infinite
         converted = array.astype(dtype, copy=False)
-    if dtype.kind == "f" and not (fits := np.abs(converted) <= _LARGEST).all():  # NaN does not, either
+    if dtype.kind == "f" and not (fits := np.abs(converted) <= LARGEST).all():  # NaN does not, either
         position = int(np.argmin(fits))
         raise UsageError(f"{name} must be finite float32; got {array[position]} at position {position}.")
     return converted

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.trajectories.client.groups import IGNORED, Group
+from rlframe.trajectories.client.groups import Group
+from rlframe.trajectories.messages import IGNORED
 from rlframe.types import TokenBatch
 
 _SHORTEST = 64  # tokens

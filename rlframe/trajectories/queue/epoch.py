@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlframe.trajectories.queue import views
-from rlframe.trajectories.queue.answers import Added, Registration
-from rlframe.trajectories.queue.buffers import Buffer
-from rlframe.trajectories.queue.envs import Env, Envs
-from rlframe.trajectories.queue.forming import Taken, form
-from rlframe.trajectories.queue.idempotency import Answers
-from rlframe.trajectories.queue.lanes import Group, Lanes
-from rlframe.trajectories.queue.leases import Batch, Leases
-from rlframe.trajectories.queue.tally import Tally
+import msgspec
+
+from rlframe.trajectories.messages import Registration
+from rlframe.trajectories.queue import reports
+from rlframe.trajectories.queue.batching import Taken, form
+from rlframe.trajectories.queue.environments import Env, Envs
+from rlframe.trajectories.queue.idempotency import Added, KnownKeys
+from rlframe.trajectories.queue.lanes import Lanes, OddGroups, QueuedGroup
+from rlframe.trajectories.queue.leases import LeasedBatch, Leases
 
 _PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes", "buffered", "barren")
 
@@ -25,7 +25,8 @@ class Epoch:
     step: batches handed out, counted from the registered starting_step.
     started: the trainer has asked for a batch.
     stored_bytes: of all groups whose payload is needed.
-    buffered: groups in `buffers`.
+    buffered: groups in `odd`.
+    odd: by environment, groups of odd sizes.
     barren: the last attempt to form a batch failed, and nothing that it depends on has changed since.
     forgotten: groups whose payloads are no longer needed, for the caller to take out.
     """
@@ -43,10 +44,10 @@ class Epoch:
         self.forgotten: list[int] = []
         self.envs = Envs()
         self.lanes = Lanes()
-        self.buffers: dict[int, Buffer] = {}
+        self.odd: dict[int, OddGroups] = {}
         self.leases = Leases()
-        self.answers = Answers()
-        self.tally = Tally()
+        self.keys = KnownKeys()
+        self.tally = reports.Tally()
 
     # Environments.
 
@@ -71,54 +72,57 @@ class Epoch:
         """A live environment that has been silent for too long."""
         return self.envs.overdue(now - self.registration.lapse_after) if self.registration else None
 
-    def rebuffer(self, env: Env) -> None:
+    def regroup(self, env: Env) -> None:
         """Packs the odd groups of an environment again, whose group size may be another now."""
-        buffer = self.buffers.pop(env.env_id, None)
-        for group in buffer.drain() if buffer else ():
+        odd = self.odd.pop(env.env_id, None)
+        for group in odd.oldest_first() if odd else ():
             self.buffered -= 1
             self.enqueue(env.env_id, group)
 
     def _reserve(self, env: Env) -> None:
         self.barren = False
         if env.min_batch_allocation:
-            self.lanes.reserve(env.env_id, env.group_size, views.share_of(self, env) if env.live else 0)
+            self.lanes.reserve(env.env_id, env.group_size, reports.share_of(self, env) if env.live else 0)
 
     # Groups.
 
-    def add(self, group: Group, env_id: int | None, tokens: int) -> Added:
+    def add(self, group: QueuedGroup, env_id: int | None, tokens: int) -> Added:
         """A group that is not refused."""
         self.stored_bytes += group.size_bytes
-        self.tally.add(group.sequences, tokens)
+        self.tally.groups_added += 1
+        self.tally.sequences_added += group.sequences
+        self.tally.tokens_added += tokens
         env = self.envs.get(env_id)
         if env is not None:
             env.count_added(group.sequences, tokens)
         self.enqueue(env_id, group)
         if env is None or group.sequences == env.group_size:
             return Added("received", group.id)
-        buffer = self.buffers.get(env.env_id)
-        return Added("buffered", group.id, buffer.sequences if buffer else 0)
+        odd = self.odd.get(env.env_id)
+        return Added("buffered", group.id, odd.sequences if odd else 0)
 
-    def enqueue(self, env_id: int | None, group: Group) -> None:
-        """Puts a group into its lane, or into the buffer of its environment where it is no unit by itself."""
+    def enqueue(self, env_id: int | None, group: QueuedGroup) -> None:
+        """Puts a group into its lane, or to the odd ones of its environment where it is no unit by itself."""
         self.barren = False
         env = self.envs.get(env_id)
-        if env is None or self.registration is None:
-            self.lanes.push(env_id, group.sequences, group)
-            return
-        unit_size = env.group_size
         # Nothing sums to a unit smaller than the group itself, and for one that no batch can hold it need not wait.
-        if group.sequences >= unit_size or unit_size > self.registration.batch_size:
+        if (
+            env is None
+            or self.registration is None
+            or group.sequences >= env.group_size
+            or env.group_size > self.registration.batch_size
+        ):
             self.lanes.push(env_id, group.sequences, group)
             return
         self.buffered += 1
-        unit = self.buffers.setdefault(env.env_id, Buffer()).add(group, unit_size)
+        unit = self.odd.setdefault(env.env_id, OddGroups()).add(group, env.group_size)
         if unit is not None:
             self.buffered -= len(unit.groups)
-            self.lanes.push(env_id, unit_size, unit)
+            self.lanes.push(env_id, env.group_size, unit)
 
     def take(
         self, batch_id: int, now: float, until: float | None, consumer: str | None, request: str | None
-    ) -> Batch | None:
+    ) -> LeasedBatch | None:
         """The batch for a request: the one it got before, one that came back, or a new one of this `batch_id`."""
         batch = None
         if consumer is not None:
@@ -141,13 +145,13 @@ class Epoch:
             self.forget(batch.group_ids, batch.size_bytes)
         return batch
 
-    def _form(self, batch_id: int) -> Batch | None:
+    def _form(self, batch_id: int) -> LeasedBatch | None:
         """The next batch, counted as served, or None."""
         assert self.registration is not None
         units: list[Taken] | None = None
         while not self.barren and units is None:
             self.barren = True  # unless a group that shared a unit with one too old is queued again
-            units, dropped = form(self.registration.batch_size, self.lanes, views.shares(self), self._too_old)
+            units, dropped = form(self.registration.batch_size, self.lanes, reports.shares(self), self._too_old)
             for env_id, _, unit in dropped:
                 self._discard(env_id, unit)
         if units is None:
@@ -160,14 +164,14 @@ class Epoch:
         self.forgotten.extend(group_ids)
         self.stored_bytes -= size_bytes
 
-    def _too_old(self, group: Group) -> bool:
+    def _too_old(self, group: QueuedGroup) -> bool:
         registration = self.registration
         if registration is None or registration.max_staleness is None or registration.stale == "keep":
             return False
-        staleness = views.staleness(self, group)
-        return staleness is not None and staleness > registration.max_staleness
+        age = reports.age(self, group)
+        return age is not None and age > registration.max_staleness
 
-    def _discard(self, env_id: int | None, unit: Group) -> None:
+    def _discard(self, env_id: int | None, unit: QueuedGroup) -> None:
         for group in unit.groups:
             if self._too_old(group):
                 self.tally.discarded += 1
@@ -175,30 +179,30 @@ class Epoch:
             else:
                 self.enqueue(env_id, group)
 
-    def _served(self, batch_id: int, units: list[Taken]) -> Batch:
+    def _served(self, batch_id: int, units: list[Taken]) -> LeasedBatch:
         for env_id, size, unit in units:
             env = self.envs.get(env_id)
             if env is not None:
                 env.served_groups += len(unit.groups)
                 env.served_sequences += size
         groups = [group for taken in units for group in taken.unit.groups]
-        batch = Batch(
+        batch = LeasedBatch(
             batch_id=batch_id,
             group_ids=tuple(group.id for group in groups),
             step=self.step,
             sequences=sum(taken.size for taken in units),
             size_bytes=sum(group.size_bytes for group in groups),
-            staleness=tuple(views.staleness(self, group) for group in groups),
+            staleness=tuple(reports.age(self, group) for group in groups),
         )
         self.step += 1
-        self.tally.serve(batch.sequences, batch.staleness)
+        self.tally.count_served(batch.sequences, batch.staleness)
         return batch
 
     def held(self) -> Iterator[int]:
         """Every group whose payload somebody may ask for."""
         yield from self.lanes.ids()
-        for buffer in self.buffers.values():
-            yield from (group.id for group in buffer.all_groups())
+        for odd in self.odd.values():
+            yield from (group.id for group in odd.oldest_first())
         yield from self.leases.held()
 
     # State.
@@ -206,12 +210,12 @@ class Epoch:
     def to_state(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
-            "registration": None if self.registration is None else asdict(self.registration),
+            "registration": self.registration,
             "envs": self.envs.to_state(),
             "lanes": self.lanes.to_state(),
-            "buffers": [[env_id, buffer.to_state()] for env_id, buffer in sorted(self.buffers.items())],
+            "odd": [[env_id, odd.oldest_first()] for env_id, odd in sorted(self.odd.items())],
             "leases": self.leases.to_state(),
-            "answers": self.answers.to_state(),
+            "keys": self.keys.to_state(),
             "tally": asdict(self.tally),
         }
 
@@ -220,13 +224,14 @@ class Epoch:
         epoch = cls()
         for name in _PLAIN:
             setattr(epoch, name, state[name])
-        epoch.registration = None if state["registration"] is None else Registration(**state["registration"])
+        epoch.registration = msgspec.convert(state["registration"], Registration | None)
         epoch.envs = Envs.from_state(state["envs"])
         epoch.lanes = Lanes.from_state(state["lanes"])
-        epoch.buffers = {env_id: Buffer.from_state(groups) for env_id, groups in state["buffers"]}
+        odd = msgspec.convert(state["odd"], list[tuple[int, list[QueuedGroup]]])
+        epoch.odd = {env_id: OddGroups.of(groups) for env_id, groups in odd}
         epoch.leases = Leases.from_state(state["leases"])
-        epoch.answers = Answers.from_state(state["answers"])
-        epoch.tally = Tally(**state["tally"])
+        epoch.keys = KnownKeys.from_state(state["keys"])
+        epoch.tally = reports.Tally(**state["tally"])
         for env_id in epoch.envs.sharing:
             epoch._reserve(epoch.envs.all[env_id])
         epoch.barren = state["barren"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Union
-
-from rlframe.trajectories.queue.answers import Added
+from typing import Any, NamedTuple, Union
 
 MAX_KEYS = 100_000
 MAX_AGE = 3600.0  # seconds
@@ -12,7 +10,22 @@ MAX_AGE = 3600.0  # seconds
 _Kept = dict[str, Union[int, None]]  # sequences left in the buffer, None where the group was received
 
 
-class Answers:
+class Added(NamedTuple):
+    """`status` is "received", "buffered" (not of its environment's group size) or "refused" (nothing was kept).
+
+    A repeated idempotency key gets the first answer again, with `duplicate` set and without the id.
+    """
+
+    status: str
+    group_id: int | None = None
+    buffer_size: int | None = None  # sequences left in the buffer, where buffered
+    duplicate: bool = False
+    reason: str | None = None  # a sentence, where refused
+    too_large: bool = False  # refused because no batch can hold it: no retry will do better
+    too_old: bool = False  # refused, and it gets no younger
+
+
+class KnownKeys:
     """key -> answer, for the last `MAX_KEYS` keys of the last `MAX_AGE` seconds, and for some before these.
 
     They are forgotten by the generation: all that are older than the younger one, which is as long as that.
@@ -44,11 +57,11 @@ class Answers:
         return [[[list(kept), list(kept.values())] for kept in generations], self._since]
 
     @classmethod
-    def from_state(cls, state: list[Any]) -> Answers:
-        answers = cls()
-        answers._older, answers._younger = (dict(zip(keys, values)) for keys, values in state[0])
-        answers._since = state[1]
-        return answers
+    def from_state(cls, state: list[Any]) -> KnownKeys:
+        known = cls()
+        known._older, known._younger = (dict(zip(keys, values)) for keys, values in state[0])
+        known._since = state[1]
+        return known
 
     def _turn(self, now: float, older: _Kept) -> None:
         """Begins another generation."""

@@ -1,18 +1,19 @@
 """What waits to be batched: a first-in-first-out lane per environment and unit size, and sums over them kept as units
-come and go."""
+come and go. Groups of odd sizes wait apart until some of them are a unit."""
 
 from __future__ import annotations
 
 import heapq
-import struct
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-_PACKED = struct.Struct("<qqqqd?")
+import msgspec
+
+from rlframe.trajectories.queue.packing import fillable, oldest_fitting
 
 
-class Group(NamedTuple):
+class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the queue knows of a group, or of a unit of several odd groups (`parts`, oldest first)."""
 
     id: int  # of a unit of several: that of the group that came last
@@ -20,16 +21,16 @@ class Group(NamedTuple):
     size_bytes: int
     policy_version: int | None  # of a unit of several: the oldest
     added_at: float  # seconds
-    parts: tuple[Group, ...] = ()
+    parts: tuple[QueuedGroup, ...] = ()
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[QueuedGroup, ...]:
         return self.parts or (self,)
 
     @classmethod
-    def joined(cls, parts: Iterable[Group]) -> Group:
+    def joined(cls, parts: Iterable[QueuedGroup]) -> QueuedGroup:
         """One unit of several groups."""
-        parts = tuple(sorted(parts))
+        parts = tuple(sorted(parts, key=lambda part: part.id))
         versions = [part.policy_version for part in parts if part.policy_version is not None]
         return cls(
             id=parts[-1].id,
@@ -40,21 +41,10 @@ class Group(NamedTuple):
             parts=parts,
         )
 
-    def packed(self) -> bytes:
-        """As it waits: there are as many as the queue has groups, and the numbers as objects take twice as much."""
-        return b"".join(
-            _PACKED.pack(part.id, part.sequences, part.size_bytes, part.policy_version or 0, part.added_at, known)
-            for part in self.groups
-            for known in (part.policy_version is not None,)
-        )
 
-    @classmethod
-    def unpacked(cls, packed: bytes) -> Group:
-        parts = [
-            cls(group_id, sequences, size_bytes, version if known else None, added_at)
-            for group_id, sequences, size_bytes, version, added_at, known in _PACKED.iter_unpack(packed)
-        ]
-        return parts[0] if len(parts) == 1 else cls.joined(parts)
+# As it waits: there are as many as the queue has groups, and an object with its numbers takes three times as much.
+_packed = msgspec.msgpack.Encoder().encode
+_unpacked = msgspec.msgpack.Decoder(QueuedGroup).decode
 
 
 class Lane:
@@ -73,14 +63,13 @@ class Lane:
         return self.env_id is None, self.env_id or 0, self.size
 
     @property
-    def head_id(self) -> int:
-        """Of the oldest unit: that of its last part."""
-        return _PACKED.unpack_from(self.units[0], len(self.units[0]) - _PACKED.size)[0]
+    def head(self) -> QueuedGroup:
+        """The oldest unit."""
+        return _unpacked(self.units[0])
 
     @property
-    def head(self) -> Group:
-        """The oldest unit."""
-        return Group.unpacked(self.units[0])
+    def sequences(self) -> int:
+        return len(self.units) * self.size
 
 
 class Lanes:
@@ -105,31 +94,34 @@ class Lanes:
     def of_env(self, env_id: int | None) -> list[Lane]:
         return list(self._of_env.get(env_id, {}).values())
 
+    def of_sizes(self, sizes: Iterable[int]) -> Iterator[Lane]:
+        return (lane for size in sizes for lane in self._of_size[size].values())
+
     def __iter__(self) -> Iterator[Lane]:
         return (lane for lanes in self._of_env.values() for lane in lanes.values())
 
-    def in_order(self) -> list[Lane]:
-        """All lanes."""
-        return sorted(self, key=Lane.key)
-
     def ids(self) -> Iterator[int]:
         """Of all groups."""
-        return (part[0] for lane in self for unit in lane.units for part in _PACKED.iter_unpack(unit))
+        return (part.id for lane in self for unit in lane.units for part in _unpacked(unit).groups)
 
-    def push(self, env_id: int | None, size: int, unit: Group) -> None:
+    def push(self, env_id: int | None, size: int, unit: QueuedGroup) -> None:
         """Puts a unit behind the others of its lane."""
-        self._push(env_id, size, unit.packed())
+        lane = self._lane(env_id, size)
+        lane.units.append(_packed(unit))
+        self._count(lane, 1, len(unit.groups))
+        if len(lane.units) == 1:
+            self._note_head(lane)
 
-    def put_back(self, env_id: int | None, size: int, unit: Group) -> None:
+    def put_back(self, env_id: int | None, size: int, unit: QueuedGroup) -> None:
         """Puts a unit that was popped before the others of its lane."""
         lane = self._lane(env_id, size)
-        lane.units.appendleft(unit.packed())
+        lane.units.appendleft(_packed(unit))
         self._count(lane, 1, len(unit.groups))
         self._note_head(lane)
 
-    def pop(self, lane: Lane) -> Group:
+    def pop(self, lane: Lane) -> QueuedGroup:
         """Takes the oldest unit of a lane."""
-        unit = Group.unpacked(lane.units.popleft())
+        unit = _unpacked(lane.units.popleft())
         self._count(lane, -1, -len(unit.groups))
         if lane.units:
             self._note_head(lane)
@@ -143,16 +135,13 @@ class Lanes:
         while True:
             unit_id, env_id = heads[0]
             lane = self._of_size[size].get(env_id)
-            if lane is not None and lane.head_id == unit_id:
+            if lane is not None and lane.head.id == unit_id:
                 return lane
             heapq.heappop(heads)
 
     def oldest_added(self) -> float | None:
         """When the unit came that waits longest; None where none waits."""
         return min((self.oldest(size).head.added_at for size in self.counts), default=None)
-
-    def of_sizes(self, sizes: Iterable[int]) -> Iterator[Lane]:
-        return (lane for size in sizes for lane in self._of_size[size].values())
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
         """Says how many sequences of a lane are the minimum share of its environment: other envs do not count these."""
@@ -178,22 +167,15 @@ class Lanes:
 
     def to_state(self) -> list[Any]:
         """Quick, however much waits: the units as they are, packed."""
-        return [[lane.env_id, lane.size, list(lane.units)] for lane in self.in_order()]
+        return [[lane.env_id, lane.size, list(lane.units)] for lane in sorted(self, key=Lane.key)]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Lanes:
         lanes = cls()
         for env_id, size, units in state:
             for unit in units:
-                lanes._push(env_id, size, unit)
+                lanes.push(env_id, size, _unpacked(unit))
         return lanes
-
-    def _push(self, env_id: int | None, size: int, unit: bytes) -> None:
-        lane = self._lane(env_id, size)
-        lane.units.append(unit)
-        self._count(lane, 1, len(unit) // _PACKED.size)
-        if len(lane.units) == 1:
-            self._note_head(lane)
 
     def _lane(self, env_id: int | None, size: int) -> Lane:
         lane = self._of_env.get(env_id, {}).get(size)
@@ -231,7 +213,51 @@ class Lanes:
         heads = self._heads.setdefault(lane.size, [])
         lanes = self._of_size[lane.size]
         if len(heads) > 2 * len(lanes) + 64:  # mostly leftovers of units that were taken and put back
-            heads[:] = [(other.head_id, env_id) for env_id, other in lanes.items()]
+            heads[:] = [(other.head.id, env_id) for env_id, other in lanes.items()]
             heapq.heapify(heads)
         else:
-            heapq.heappush(heads, (lane.head_id, lane.env_id))
+            heapq.heappush(heads, (lane.head.id, lane.env_id))
+
+
+class OddGroups:
+    """The groups of one environment that are smaller than its unit size. No subset of them sums to it."""
+
+    def __init__(self) -> None:
+        self._of_size: dict[int, deque[QueuedGroup]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_size.values()))
+
+    @property
+    def sequences(self) -> int:
+        return sum(size * len(groups) for size, groups in self._of_size.items())
+
+    def add(self, group: QueuedGroup, unit_size: int) -> QueuedGroup | None:
+        """Adds a group. Returns the unit that it completes, whose groups leave, or None.
+
+        Which groups: the oldest first, passing over those after which no sum could be exact.
+        """
+        self._of_size.setdefault(group.sequences, deque()).append(group)
+        counts = {size: len(groups) for size, groups in self._of_size.items()}
+        if not fillable(unit_size, counts):
+            return None
+        parts = []
+        while unit_size:
+            size = oldest_fitting(unit_size, counts, lambda size: self._of_size[size][0].id)
+            assert size is not None
+            parts.append(self._of_size[size].popleft())
+            counts[size] -= 1
+            unit_size -= size
+        self._of_size = {size: groups for size, groups in self._of_size.items() if groups}
+        return QueuedGroup.joined(parts)
+
+    def oldest_first(self) -> list[QueuedGroup]:
+        return sorted((group for groups in self._of_size.values() for group in groups), key=lambda group: group.id)
+
+    @classmethod
+    def of(cls, groups: Iterable[QueuedGroup]) -> OddGroups:
+        """Those that `oldest_first` gave."""
+        odd = cls()
+        for group in groups:
+            odd._of_size.setdefault(group.sequences, deque()).append(group)
+        return odd

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 MAX_CONSUMERS = 1024  # whose last request is remembered
 ANSWER_KEPT = 3600.0  # seconds for which it is
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class LeasedBatch(msgspec.Struct, frozen=True):
     """A batch as a consumer gets it.
 
     Attributes:
@@ -34,13 +34,9 @@ class Batch:
     delivery: int = 1
     lease_until: float | None = None
 
-    def to_state(self) -> dict[str, Any]:
-        return {**asdict(self), "group_ids": list(self.group_ids), "staleness": list(self.staleness)}
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Batch:
-        lists = {name: tuple(state[name]) for name in ("group_ids", "staleness")}
-        return cls(**{**state, **lists})
+_Out = tuple[LeasedBatch, str | None]  # and its consumer
+_Answered = tuple[str, LeasedBatch, float]  # a request, the batch that answered it, when
 
 
 class Leases:
@@ -54,12 +50,11 @@ class Leases:
     def __init__(self) -> None:
         self.groups = 0
         self.expired: list[int] = []
-        self._out: dict[int, tuple[Batch, str | None]] = {}  # batch_id -> (batch, consumer)
-        self._returned: OrderedDict[int, Batch] = OrderedDict()
-        self._deadlines: list[tuple[float, int]] = []  # of `_out`, and leftovers
-        # consumer -> (its last request, the batch that answered it, when), the earliest first; a batch without a lease
-        # is kept here for as long
-        self._answered: OrderedDict[str, tuple[str, Batch, float]] = OrderedDict()
+        self._out: dict[int, _Out] = {}  # by batch_id
+        self._earliest = math.inf  # no lease ends before
+        self._returned: dict[int, LeasedBatch] = {}
+        # The last request of each consumer, the earliest first; a batch without a lease is kept here for as long.
+        self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
     @property
     def outstanding(self) -> int:
@@ -70,11 +65,11 @@ class Leases:
         return len(self._returned)
 
     @property
-    def kept(self) -> int:
+    def kept(self) -> list[LeasedBatch]:
         """Batches without a lease that are kept for the same request again."""
-        return sum(batch.lease_until is None for _, batch, _ in self._answered.values())
+        return [batch for _, batch, _ in self._answered.values() if batch.lease_until is None]
 
-    def recall(self, consumer: str, request: str | None) -> Batch | None:
+    def recall(self, consumer: str, request: str | None) -> LeasedBatch | None:
         """The batch that this request was answered with, if it is still this consumer's or nobody else's."""
         known, batch, _ = self._answered.get(consumer, (None, None, None))
         if batch is None or request is None or known != request:
@@ -84,10 +79,10 @@ class Leases:
         out, holder = self._out.get(batch.batch_id, (None, None))
         return out if holder == consumer else self._returned.get(batch.batch_id)
 
-    def answer(self, consumer: str, request: str, batch: Batch, now: float) -> None:
+    def answer(self, consumer: str, request: str, batch: LeasedBatch, now: float) -> None:
         self._answered[consumer] = (request, batch, now)
 
-    def forget_answers(self, consumer: str) -> list[Batch]:
+    def forget_answers(self, consumer: str) -> list[LeasedBatch]:
         """Forgets the consumer's last request, and those of who has not asked for longest where they are too many.
 
         Returns the batches without a lease that were only kept for these.
@@ -97,25 +92,24 @@ class Leases:
             answered.append(self._answered.popitem(last=False)[1])
         return [batch for _, batch, _ in answered if batch.lease_until is None]
 
-    def hand_out(self, batch: Batch, consumer: str | None, until: float | None) -> Batch:
+    def hand_out(self, batch: LeasedBatch, consumer: str | None, until: float | None) -> LeasedBatch:
         """Hands a new batch, or one that came back, to a consumer: until then, or for good."""
         if self._returned.pop(batch.batch_id, None) is not None:
             self.groups -= len(batch.group_ids)
             batch = replace(batch, delivery=batch.delivery + 1)
         batch = replace(batch, lease_until=until)
-        if until is None:
-            return batch
-        self.groups += len(batch.group_ids)
-        self._lease(batch, consumer, until)
+        if until is not None:
+            self.groups += len(batch.group_ids)
+            self._lease(batch, consumer, until)
         return batch
 
     def came_back(self, batch_id: int) -> bool:
         return batch_id in self._returned
 
-    def oldest_returned(self) -> Batch | None:
+    def oldest_returned(self) -> LeasedBatch | None:
         return next(iter(self._returned.values()), None)
 
-    def settle(self, batch_id: int) -> Batch | None:
+    def settle(self, batch_id: int) -> LeasedBatch | None:
         """Takes out a batch that is done with: leased, or come back in the meantime. None where there is none."""
         batch, _ = self._out.pop(batch_id, (None, None))
         batch = batch or self._returned.pop(batch_id, None)
@@ -140,28 +134,19 @@ class Leases:
 
     def due(self, now: float) -> bool:
         """Whether the lease of a batch has ended, or an answer was remembered for long enough."""
-        return self._lease_ended(now) or self._answer_is_old(now)
+        if self._earliest <= now:  # perhaps of a batch that is done with, or was renewed
+            self._earliest = min((end for end, _ in self._ends()), default=math.inf)
+        return self._earliest <= now or self._answer_is_old(now)
 
-    def _answer_is_old(self, now: float) -> bool:
-        return any(at + ANSWER_KEPT <= now for _, _, at in islice(self._answered.values(), 1))
-
-    def _lease_ended(self, now: float) -> bool:
-        while self._deadlines:
-            until, batch_id = self._deadlines[0]
-            out = self._out.get(batch_id)
-            if out is not None and out[0].lease_until == until:
-                return until <= now
-            heapq.heappop(self._deadlines)
-        return False
-
-    def expire(self, now: float) -> list[Batch]:
+    def expire(self, now: float) -> list[LeasedBatch]:
         """Takes back the batches whose leases have ended: `expired`. Returns those without a lease that were only kept
         for requests of long ago."""
         self.expired = []
-        while self._lease_ended(now):
-            batch_id = self._deadlines[0][1]
+        if not self.due(now):
+            return []
+        self.expired = [batch_id for end, batch_id in sorted(self._ends()) if end <= now]
+        for batch_id in self.expired:
             self.give_back(batch_id, None)
-            self.expired.append(batch_id)
         old = []
         while self._answer_is_old(now):
             old.append(self._answered.popitem(last=False)[1][1])
@@ -169,41 +154,32 @@ class Leases:
 
     def held(self) -> Iterator[int]:
         """The groups of all batches that may be asked for (again)."""
-        batches = [batch for batch, _ in self._out.values()] + list(self._returned.values())
-        batches += [batch for _, batch, _ in self._answered.values() if batch.lease_until is None]
+        batches = [*(batch for batch, _ in self._out.values()), *self._returned.values(), *self.kept]
         return (group_id for batch in batches for group_id in batch.group_ids)
 
-    def _lease(self, batch: Batch, consumer: str | None, until: float) -> None:
+    def _lease(self, batch: LeasedBatch, consumer: str | None, until: float) -> None:
         self._out[batch.batch_id] = (batch, consumer)
-        if len(self._deadlines) > 2 * len(self._out) + 64:  # mostly of batches that are done with, or were renewed
-            self._deadlines = _deadlines(self._out)
-        else:
-            heapq.heappush(self._deadlines, (until, batch.batch_id))
+        self._earliest = min(self._earliest, until)
+
+    def _ends(self) -> Iterator[tuple[float, int]]:
+        return ((batch.lease_until or 0.0, batch_id) for batch_id, (batch, _) in self._out.items())
+
+    def _answer_is_old(self, now: float) -> bool:
+        first = next(iter(self._answered.values()), None)
+        return first is not None and first[2] + ANSWER_KEPT <= now
 
     def to_state(self) -> list[Any]:
-        return [
-            [[batch.to_state(), consumer] for batch, consumer in self._out.values()],
-            [batch.to_state() for batch in self._returned.values()],
-            [[consumer, request, batch.to_state(), at] for consumer, (request, batch, at) in self._answered.items()],
-        ]
+        answered = [[consumer, *answer] for consumer, answer in self._answered.items()]
+        return [list(self._out.values()), list(self._returned.values()), answered]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Leases:
         leases = cls()
-        for batch, consumer in state[0]:
-            restored = Batch.from_state(batch)
-            leases._out[restored.batch_id] = (restored, consumer)
-        leases._deadlines = _deadlines(leases._out)
-        leases._returned = OrderedDict((batch["batch_id"], Batch.from_state(batch)) for batch in state[1])
-        leases._answered = OrderedDict(
-            (consumer, (request, Batch.from_state(batch), at)) for consumer, request, batch, at in state[2]
-        )
-        kept = [batch for batch, _ in leases._out.values()] + list(leases._returned.values())
-        leases.groups = sum(len(batch.group_ids) for batch in kept)
+        for batch, consumer in msgspec.convert(state[0], list[_Out]):
+            leases._lease(batch, consumer, batch.lease_until or 0.0)
+        leases._returned = {batch.batch_id: batch for batch in msgspec.convert(state[1], list[LeasedBatch])}
+        answered = msgspec.convert(state[2], list[tuple[str, str, LeasedBatch, float]])
+        leases._answered = OrderedDict((consumer, (request, batch, at)) for consumer, request, batch, at in answered)
+        leases.groups = sum(len(batch.group_ids) for batch, _ in leases._out.values())
+        leases.groups += sum(len(batch.group_ids) for batch in leases._returned.values())
         return leases
-
-
-def _deadlines(out: dict[int, tuple[Batch, str | None]]) -> list[tuple[float, int]]:
-    heap = [(batch.lease_until, batch_id) for batch_id, (batch, _) in out.items() if batch.lease_until is not None]
-    heapq.heapify(heap)
-    return heap

@@ -11,21 +11,26 @@ Units of one size from one environment are never reordered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.queue import views
-from rlframe.trajectories.queue.answers import Added, Registered, RegisteredEnv, Registration
-from rlframe.trajectories.queue.envs import check_env
+from rlframe.trajectories.messages import EnvStatus, RegisteredEnv, Registration
+from rlframe.trajectories.queue import reports
+from rlframe.trajectories.queue.environments import check_env
 from rlframe.trajectories.queue.epoch import Epoch
-from rlframe.trajectories.queue.lanes import Group
-from rlframe.trajectories.queue.leases import Batch
-from rlframe.trajectories.queue.queue_reads import QueueReads
+from rlframe.trajectories.queue.idempotency import Added
+from rlframe.trajectories.queue.lanes import QueuedGroup
+from rlframe.trajectories.queue.leases import LeasedBatch
 
 
-class Queue(QueueReads):
-    """The state of one run. Ids of batches count on through all epochs, those of environments do not."""
+class Queue:
+    """The state of one run. Ids of batches count on through all epochs, those of environments do not.
+
+    Attributes:
+        epoch: rises whenever the run starts afresh.
+        next_group: the lowest id that a new group may have.
+    """
 
     COMMANDS = (
         *("register", "reset", "note_trainer", "register_env", "disconnect_env", "heartbeat", "add", "take"),
@@ -33,7 +38,10 @@ class Queue(QueueReads):
     )
 
     def __init__(self) -> None:
-        super().__init__()
+        self.epoch = 0
+        self.next_group = 0
+        self._epoch = Epoch()
+        self._now = 0.0
         self._next_batch = 0
 
     # Commands.
@@ -44,11 +52,11 @@ class Queue(QueueReads):
             raise UsageError(f"{command!r} is no command of the queue; these are: {', '.join(sorted(self.COMMANDS))}.")
         return getattr(self, command)(**arguments)
 
-    def register(self, settings: Mapping[str, Any], uuid: str, now: float) -> Registered:
+    def register(self, settings: Mapping[str, Any], uuid: str, now: float) -> str:
         """The trainer's settings (see `Registration`). The same again are confirmed; others start a new epoch.
 
         What was sent before the first register, or since a reset, is kept. `uuid` is the caller's name for the
-        settings, given back whenever they are confirmed. Raises `UsageError` for settings that cannot be.
+        settings; returned is that of the settings that hold. Raises `UsageError` for settings that cannot be.
         """
         registration = Registration.of(settings)
         epoch = self._begin(now)
@@ -58,7 +66,7 @@ class Queue(QueueReads):
             epoch.registration = registration
             epoch.uuid = uuid
             epoch.step = registration.starting_step
-        return Registered(epoch.uuid, self._epoch_number)
+        return epoch.uuid
 
     def reset(self, now: float) -> None:
         """Starts a new epoch without a registration."""
@@ -105,8 +113,17 @@ class Queue(QueueReads):
             last_heard=self._now,
         )
         epoch.hear(env, self._now)
-        epoch.rebuffer(env)
-        return RegisteredEnv(env.env_id, env.wandb_name, epoch.step, env.resume_token)
+        epoch.regroup(env)
+        assert epoch.registration is not None
+        return RegisteredEnv(
+            env_id=env.env_id,
+            wandb_name=env.wandb_name,
+            checkpoint_dir=epoch.registration.checkpoint_dir,
+            starting_step=epoch.step,
+            checkpoint_interval=epoch.registration.save_checkpoint_interval,
+            num_steps=epoch.registration.num_steps,
+            resume_token=env.resume_token,
+        )
 
     def disconnect_env(self, env_id: int) -> bool:
         """The environment leaves; what it sent stays. False where there is no such environment."""
@@ -149,24 +166,24 @@ class Queue(QueueReads):
         """
         if sequences < 1:
             raise UsageError(f"A group has at least one sequence; got {sequences}.")
-        if group_id < self._next_group:
-            raise UsageError(f"Ids of groups rise: from {self._next_group} on; got {group_id}.")
+        if group_id < self.next_group:
+            raise UsageError(f"Ids of groups rise: from {self.next_group} on; got {group_id}.")
         epoch = self._begin(now)
         env = epoch.envs.get(env_id)
         if env is not None:
             epoch.hear(env, self._now)
-        known = epoch.answers.get(key, self._now) if key is not None else None
+        known = epoch.keys.get(key, self._now) if key is not None else None
         if known is not None:
             epoch.tally.duplicates += 1
             return known
-        refusal = views.refusal(epoch, env_id, sequences, policy_version)
+        refusal = reports.refusal(epoch, env_id, sequences, policy_version)
         if refusal is not None:
             epoch.tally.refused += 1
             return refusal
-        answer = epoch.add(Group(group_id, sequences, size_bytes, policy_version, self._now), env_id, tokens)
-        self._next_group = group_id + 1
+        answer = epoch.add(QueuedGroup(group_id, sequences, size_bytes, policy_version, self._now), env_id, tokens)
+        self.next_group = group_id + 1
         if key is not None:
-            epoch.answers.put(key, answer, self._now)
+            epoch.keys.put(key, answer, self._now)
         return answer
 
     def take(
@@ -176,7 +193,7 @@ class Queue(QueueReads):
         consumer: str | None = None,
         request: str | None = None,
         policy_version: int | None = None,
-    ) -> Batch | None:
+    ) -> LeasedBatch | None:
         """The next batch, or None while there is not enough.
 
         Args:
@@ -230,18 +247,86 @@ class Queue(QueueReads):
         """The version that the trainer has now; staleness counts from it."""
         self._begin().policy_version = version
 
+    # Reads, which change no answer: O(distinct group sizes), where nothing else is said.
+
+    @property
+    def registration(self) -> Registration | None:
+        return self._epoch.registration
+
+    @property
+    def started(self) -> bool:
+        """The trainer has asked for a batch."""
+        return self._epoch.started
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._epoch.policy_version
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all groups whose payloads are needed, as told with `add`."""
+        return self._epoch.stored_bytes
+
+    @property
+    def forgotten(self) -> list[int]:
+        """Groups whose payloads nobody will ask for any more since the last command."""
+        return self._epoch.forgotten
+
+    def held(self) -> Iterator[int]:
+        """Every group whose payload somebody may ask for; O(groups)."""
+        return self._epoch.held()
+
+    def due(self, now: float) -> bool:
+        """Whether `expire(now)` would change anything."""
+        now = max(self._now, now)
+        return self._epoch.leases.due(now) or self._epoch.overdue(now) is not None
+
+    def may_take(self, now: float, consumer: str | None = None, request: str | None = None) -> bool:
+        """Whether `take` is worth a command: False where it would give None."""
+        epoch = self._epoch
+        if epoch.registration is None:
+            return False
+        if consumer is not None and epoch.leases.recall(consumer, request) is not None:
+            return True
+        return bool(epoch.leases.returned) or self.due(now) or (not epoch.barren and reports.formable(epoch))
+
+    def knows(self, resume_token: str | None) -> bool:
+        """Whether an environment would come back with this token."""
+        return self._epoch.envs.known(resume_token) is not None
+
+    def silence(self, env_id: int, now: float) -> float | None:
+        """Seconds since the environment was heard of, None where it is unknown or has left."""
+        env = self._epoch.envs.get(env_id)
+        return now - env.last_heard if env is not None and env.connected else None
+
+    def waiting(self) -> list[reports.Waiting]:
+        """What waits, and for what: the first `reports.MAX_WAITING`; O(what cannot flow)."""
+        return reports.waiting(self._epoch)
+
+    def status(self) -> reports.QueueStatus:
+        return reports.status(self._epoch, self.epoch)
+
+    def env_status(self, env_id: int, hold: bool = False) -> EnvStatus | None:
+        """What an environment should know; None where it is unknown. `hold`: the caller has a reason (a full store) to
+        make it hold."""
+        return reports.env_status(self._epoch, env_id, hold)
+
+    def report(self, now: float, envs: int = 1000) -> reports.Report:
+        """All that the live page shows, of at most so many environments, those that were heard of last; O(`envs`)."""
+        return reports.report(self._epoch, max(self._now, now), envs)
+
+    # State.
+
     def get_state(self) -> dict[str, Any]:
-        """Everything, as plain data that MessagePack can carry; no later command changes anything in it. Quick: what is
-        long is a list of what does not change."""
-        ids = {"now": self._now, "next_group": self._next_group, "next_batch": self._next_batch}
-        return {"format": 3, "number": self._epoch_number, **ids, "epoch": self._epoch.to_state()}
+        """Everything, as data that MessagePack can carry; no later command changes anything in it. Quick: what is long
+        is a list of what does not change."""
+        numbers = {"number": self.epoch, "now": self._now, "next_group": self.next_group}
+        return {**numbers, "next_batch": self._next_batch, "epoch": self._epoch.to_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Becomes the queue that `get_state` was called on."""
-        if state["format"] != 3:
-            raise UsageError(f"The state of the queue is of format {state['format']}; this version reads format 3.")
-        self._epoch_number, self._now = state["number"], state["now"]
-        self._next_group, self._next_batch = state["next_group"], state["next_batch"]
+        self.epoch, self._now = state["number"], state["now"]
+        self.next_group, self._next_batch = state["next_group"], state["next_batch"]
         self._epoch = Epoch.from_state(state["epoch"])
 
     def _begin(self, now: float | None = None) -> Epoch:
@@ -257,5 +342,5 @@ class Queue(QueueReads):
         gone = [*self._epoch.forgotten, *self._epoch.held()]
         self._epoch = Epoch()
         self._epoch.forgotten = gone
-        self._epoch_number += 1
+        self.epoch += 1
         return self._epoch

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
+import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,20 +16,29 @@ from starlette.responses import Response
 
 import rlframe
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
-from rlframe.http.measuring import Measure
+from rlframe.http.measuring import Measure, RequestMetrics
 from rlframe.http.middleware import Compress, ReadBody, RequireToken, answer, retry_later
 from rlframe.http.origins import SameOrigin
 from rlframe.http.page import Page
+from rlframe.http.token_file import no_token_means
 from rlframe.trajectories.service import models
-from rlframe.trajectories.service.checks import InvalidGroupError
-from rlframe.trajectories.service.decoding import load_decode
-from rlframe.trajectories.service.endpoints import routers
-from rlframe.trajectories.service.endpoints.common import REFUSED, InvalidHeaderError, invalid, named_run, service_of
-from rlframe.trajectories.service.endpoints.groups import RAW
+from rlframe.trajectories.service.endpoints import (
+    REFUSED,
+    InvalidHeaderError,
+    batches,
+    envs,
+    groups,
+    invalid,
+    named_run,
+    service_of,
+    trainer,
+)
 from rlframe.trajectories.service.endpoints.live import live_router, metrics_router
-from rlframe.trajectories.service.prometheus import Metrics
+from rlframe.trajectories.service.previews import load_decode
+from rlframe.trajectories.service.prometheus import PREFIX
 from rlframe.trajectories.service.service import Service
-from rlframe.trajectories.service.settings import Settings
+from rlframe.trajectories.service.settings import CAN, Settings
+from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.stores import open_store
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # asks for /report and /previews
@@ -41,7 +52,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     """The application. It opens the store when it starts, unless it is given a restored service, and closes it."""
     token = settings.token()
     decode = load_decode(settings.tokenizer)
-    metrics = Metrics()
+    metrics = RequestMetrics(PREFIX)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -62,13 +73,15 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     app.get("/", response_model=models.Root, tags=["service"])(_root)
     app.get("/runs", response_model=models.Runs, tags=["service"])(_runs)
     app.include_router(metrics_router(metrics), responses=REFUSED)
-    for router in [*routers(settings.reset), live_router(decode)]:
+    # What is asked for most often comes first: the others are looked at one by one until one matches.
+    routers = [groups.router, batches.router, envs.router, trainer.router, trainer.reset_router(settings.reset)]
+    for router in [*routers, live_router(decode)]:
         app.include_router(router, responses=REFUSED)
         app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)], responses=REFUSED)
     _handle_errors(app)
     # The last one added is the first that a request meets.
     app.add_middleware(Compress)
-    app.add_middleware(ReadBody, limit=settings.max_body_mb << 20, raw=RAW)
+    app.add_middleware(ReadBody, limit=settings.max_body_mb << 20, raw=groups.RAW)
     if token is not None:
         app.add_middleware(RequireToken, token=token)
     if settings.cors_origins:
@@ -86,6 +99,14 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     )
     app.add_middleware(Measure, metrics=metrics, stripped="/runs/{run}")
     return app
+
+
+def app_from_environment() -> FastAPI:
+    """The application, for `uvicorn --factory`, with its settings from the environment (see `Settings`)."""
+    settings = Settings.from_environment()
+    if settings.no_token:
+        print(no_token_means(CAN), file=sys.stderr)
+    return make_app(settings)
 
 
 def open_service(settings: Settings) -> Service:
@@ -110,11 +131,16 @@ async def _runs(request: Request) -> Response:
     return answer({"runs": service_of(request).runs})
 
 
+def _message(error: dict[str, Any]) -> str:
+    """What pydantic says, or an error of ours, in its own words."""
+    return str(error.get("ctx", {}).get("error", error["msg"]))
+
+
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid_request(_: Request, error: RequestValidationError) -> Response:
         # Without what was sent: it may be long, or hold what JSON does not have.
-        details = [{"loc": list(one["loc"]), "msg": one["msg"], "type": one["type"]} for one in error.errors()]
+        details = [{"loc": list(one["loc"]), "msg": _message(one), "type": one["type"]} for one in error.errors()]
         return answer({"detail": details}, 422)
 
     @app.exception_handler(InvalidGroupError)

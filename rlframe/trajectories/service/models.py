@@ -1,40 +1,18 @@
-"""The small requests and all answers, as the service's OpenAPI document describes them."""
+"""Small requests and answers, as the service's OpenAPI document describes them; the others are `messages`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field
 
-from rlframe.trajectories.queue import answers
+from rlframe.trajectories.messages import INT64, TEXT, RegisteredEnv
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the log can carry
+Int64 = Annotated[int, Field(**INT64)]
 Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # what JSON carries everywhere; differences have 64 bits too
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Text = Annotated[str, Field(max_length=4096)]
-
-
-class Registration(BaseModel):
-    """What a trainer tells first. The same again is confirmed; anything else starts a new epoch."""
-
-    wandb_group: Text
-    wandb_project: Text
-    batch_size: int = Field(ge=1, le=answers.MAX_BATCH_SIZE, description="Sequences in every batch, exactly.")
-    max_token_len: Int64
-    checkpoint_dir: Text
-    save_checkpoint_interval: Int64
-    starting_step: Int64
-    num_steps: Int64
-    max_staleness: Count | None = Field(None, description="Policy versions by which a group may be older.")
-    stale: Literal["keep", "discard"] = Field(
-        "keep", description="What becomes of a group that is too old at its turn."
-    )
-    lapse_after: float = Field(
-        120.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds of silence after which no batch waits for an environment.",
-    )
+Text = Annotated[str, Field(**TEXT)]
 
 
 class RegisterEnv(BaseModel):
@@ -62,42 +40,11 @@ class Runs(BaseModel):
     runs: list[str]
 
 
-class Registered(BaseModel):
-    uuid: int = Field(description="128 bits.")
+@dataclass(frozen=True, kw_only=True)
+class EnvRegistered(RegisteredEnv):
+    """The environment has joined."""
 
-
-class WandbInfo(BaseModel):
-    group: str | None
-    project: str | None
-
-
-class Info(BaseModel):
-    batch_size: int
-    max_token_len: int
-
-
-class Status(BaseModel):
-    current_step: int = Field(description="Batches handed out, from starting_step on.")
-    queue_size: int = Field(description="Groups.")
-    set_aside: int = Field(description="Groups that cannot be part of an exact batch, with the sizes that are sent.")
-    waiting_for: list[str]
-    buffered: int
-    leased: int
-    epoch: int
-    paused: bool
-    policy_version: int | None
-    stored_bytes: int
-
-
-class EnvRegistered(BaseModel):
     status: Literal["success"]
-    env_id: int
-    wandb_name: str
-    checkpoint_dir: str
-    starting_step: int
-    checkpoint_interval: int
-    num_steps: int
-    resume_token: str | None
 
 
 class Wait(BaseModel):
@@ -115,16 +62,6 @@ class Failure(BaseModel):
 
 class Versioned(Success):
     policy_version: int
-
-
-class EnvStatus(BaseModel):
-    current_step: int
-    queue_size: int = Field(description="Groups, of this environment's size.")
-    env_weight: float
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    hold: bool = Field(description="Whether this environment should not start new groups now.")
 
 
 class Received(BaseModel):
@@ -174,14 +111,14 @@ class NoItem(BaseModel):
     images: list[Any]
 
 
-class Batch(BaseModel):
+class BatchAnswer(BaseModel):
     batch: list[Item] | None
     batch_id: int | None = Field(None, description="With lease or consumer only.")
     step: int | None = Field(None, description="With lease or consumer only.")
     redelivered: bool | None = Field(None, description="With lease or consumer only.")
 
 
-class Latest(BaseModel):
+class LatestAnswer(BaseModel):
     groups: list[Item]
 
 
@@ -191,7 +128,7 @@ class NotRegistered(BaseModel):
     batch: list[Item]
 
 
-class Refused(BaseModel):
+class Unavailable(BaseModel):
     status: Literal["full", "too early", "failure"]
     error: str
 
@@ -205,11 +142,11 @@ class Refusal(BaseModel):
     detail: str
 
 
-class Problem(BaseModel):
+class FieldProblem(BaseModel):
     loc: list[Union[str, int]]
     msg: str
     type: str
 
 
 class Invalid(BaseModel):
-    detail: list[Problem]
+    detail: list[FieldProblem]

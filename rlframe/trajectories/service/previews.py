@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Union
 
 import msgspec
 
-from rlframe.trajectories.service.decoding import Decode, ids_as_text
+from rlframe import extras
+from rlframe.errors import UsageError
+from rlframe.trajectories.messages import IGNORED
 from rlframe.trajectories.service.wire import as_json, is_packed
 
-MASKED = -100
+Decode = Callable[[Sequence[int]], str]  # token ids to text
+
 MAX_BYTES = 4 << 20  # of a payload; decoding a larger one would keep others waiting
 MAX_SEQUENCES = 16
 MAX_TOKENS = 1000  # of a sequence, from its beginning, and as many from its end
@@ -20,7 +23,7 @@ MAX_CHARACTERS = 20_000  # of a message
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShownTokens:
     """Tokens that follow each other and are all masked, or all not."""
 
     text: str
@@ -28,7 +31,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Message:
+class ShownMessage:
     role: str
     content: str
 
@@ -40,10 +43,10 @@ class SequencePreview:
     score: float
     tokens: int
     trained_tokens: int  # not masked
-    pieces: list[Piece]
+    pieces: list[ShownTokens]
     before_gap: int
     left_out: int
-    messages: list[Message] | None
+    messages: list[ShownMessage] | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def _sequence(
     return SequencePreview(
         score=score,
         tokens=len(tokens),
-        trained_tokens=len(tokens) - masks.count(MASKED),
+        trained_tokens=len(tokens) - masks.count(IGNORED),
         pieces=pieces,
         before_gap=before_gap,
         left_out=left_out,
@@ -109,12 +112,12 @@ def _sequence(
     )
 
 
-def _pieces(tokens: Sequence[int], masks: Sequence[int], decode: Decode) -> Iterator[Piece]:
+def _pieces(tokens: Sequence[int], masks: Sequence[int], decode: Decode) -> Iterator[ShownTokens]:
     before: Sequence[int] = ()
-    for masked, members in groupby(range(len(tokens)), lambda i: masks[i] == MASKED):
+    for masked, members in groupby(range(len(tokens)), lambda i: masks[i] == IGNORED):
         indices = list(members)
         ids = tokens[indices[0] : indices[-1] + 1]
-        yield Piece(_text_after(before, ids, decode), masked)
+        yield ShownTokens(_text_after(before, ids, decode), masked)
         before = ids
 
 
@@ -127,9 +130,37 @@ def _text_after(before: Sequence[int], ids: Sequence[int], decode: Decode) -> st
     return decode(ids)
 
 
-def _message(message: dict[str, Any]) -> Message:
+def _message(message: dict[str, Any]) -> ShownMessage:
     content = message["content"]
     text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}… ({len(text) - MAX_CHARACTERS:,} more characters)"
-    return Message(str(message["role"]), text)
+    return ShownMessage(str(message["role"]), text)
+
+
+def load_decode(path: str | None) -> Decode | None:
+    """The decoder of a `tokenizer.json` (the format of the `tokenizers` package), None for None.
+
+    Special tokens are part of the text, and so are, as numbers, ids that the tokenizer does not have.
+    Raises `UsageError` where the package is missing or the file cannot be read.
+    """
+    if path is None:
+        return None
+    with extras.needed("--tokenizer", "tokenizers"):
+        from tokenizers import Tokenizer
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the package raises bare Exceptions
+        raise UsageError(f"The tokenizer file {path} cannot be read: {error}.") from error
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def decode(ids: Sequence[int]) -> str:
+        if all(0 <= token < size for token in ids):
+            return tokenizer.decode(list(ids), skip_special_tokens=False)
+        return ids_as_text(ids)
+
+    return decode
+
+
+def ids_as_text(ids: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in ids)

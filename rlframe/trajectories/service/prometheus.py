@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
-from prometheus_client.registry import Collector
 
-from rlframe.http.measuring import RequestMetrics
-from rlframe.trajectories.queue.answers import Report, Status
+from rlframe.trajectories.queue.reports import QueueStatus, Report
 
 PREFIX = "rlframe_trajectories_"
 
 
 class RunState(NamedTuple):
-    status: Status
+    status: QueueStatus
     report: Report
 
 
@@ -29,49 +27,32 @@ class Scrape(NamedTuple):
     failed: bool
 
 
-class Metrics(RequestMetrics):
-    """All of one application: its requests, its process, and the queues of a `Scrape`."""
-
-    def __init__(self) -> None:
-        super().__init__(PREFIX)
-
-    def text(self, scrape: Scrape) -> bytes:
-        """The exposition in Prometheus's text format 0.0.4. May be called in any thread."""
-        return self.exposition(_Queues(scrape).collect())
-
-
-class _Queues(Collector):
-    def __init__(self, scrape: Scrape) -> None:
-        self._scrape = scrape
-
-    def collect(self) -> Iterable[Metric]:
-        scrape = self._scrape
-        for name, help_text, value in (
-            ("stored_bytes", "Bytes of all groups that are kept.", scrape.stored_bytes),
-            ("stored_bytes_limit", "Bytes that may be kept (--max-queue-mb).", scrape.max_bytes),
-            ("writing_bytes", "Bytes of groups that are being written.", scrape.writing_bytes),
-            ("store_failed", "1 where the store has failed and every write is refused.", scrape.failed),
-        ):
-            yield GaugeMetricFamily(PREFIX + name, help_text, value)
-        for family, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-            for name, help_text, read in table:
-                yield self._of_runs(family(PREFIX + name, help_text, labels=["run"]), read)
-        staleness = SummaryMetricFamily(
-            PREFIX + "staleness_versions",
-            "Policy versions by which groups were older than the trainer's when served, where both are known.",
-            labels=["run"],
-        )
-        for run, state in scrape.runs.items():
-            known = state.report.staleness
-            staleness.add_metric([run], count_value=known.groups, sum_value=known.mean * known.groups)
-        yield staleness
-
-    def _of_runs(self, family: Any, read: Any) -> Metric:
-        for run, state in self._scrape.runs.items():
-            value = read(state)
-            if value is not None:
-                family.add_metric([run], value)
-        return family
+def families(scrape: Scrape) -> Iterator[Metric]:
+    """The queues as metrics."""
+    for name, help_text, value in (
+        ("stored_bytes", "Bytes of all groups that are kept.", scrape.stored_bytes),
+        ("stored_bytes_limit", "Bytes that may be kept (--max-queue-mb).", scrape.max_bytes),
+        ("writing_bytes", "Bytes of groups that are being written.", scrape.writing_bytes),
+        ("store_failed", "1 where the store has failed and every write is refused.", scrape.failed),
+    ):
+        yield GaugeMetricFamily(PREFIX + name, help_text, value)
+    for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+        for name, help_text, read in table:
+            family: Any = kind(PREFIX + name, help_text, labels=["run"])
+            for run, state in scrape.runs.items():
+                found = read(state)
+                if found is not None:
+                    family.add_metric([run], found)
+            yield family
+    staleness = SummaryMetricFamily(
+        PREFIX + "staleness_versions",
+        "Policy versions by which groups were older than the trainer's when served, where both are known.",
+        labels=["run"],
+    )
+    for run, state in scrape.runs.items():
+        known = state.report.staleness
+        staleness.add_metric([run], count_value=known.groups, sum_value=known.mean * known.groups)
+    yield staleness
 
 
 # Name, help, and how it is read of a `RunState`. Counters start afresh with each epoch of a run.

@@ -1,4 +1,4 @@
-"""The service: every change is a command in the store's log, applied in the order of the log (see `machine`).
+"""The service: every change is a command in the store's log, applied in the order of the log (see `state_machine`).
 
 All service processes of one store hold the same queues, and after a restart the log leads to the same state. A command
 is applied, and answered, once it is durable. Everything here but what names a thread runs on the event loop's thread.
@@ -10,30 +10,38 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
-from rlframe.trajectories.queue.leases import Batch
+from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
-from rlframe.trajectories.service import snapshots
-from rlframe.trajectories.service.follower import Follower
-from rlframe.trajectories.service.machine import BEGINNING, Machine, decode, encode
-from rlframe.trajectories.service.pending import Command, Pending
-from rlframe.trajectories.service.run import Applied
+from rlframe.trajectories.service.state_machine import (
+    BEGINNING,
+    Applied,
+    StateMachine,
+    decode_command,
+    encode_command,
+    encode_state,
+    read_on,
+)
 from rlframe.trajectories.stores import Store
 
 MAX_RUNS = 1000
 SNAPSHOT_BYTES = 4 << 20  # of commands: about 20,000, and a second of replaying them
+ANSWER_DEADLINE = 60.0  # seconds for a command to be durable and applied
 _AT_ONCE = 64  # commands that are applied before the event loop does something else
 _TICK = 0.5  # seconds between looks at the clock, for leases and silent environments
-_ANSWER = 60.0  # seconds for a command to be durable and applied
 _NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
+_WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds until who reads a shared log looks whether the service has ended
+_RETRY = 0.5  # seconds until a store that did not answer is read again
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
 
 _logger = logging.getLogger(__name__)
@@ -41,6 +49,17 @@ _logger = logging.getLogger(__name__)
 
 class FullError(UnavailableError):
     """The service keeps as many bytes as it may."""
+
+
+class _Submitted(NamedTuple):
+    """A command that is not applied yet."""
+
+    run: str
+    command: str
+    arguments: Mapping[str, Any]
+    payload: bytes | None
+    size: int  # bytes of its record
+    answer: asyncio.Future[Applied]
 
 
 class Service:
@@ -51,65 +70,67 @@ class Service:
         max_bytes: of groups that are kept.
         snapshot_bytes: a snapshot is taken after so many bytes of commands; or after as many as the last one had, so
             that a long queue is not written down again and again.
+        answer_deadline: seconds for a command to be durable and applied.
+
+    Attributes:
+        decoding: held by whoever decodes a group, which takes milliseconds.
+        failed: what the store takes nothing more for.
+        on_failure: called when that happens.
+        closing: the service is about to end: nobody waits for data any more.
+        pending_bytes: of groups that are being written.
     """
 
-    def __init__(self, store: Store, *, max_bytes: int, snapshot_bytes: int = SNAPSHOT_BYTES) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        max_bytes: int,
+        snapshot_bytes: int = SNAPSHOT_BYTES,
+        answer_deadline: float = ANSWER_DEADLINE,
+    ) -> None:
         self.store = store
-        self._machine = Machine()
-        self.turn = asyncio.Lock()  # of whoever decodes a group, which takes milliseconds
-        self.failed: StoreError | None = None  # what the store takes nothing more for
-        self.on_failure: Callable[[], None] = lambda: None
         self.max_bytes = max_bytes
+        self.decoding = asyncio.Lock()
+        self.failed: StoreError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.closing = False
+        self.pending_bytes = 0
         self._snapshot_bytes = snapshot_bytes
+        self._snapshot_due = snapshot_bytes  # bytes of commands until then
+        self._answer_deadline = answer_deadline
+        self._machine = StateMachine()
         self._origin = secrets.token_hex(6)
-        self._pending = Pending()
+        self._numbers = itertools.count()
+        self._submitted: dict[int, _Submitted] = {}
         self._durable: deque[tuple[concurrent.futures.Future[int], int]] = deque()
         self._draining = False
-        self._closing = False
+        self._changes: dict[str, asyncio.Event] = {}  # of the runs where somebody waits for one
         self._background: set[asyncio.Task[None]] = set()
-        self._follower: Follower | None = None
+        self._follower: threading.Thread | None = None
         self._left: list[int] = []  # payloads that nobody needed when this process started
 
     # Life
 
     def restore(self) -> None:
         """Brings back what the store holds, before `start`. Raises `StoreError` or `PeerError` where that cannot be."""
-        self._machine.restore(self.store)
+        self._snapshot_due -= self._machine.restore(self.store)
         self._left = self._machine.unneeded(self.store)
 
     async def start(self) -> None:
         """Begins to take commands."""
-        self.loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._later(self._tick())
         if self.store.shared:
-            self._follower = Follower(self, self._machine.position)
+            follow = functools.partial(self._follow, self._machine.position)
+            self._follower = threading.Thread(target=follow, name="follower of the log", daemon=True)
+            self._follower.start()
         # What a crash left behind; another process may just be reading what it took.
-        self.loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
+        self._loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
 
     def stop_waiting(self) -> None:
         """Nobody waits for data any more: the service is about to end."""
-        self._closing = True
-        for run in self._machine.runs.values():
-            run.wake()
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
-    @property
-    def idle(self) -> bool:
-        """It is closing, and nothing that was submitted is still to be applied."""
-        return self._closing and not self._pending
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of all groups whose payloads are needed."""
-        return self._machine.stored_bytes
-
-    @property
-    def pending_bytes(self) -> int:
-        """Of groups that are being written."""
-        return self._pending.bytes
+        self.closing = True
+        self._wake(*self._changes)
 
     async def close(self) -> None:
         """Writes what was submitted, and a snapshot, and closes the store."""
@@ -118,14 +139,15 @@ class Service:
             task.cancel()
         try:
             await asyncio.gather(*self._background, return_exceptions=True)
-            await self._pending.wait(10.0)
+            if answers := [submitted.answer for submitted in self._submitted.values()]:
+                await asyncio.wait(answers, timeout=10.0)
             if self._follower is not None:  # it ends once nothing is pending
-                self._pending.fail_all(PeerError("The service ended before the store told what became of the request."))
-                await self.loop.run_in_executor(None, self._follower.join, 10.0)
+                self._fail(PeerError("The service ended before the store told what became of the request."))
+                await self._in_thread(self._follower.join, 10.0)
             if self.failed is None and self._machine.position > self._machine.snapshot_position:
                 await self._snapshot()
         finally:
-            await self.loop.run_in_executor(None, self.store.close)
+            await self._in_thread(self.store.close)
 
     # Commands
 
@@ -143,16 +165,13 @@ class Service:
             PeerError: the store did not answer: whether the command took effect will show.
             StoreError: the store failed.
         """
-        applied = await self._submit(run, command, arguments, payload)
-        return applied.answer
+        return (await self._submit(run, command, arguments, payload)).answer
 
-    async def take(self, run: str, **arguments: Any) -> tuple[Batch, list[bytes]] | None:
+    async def take(self, run: str, **arguments: Any) -> tuple[LeasedBatch, list[bytes]] | None:
         """A batch and its payloads, or None. As `submit`; a payload that is lost is an `UnavailableError`."""
-        applied = await self._submit(run, "take", arguments, None)
+        applied = await self._submit(run, "take", arguments)
         batch = applied.answer
-        payloads: list[bytes | None] = []
-        if batch is not None:
-            payloads = await self.loop.run_in_executor(None, self.store.payloads, batch.group_ids)
+        payloads = [] if batch is None else await self._in_thread(self.store.payloads, batch.group_ids)
         self._forget(applied.freed)
         if batch is None:
             return None
@@ -175,33 +194,38 @@ class Service:
 
     async def _quietly(self, run: str, command: str, arguments: Mapping[str, Any]) -> None:
         try:
-            await self._submit(run, command, arguments, None)
+            await self._submit(run, command, arguments)
         except RlframeError as error:
             _logger.warning("%s in run %r: %s", command, run, error)
 
-    async def _submit(self, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None) -> Applied:
+    async def _submit(
+        self, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None = None
+    ) -> Applied:
         if self.failed is not None:
             raise self.failed
         if command in _TIMED:
             arguments = {**arguments, "now": time.time()}
-        runs = self._machine.runs
-        if command in BEGINNING and run not in runs and len(runs) >= MAX_RUNS:
+        queues = self._machine.queues
+        if command in BEGINNING and run not in queues and len(queues) >= MAX_RUNS:
             raise UnavailableError(f"There are {MAX_RUNS} runs already. Use one of them, or another store.")
-        number = self._pending.next_number
-        record = encode((run, command, arguments, self._origin, number))
-        pending = Command(run, command, arguments, len(record), payload, self.loop.create_future())
-        self._pending.add(pending)
+        number = next(self._numbers)
+        record = encode_command((run, command, arguments, self._origin, number))
+        submitted = _Submitted(run, command, arguments, payload, len(record), self._loop.create_future())
+        self._submitted[number] = submitted
+        self.pending_bytes += len(payload or b"")
         try:
             future = self.store.append(record, payload)
         except BaseException:
-            self._pending.settle(number)
+            self._settle(number)
             raise
         future.add_done_callback(functools.partial(self._on_durable, number))
         try:
-            applied = await asyncio.wait_for(pending.answer, _ANSWER)
+            applied = await asyncio.wait_for(submitted.answer, self._answer_deadline)
         except asyncio.TimeoutError:
-            error = f"The store did not tell within {_ANSWER:g} s what became of the request. It may still take effect."
-            raise PeerError(error) from None
+            raise PeerError(
+                f"The store did not tell within {self._answer_deadline:g} s what became of the request. It may still "
+                "take effect."
+            ) from None
         if isinstance(applied.answer, Exception):
             raise applied.answer
         return applied
@@ -213,38 +237,41 @@ class Service:
                 f"The service keeps {self.stored_bytes >> 20} MB, its limit. Trainers have to take some first."
             )
 
+    # Reads
+
+    def queue(self, run: str) -> Queue:
+        """The queue of a run, to be read; an empty one where there is no such run."""
+        return self._machine.queues.get(run) or Queue()
+
+    @property
+    def runs(self) -> list[str]:
+        return sorted(self._machine.queues)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all groups whose payloads are needed."""
+        return self._machine.stored_bytes
+
     @property
     def nearly_full(self) -> bool:
         """Environments should hold."""
         return self.stored_bytes + self.pending_bytes > _NEARLY * self.max_bytes
 
-    # Reads
-
-    def queue(self, run: str) -> Queue:
-        """The queue of a run, to be read; an empty one where there is no such run."""
-        known = self._machine.runs.get(run)
-        return Queue() if known is None else known.queue
-
-    @property
-    def runs(self) -> list[str]:
-        return sorted(self._machine.runs)
-
     async def changed(self, run: str, timeout: float) -> None:
         """Returns when a command was applied in this run, after `timeout` seconds, or when the service ends."""
-        known = self._machine.runs.get(run)
-        if known is None or self._closing:
-            return
-        waiter = known.changed()
-        try:
-            await asyncio.wait([waiter], timeout=timeout)
-        finally:
-            known.forget_waiter(waiter)
+        if run in self._machine.queues and not self.closing:
+            change = self._changes.setdefault(run, asyncio.Event())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(change.wait(), timeout)
 
     async def latest_groups(self, run: str, count: int) -> list[bytes]:
         """The payloads of the latest groups, newest first, as far as they are still known."""
-        missing = self._machine.latest.missing(run, count)
-        found = await self.loop.run_in_executor(None, self.store.payloads, missing) if missing else []
-        return self._machine.latest.payloads(run, count, dict(zip(missing, found)))
+        latest = self._machine.latest
+        newest = {position: latest.payload(position) for position in latest.positions(run)[: -count - 1 : -1]}
+        missing = [position for position, payload in newest.items() if payload is None]
+        if missing:
+            newest |= zip(missing, await self._in_thread(self.store.payloads, missing))
+        return [payload for payload in newest.values() if payload is not None]
 
     # Applying, in the order of the log
 
@@ -253,7 +280,7 @@ class Service:
         self._durable.append((future, number))
         if not self._draining:
             self._draining = True
-            self.loop.call_soon_threadsafe(self._drain)
+            self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
         self._draining = False  # first: what comes from here on schedules another
@@ -264,97 +291,144 @@ class Service:
             error = future.exception()
             if error is not None:
                 if isinstance(error, StoreError):
-                    self._lost(error)
-                self._pending.fail(number, error)
+                    self._give_up(error)
+                self._fail(error, number)
             elif not self.store.shared:
-                self._apply_pending(future.result(), number)
+                self._apply_submitted(future.result(), number)
         self._draining = True
-        self.loop.call_soon(self._drain)
+        self._loop.call_soon(self._drain)
 
-    def _apply_pending(self, position: int, number: int) -> None:
+    def _apply_submitted(self, position: int, number: int) -> None:
         """Applies a command that this process submitted, and answers whoever waits for it."""
-        command = self._pending.get(number)
-        assert command is not None
-        run, name, arguments, size, payload, _ = command
-        applied = self._machine.apply(position, run, name, arguments, size, payload)
-        waited_for = self._pending.settle(number)
+        run, command, arguments, payload, size, _ = self._submitted[number]
+        applied = self._machine.apply(position, run, command, arguments, payload)
+        waited_for = self._settle(number)
         if waited_for is not None:
             waited_for.answer.set_result(applied)
-        if waited_for is None or name != "take":  # who takes a batch reads it first
+        if waited_for is None or command != "take":  # who takes a batch reads it first
             self._forget(applied.freed)
-        self._applied(run)
+        self._count_applied(run, size)
 
-    def apply_records(self, records: list[tuple[int, bytes]]) -> None:
+    def _apply_records(self, records: list[tuple[int, bytes]]) -> None:
         """Applies what any process has submitted, and answers those that were submitted here."""
         for position, record in records:
-            run, name, arguments, origin, number = decode(record)
-            if origin == self._origin and self._pending.get(number) is not None:
-                self._apply_pending(position, number)
+            run, command, arguments, origin, number = decode_command(record)
+            if origin == self._origin and number in self._submitted:
+                self._apply_submitted(position, number)
                 continue
-            applied = self._machine.apply(position, run, name, arguments, len(record))
+            applied = self._machine.apply(position, run, command, arguments)
             if origin == self._origin:  # nobody waits for it any more
                 self._forget(applied.freed)
-            self._applied(run)
+            self._count_applied(run, len(record))
+
+    def _count_applied(self, run: str, size: int) -> None:
+        """Something changed in this run, by a record of so many bytes."""
+        self._wake(run)
+        self._snapshot_due -= size
+        if self._snapshot_due <= 0 and not self.closing:
+            self._snapshot_due = self._snapshot_bytes
+            self._later(self._snapshot())
+
+    def _wake(self, *runs: str) -> None:
+        """Lets everybody who waits for a change look again."""
+        for run in runs:
+            if change := self._changes.pop(run, None):
+                change.set()
+
+    def _settle(self, number: int) -> _Submitted | None:
+        """Nothing is pending any more under this number. Returns what was, if somebody waits for it."""
+        submitted = self._submitted.pop(number, None)
+        if submitted is None:
+            return None
+        self.pending_bytes -= len(submitted.payload or b"")
+        return None if submitted.answer.done() else submitted
+
+    def _fail(self, error: BaseException, *numbers: int) -> None:
+        """Ends what was submitted under these numbers, or all of it, with an error."""
+        for number in numbers or list(self._submitted):
+            if (submitted := self._settle(number)) is not None:
+                submitted.answer.set_exception(error)
 
     def _forget(self, positions: list[int]) -> None:
         if positions:
             with contextlib.suppress(RlframeError):  # the next start sweeps what is left
                 self.store.forget(positions)
 
-    # State
+    def _give_up(self, error: StoreError) -> None:
+        """The store takes nothing more."""
+        if self.failed is None:
+            self.failed = error
+            self.on_failure()
 
-    def _applied(self, run: str) -> None:
-        """Something changed in this run."""
-        if known := self._machine.runs.get(run):
-            known.wake()
-        if self._machine.logged >= max(self._snapshot_bytes, self._machine.snapshot_size) and not self._closing:
-            self._machine.logged = 0
-            self._later(self._snapshot())
+    # What goes on beside
 
     async def _snapshot(self) -> None:
         """Keeps the state as it is now, so that the next start need not read the log before it."""
         position = self._machine.snapshot_position = self._machine.position
         try:
-            encoded = await self.loop.run_in_executor(None, snapshots.encode, self._machine.get_state())
-            self._machine.snapshot_size = len(encoded)
+            encoded = await self._in_thread(encode_state, self._machine.get_state())
+            self._snapshot_due = max(self._snapshot_bytes, len(encoded))
             await asyncio.wrap_future(self.store.snapshot(position, encoded))
         except RlframeError as error:
             _logger.warning("No snapshot was taken: %s", error)
         except Exception:  # the log has everything
             _logger.exception("No snapshot was taken.")
 
-    # What goes on beside
+    async def _tick(self) -> None:
+        while not self.closing:
+            await asyncio.sleep(_TICK)
+            now = time.time()
+            for run, queue in list(self._machine.queues.items()):
+                if queue.due(now) and self.failed is None:
+                    await self._quietly(run, "expire", {})
 
     def _later(self, work: Any) -> None:
-        task = self.loop.create_task(work)
+        task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _tick(self) -> None:
-        while not self._closing:
-            await asyncio.sleep(_TICK)
-            now = time.time()
-            for name, run in list(self._machine.runs.items()):
-                if run.queue.due(now) and self.failed is None:
-                    await self._quietly(name, "expire", {})
+    def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        return self._loop.run_in_executor(None, call, *arguments)
 
-    def go_on_from(self, position: int, snapshot: bytes) -> None:
-        """Goes on from a snapshot that another process has taken."""
-        runs = self._machine.runs
-        self._machine.set_state(position, snapshot)
-        self._pending.fail_all(
-            PeerError("This process was too far behind the others to tell what became of the request.")
-        )
-        for run in runs.values():
-            run.wake()
+    # A store that several processes share: a thread reads what any of them appends
 
-    def give_up(self, error: StoreError) -> None:
-        """The store failed."""
-        self._lost(error)
-        self._pending.fail_all(error)
+    def _follow(self, after: int) -> None:
+        """Until the service is closing and nothing is pending, or the store has failed."""
+        while not self.closing or self._submitted:
+            try:
+                if self.store.wait(after, _WAIT_CLOSING if self.closing else _WAIT):
+                    snapshot, records = read_on(self.store, after)
+                    self._hand_over(functools.partial(self._go_on, snapshot, records))
+                    after = records[-1][0] if snapshot is None else snapshot[0]
+            except StoreError as error:
+                self._hand_over(functools.partial(self._give_up, error))
+                self._hand_over(functools.partial(self._fail, error))
+                return
+            except RlframeError as error:
+                if not self.closing:
+                    _logger.warning("%s", error)
+                time.sleep(_RETRY)
 
-    def _lost(self, error: StoreError) -> None:
-        """The store takes nothing more."""
-        if self.failed is None:
-            self.failed = error
-            self.on_failure()
+    def _hand_over(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the event loop's thread and waits for it."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        self._loop.call_soon_threadsafe(run)
+        while not done.wait(1.0):
+            if self._loop.is_closed():
+                return
+
+    def _go_on(self, snapshot: tuple[int, bytes] | None, records: list[tuple[int, bytes]]) -> None:
+        """Applies what the log holds now, or becomes what another process has taken a snapshot of."""
+        if snapshot is None:
+            self._apply_records(records)
+            return
+        self._machine.set_state(*snapshot)
+        self._fail(PeerError("This process was too far behind the others to tell what became of the request."))
+        self._wake(*self._changes)

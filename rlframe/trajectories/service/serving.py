@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from socket import socket
+from typing import Any
 
 from rlframe import handles
 from rlframe.errors import PeerError
 from rlframe.http.serving import DRAIN, HttpServer, address_of, listen
 from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.trajectories.service.app import make_app, open_service
+from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.settings import CAN, Settings
 
 MAX_CONNECTIONS = 1024
@@ -25,7 +28,7 @@ def serve(settings: Settings, host: str, port: int, max_connections: int) -> Non
         UsageError: it cannot listen there, or needs a token to; a setting cannot be.
         StoreError, PeerError: as `open_service`.
     """
-    _serve(settings, host, port, max_connections, lambda server, address: None)
+    _run(*_prepared(settings, host, port, max_connections, lambda: None))
 
 
 class TrajectoryServer:
@@ -43,11 +46,12 @@ class TrajectoryServer:
     """
 
     def __init__(self, settings: Settings, host: str, port: int) -> None:
-        self._server: HttpServer | None = None
         self._failure: BaseException | None = None
-        self.url = ""
-        self._ready, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(settings, host, port), name="trajectories", daemon=True)
+        self._ready = threading.Event()
+        prepared = _prepared(settings, host, port, MAX_CONNECTIONS, self._ready.set)
+        self._server, _, listener = prepared
+        self.url = f"http://{address_of(listener)}"
+        self._thread = threading.Thread(target=self._run, args=prepared, name="trajectories", daemon=True)
         self._thread.start()
         if not self._ready.wait(_READY):
             raise PeerError(f"The trajectory service did not begin within {_READY:g} s.")
@@ -61,24 +65,16 @@ class TrajectoryServer:
 
     def stop(self) -> None:
         """Ends `run()` once the requests under way are answered. Any thread may call it."""
-        self._stopped.set()
-        if self._server is not None:
-            self._server.should_exit = True
+        self._server.should_exit = True
 
     def close(self) -> None:
         """`stop`, and waits for the end."""
         self.stop()
         self._thread.join(2 * DRAIN)
 
-    def _run(self, settings: Settings, host: str, port: int) -> None:
-        def begun(server: HttpServer, address: str) -> None:
-            self._server, self.url = server, f"http://{address}"
-            if self._stopped.is_set():
-                server.should_exit = True
-            self._ready.set()
-
+    def _run(self, *prepared: Any) -> None:
         try:
-            _serve(settings, host, port, MAX_CONNECTIONS, begun)
+            _run(*prepared)
         except BaseException as error:
             self._failure = error
         finally:
@@ -89,10 +85,10 @@ class TrajectoryServer:
             raise self._failure
 
 
-def _serve(
-    settings: Settings, host: str, port: int, max_connections: int, begun: Callable[[HttpServer, str], None]
-) -> None:
-    """`serve`, in any thread; `begun(server, HOST:PORT)` is called once it answers."""
+def _prepared(
+    settings: Settings, host: str, port: int, max_connections: int, greeted: Callable[[], None]
+) -> tuple[HttpServer, Service, socket]:
+    """What `_run` takes. `greeted` is called once the service answers."""
     check_guarded(host, settings.token_file, CAN, settings.no_token)
     listener = listen(host, port)
     try:
@@ -102,17 +98,21 @@ def _serve(
         raise
 
     def greeting() -> None:
-        address = address_of(listener)
         if settings.no_token:
             print(no_token_means(CAN), file=sys.stderr, flush=True)
+        address = address_of(listener)
         print(f"Trajectories at http://{address}  (endpoints: /docs)\n{service.store.durability}", flush=True)
-        begun(server, address)
+        greeted()
 
     def give_up() -> None:  # the store failed: who watches over the process can start it again
         server.should_exit = True
 
     server = HttpServer(make_app(settings, service), max_connections, greeting, service.stop_waiting)
     service.on_failure = give_up
+    return server, service, listener
+
+
+def _run(server: HttpServer, service: Service, listener: socket) -> None:
     server.run(sockets=[listener])
     if service.failed is not None:
         raise service.failed

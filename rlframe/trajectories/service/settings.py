@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
+
+import msgspec
 
 from rlframe.errors import UsageError, suggest
 from rlframe.http.token_file import check_guarded, read_token
@@ -39,7 +41,7 @@ class Settings:
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Settings:
         """Raises `UsageError` for a variable that names no setting, or whose value cannot be."""
         told: dict[str, Any] = {}
-        names = {f.name: f for f in fields(cls)}
+        names, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
         for variable, text in variables.items():
             if not variable.startswith(PREFIX):
                 continue
@@ -47,24 +49,14 @@ class Settings:
             if name not in names:
                 known = [PREFIX + known.upper() for known in names]
                 raise UsageError(f"{variable} names no setting of the trajectory service.{suggest(variable, known)}")
-            told[name] = _value(variable, names[name].default, text)
+            split = [part.strip() for part in text.split(",") if part.strip()]
+            try:
+                value = split if isinstance(names[name].default, tuple) else text
+                told[name] = msgspec.convert(value, hints[name], strict=False)
+            except msgspec.ValidationError as error:
+                raise UsageError(f"{variable}: {error}; got {text!r}.") from None
         return cls(**told)
 
     def token(self) -> str | None:
         """The bearer token. Raises `UsageError` where the file cannot be read or is empty."""
         return read_token(self.token_file)
-
-
-def _value(variable: str, default: object, text: str) -> object:
-    if isinstance(default, bool):
-        if text.lower() not in ("0", "1", "false", "true"):
-            raise UsageError(f"{variable} is true or false; got {text!r}.")
-        return text.lower() in ("1", "true")
-    if isinstance(default, int):
-        try:
-            return int(text)
-        except ValueError:
-            raise UsageError(f"{variable} is a whole number; got {text!r}.") from None
-    if isinstance(default, tuple):
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    return text

@@ -7,22 +7,21 @@ of stored bytes. One that was sent as MessagePack is stored as it came. The firs
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, Union
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from rlframe.trajectories.service import shapes
-from rlframe.trajectories.service.checks import (
-    FLOATS,
-    INTS,
+from rlframe.trajectories.messages import FLOATS, INTS
+from rlframe.trajectories.service.validation import (
     InvalidGroupError,
     check,
     explained,
     lengths_of,
     nested_too_deep,
     not_unicode,
+    text_lengths,
 )
 
 Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
@@ -33,9 +32,21 @@ Floats = list[list[float]]
 _Optional = Union[None, UnsetType]
 
 
-class _Group(Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
-    """What is alike in every form of a group. Its arrays, [sequences][tokens], are added by each."""
+# How integers, floats that may be absent, and scores come.
+IntegersT = TypeVar("IntegersT")
+FloatsT = TypeVar("FloatsT")
+ScoresT = TypeVar("ScoresT")
 
+
+class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fields=True, gc=False, kw_only=True):
+    """A group as it comes. Arrays are [sequences][tokens]."""
+
+    tokens: IntegersT
+    masks: IntegersT
+    scores: ScoresT
+    advantages: FloatsT | UnsetType = UNSET
+    ref_logprobs: FloatsT | UnsetType = UNSET
+    inference_logprobs: FloatsT | UnsetType = UNSET
     messages: list[list[dict[str, Any]]] | _Optional = UNSET
     generation_params: dict[str, Any] | _Optional = UNSET
     overrides: list[dict[str, Any]] | _Optional = UNSET
@@ -47,38 +58,15 @@ class _Group(Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
     policy_version: Version | _Optional = UNSET
 
 
-class Group(_Group, kw_only=True):
-    """A group as JSON."""
-
-    tokens: Ints
-    masks: Ints
-    scores: list[float]
-    advantages: Floats | _Optional = UNSET
-    ref_logprobs: Floats | _Optional = UNSET
-    inference_logprobs: Floats | _Optional = UNSET
+JsonGroup = WireGroup[Ints, Union[Floats, None], list[float]]
+TextGroup = WireGroup[Raw, Raw, list[float]]  # as JSON whose arrays stay text
+PackedArrays = WireGroup[Union[Ints, bytes], Union[Floats, bytes, None], Union[list[float], bytes]]
 
 
-class _TextGroup(_Group, kw_only=True):
-    """A group as JSON whose arrays stay text."""
-
-    tokens: Raw
-    masks: Raw
-    scores: list[float]
-    advantages: Raw | UnsetType = UNSET
-    ref_logprobs: Raw | UnsetType = UNSET
-    inference_logprobs: Raw | UnsetType = UNSET
-
-
-class PackedGroup(_Group, kw_only=True):
+class PackedGroup(PackedArrays, kw_only=True):
     """A group as MessagePack, in which the arrays may be bytes: little-endian int32 or float32, all sequences end to
     end. `lengths` says in int32 how many tokens each has."""
 
-    tokens: Ints | bytes
-    masks: Ints | bytes
-    scores: list[float] | bytes
-    advantages: Floats | bytes | _Optional = UNSET
-    ref_logprobs: Floats | bytes | _Optional = UNSET
-    inference_logprobs: Floats | bytes | _Optional = UNSET
     lengths: bytes | _Optional = UNSET
 
 
@@ -89,8 +77,8 @@ OPTIONAL = (
 )
 KEYS = REQUIRED + OPTIONAL  # of an item in a batch
 
-_json_group = msgspec.json.Decoder(Group)
-_text_group = msgspec.json.Decoder(_TextGroup)
+_json_group = msgspec.json.Decoder(JsonGroup)
+_text_group = msgspec.json.Decoder(TextGroup)
 _packed_group = msgspec.msgpack.Decoder(PackedGroup)
 _json_members = msgspec.json.Decoder(dict[str, Raw])
 _packed_members = msgspec.msgpack.Decoder(dict[str, Raw])
@@ -146,15 +134,15 @@ def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
 
 def _parse_json(body: bytes) -> Parsed:
     try:
-        group: _TextGroup | Group = _text_group.decode(body)
-        lengths = _text_lengths(group)
+        group: Any = _text_group.decode(body)
+        lengths = _lengths_of_text(group)
         if lengths is None:  # a closer look, for whoever is to be told what is wrong
             group = _json_group.decode(body)
             lengths = lengths_of(group)
     except msgspec.ValidationError as error:
         if "unknown field" not in str(error):
             raise explained(error, body, packed=False) from None
-        return _parse_json(_json.encode(_known(_json_members.decode(body), Group)))
+        return _parse_json(_json.encode(_known(_json_members.decode(body), WireGroup)))
     except msgspec.DecodeError as error:
         raise explained(error, body, packed=False) from None
     check(group, lengths)
@@ -165,15 +153,15 @@ def _parse_json(body: bytes) -> Parsed:
     return _parsed(group, lengths, body)
 
 
-def _text_lengths(group: Any) -> list[int] | None:
+def _lengths_of_text(group: Any) -> list[int] | None:
     """Tokens of each sequence, where every array has this shape and holds what it should; else None."""
-    lengths = shapes.lengths(bytes(group.tokens), integers=True)
-    if lengths is None or shapes.lengths(bytes(group.masks), integers=True) != lengths:
+    lengths = text_lengths(bytes(group.tokens), integers=True)
+    if lengths is None or text_lengths(bytes(group.masks), integers=True) != lengths:
         return None
     for name in FLOATS:
         value = getattr(group, name)
         text = b"null" if value is UNSET else bytes(value)  # a `Raw` is equal to nothing
-        if text not in (b"null", b"[]") and shapes.lengths(text, integers=False) != lengths:
+        if text not in (b"null", b"[]") and text_lengths(text, integers=False) != lengths:
             return None
     return lengths
 
@@ -196,7 +184,7 @@ def _known(members: dict[str, Raw], group: type[Struct]) -> dict[str, Raw]:
     return {name: text for name, text in members.items() if name in group.__struct_fields__}
 
 
-def _parsed(group: _Group, lengths: list[int], payload: bytes) -> Parsed:
+def _parsed(group: Any, lengths: list[int], payload: bytes) -> Parsed:
     env_id = None if group.env_id is UNSET else group.env_id
     version = None if group.policy_version is UNSET else group.policy_version
     return Parsed(len(lengths), sum(lengths), env_id, version, payload)

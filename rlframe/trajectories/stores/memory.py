@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from rlframe.errors import UnavailableError
-from rlframe.trajectories.stores.base import Stats, check_range
+from rlframe.trajectories.stores import Stats, check_range
 
 
 class MemoryStore:

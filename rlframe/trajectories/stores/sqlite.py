@@ -1,4 +1,7 @@
-"""A durable store in two files: a SQLite database (the log, and where payloads lie) and the payloads beside it."""
+"""A durable store in two files: a SQLite database (log, snapshot, and where payloads lie) and the payloads beside it.
+
+Payloads in a column of the database were measured beside this: see docs/trajectories.md, "SQLite".
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,23 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
+import crc32c
+
 from rlframe.errors import StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores.base import Stats, check_range
+from rlframe.trajectories.stores import Stats, check_range
 from rlframe.trajectories.stores.group_commit import Commit, GroupCommit
 from rlframe.trajectories.stores.payload_file import PayloadFile, Place
 
 _APPLICATION_ID = 0x726C7472  # "rltr": whose database it is, in its header
-_FORMAT = 1
+_FORMAT = 2
 _DROPPED_AT_ONCE = 5000  # records that one commit deletes: a few milliseconds, however many a snapshot leaves behind
 
-# `state` has one row: the id of the payload file, and the last snapshot with its place there.
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE log (position INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE payloads (position INTEGER PRIMARY KEY, "offset" INTEGER, length INTEGER, crc INTEGER);
-CREATE TABLE state (file_id TEXT, position INTEGER, "offset" INTEGER, length INTEGER, crc INTEGER);
+CREATE TABLE snapshot (position INTEGER PRIMARY KEY, crc INTEGER, state BLOB);
+CREATE TABLE payload_file (id TEXT);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {_FORMAT};
 """
@@ -42,7 +47,6 @@ class SQLiteStore:
         sync: whether an append is acknowledged only once the device has written it down, so that it survives the
             loss of power too. Otherwise the system writes it down within its usual half minute, and after a loss of
             power the log ends a little earlier; a payload that did not reach the device is None, never wrong.
-            A snapshot is always written down.
 
     Raises:
         UsageError: the path cannot be a store.
@@ -115,13 +119,13 @@ class SQLiteStore:
         return self._commits.snapshot(position, state)
 
     def load(self) -> tuple[int, bytes] | None:
-        with self._changed:  # else another snapshot could be written to its place meanwhile
-            if self._snapshot is None:
-                return None
-            position, place = self._snapshot
-            state = self._file.read(place)
-        if state is None:
-            raise StoreError(f"{self._name} is damaged: its snapshot in {self._file.path} is not what was written.")
+        with self._reading:
+            found = self._reader.execute("SELECT position, crc, state FROM snapshot").fetchone()
+        if found is None:
+            return None
+        position, crc, state = found
+        if crc32c.crc32c(state) != crc:
+            raise StoreError(f"{self._name} is damaged: its snapshot is not what was written.")
         return position, state
 
     def stats(self) -> Stats:
@@ -176,107 +180,69 @@ class SQLiteStore:
         one = self._writer.execute
         if one("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             self._writer.executescript(_SCHEMA)
-            one("INSERT INTO state (file_id) VALUES (?)", (self._file.id,))
+            one("INSERT INTO payload_file VALUES (?)", (self._file.id,))
             self._file.sync()
             one("COMMIT")
         if one("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
             raise StoreError(f"{self._path} is the database of another program. Name a new file.")
         if (version := one("PRAGMA user_version").fetchone()[0]) != _FORMAT:
             raise StoreError(f"{self._path} has format {version}; this version of rlframe reads format {_FORMAT}.")
-        if one("SELECT file_id FROM state").fetchone()[0] != self._file.id:
+        if one("SELECT id FROM payload_file").fetchone()[0] != self._file.id:
             wrong = "is missing" if self._file.created else f"does not belong to {self._path}"
             raise StoreError(f"{self._file.path} {wrong}. Move or copy the two files together.")
         one("PRAGMA journal_mode = WAL")
-        self._set_sync(self._sync)
-
-    def _set_sync(self, sync: bool) -> None:
-        self._writer.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+        one(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
 
     def _recover(self) -> None:
         """Finds out what is there."""
         self._forgotten: set[int] = set()  # positions of payloads whose rows are still to be deleted
         self._held = Stats(*self._writer.execute("SELECT count(*), coalesce(sum(length), 0) FROM payloads").fetchone())
-        position, *place = self._writer.execute('SELECT position, "offset", length, crc FROM state').fetchone()
-        self._snapshot = None if position is None else (position, Place(*place))
-        self._file.occupy(
-            self._writer.execute(
-                'SELECT "offset", length FROM payloads UNION ALL '
-                'SELECT "offset", length FROM state WHERE position IS NOT NULL ORDER BY 1'
-            )
-        )
-        newest = self._writer.execute("SELECT max(position) FROM log").fetchone()[0]
-        self._last = max(newest or 0, position or 0)
+        self._file.occupy(self._writer.execute('SELECT "offset", length FROM payloads ORDER BY 1'))
+        newest = "SELECT max(position) FROM (SELECT position FROM log UNION ALL SELECT position FROM snapshot)"
+        self._last = self._writer.execute(newest).fetchone()[0] or 0
 
     # Writing: on the thread of `GroupCommit`
 
     def _write(self, commit: Commit) -> int:
         first = self._last + 1
         new: dict[int, Place] = {}
-        old: list[Place] = []
-        snapshot = self._newer(commit.snapshot)
-        written: list[Place] = []
         try:
             for position, append in enumerate(commit.appends, start=first):
                 if append.payload is not None:
                     new[position] = self._file.write(append.payload)
-                    written.append(new[position])
-            state = self._file.write(snapshot[1]) if snapshot else None
-            if state:
-                written.append(state)
-            if written and (self._sync or state):
+            if new and self._sync:
                 self._file.sync()
-            old = list(_find(self._writer, commit.forgotten).values())
-            records = [(position, append.record) for position, append in enumerate(commit.appends, start=first)]
-            self._commit(records, new, commit.forgotten, (snapshot[0], state) if snapshot and state else None)
+            old = _find(self._writer, commit.forgotten)
+            with self._transaction():
+                self._commit(enumerate((append.record for append in commit.appends), start=first), new, commit)
         except Exception as error:
-            for place in written:
+            for place in new.values():
                 self._file.give_back(place)
             raise self._explained(error) from error
         with self._changed:
             self._forgotten.difference_update(commit.forgotten)
-            more = sum(place.length for place in new.values()) - sum(place.length for place in old)
+            more = sum(place.length for place in new.values()) - sum(place.length for place in old.values())
             self._held = Stats(self._held.payloads + len(new) - len(old), self._held.payload_bytes + more)
             self._last += len(commit.appends)
-            if snapshot and state:
-                old += [self._snapshot[1]] if self._snapshot else []
-                self._snapshot = (snapshot[0], state)
             self._changed.notify_all()
-            for place in old:
+            for place in old.values():
                 self._file.give_back(place)
         return first
 
-    def _newer(self, snapshot: tuple[int, bytes] | None) -> tuple[int, bytes] | None:
-        """The snapshot, if it is newer than the one there is."""
-        return snapshot if snapshot and (self._snapshot is None or snapshot[0] > self._snapshot[0]) else None
-
-    def _commit(
-        self,
-        records: list[tuple[int, bytes]],
-        new: dict[int, Place],
-        forgotten: list[int],
-        snapshot: tuple[int, Place] | None,
-    ) -> None:
-        many = self._writer.executemany
-        if snapshot:  # the place of the one before is free after this: the loss of power must not bring it back
-            self._set_sync(True)
-        try:
-            with self._transaction():
-                many("INSERT INTO log VALUES (?, ?)", records)
-                many("INSERT INTO payloads VALUES (?, ?, ?, ?)", [(at, *place) for at, place in new.items()])
-                many("DELETE FROM payloads WHERE position = ?", [(position,) for position in forgotten])
-                if snapshot:
-                    many(
-                        'UPDATE state SET position = ?, "offset" = ?, length = ?, crc = ?',
-                        [(snapshot[0], *snapshot[1])],
-                    )
-                dropped_to = snapshot[0] if snapshot else self._snapshot[0] if self._snapshot else 0
-                many(
-                    "DELETE FROM log WHERE position IN (SELECT position FROM log WHERE position <= ? LIMIT ?)",
-                    [(dropped_to, _DROPPED_AT_ONCE)],
-                )
-        finally:
-            if snapshot:
-                self._set_sync(self._sync)
+    def _commit(self, records: Iterable[tuple[int, bytes]], new: dict[int, Place], commit: Commit) -> None:
+        one, many = self._writer.execute, self._writer.executemany
+        many("INSERT INTO log VALUES (?, ?)", records)
+        many("INSERT INTO payloads VALUES (?, ?, ?, ?)", [(at, *place) for at, place in new.items()])
+        many("DELETE FROM payloads WHERE position = ?", [(position,) for position in commit.forgotten])
+        if commit.snapshot:
+            position, state = commit.snapshot
+            one("INSERT OR IGNORE INTO snapshot VALUES (?, ?, ?)", (position, crc32c.crc32c(state), state))
+            one("DELETE FROM snapshot WHERE position < (SELECT max(position) FROM snapshot)")
+        one(
+            "DELETE FROM log WHERE position IN "
+            "(SELECT position FROM log WHERE position <= (SELECT max(position) FROM snapshot) LIMIT ?)",
+            (_DROPPED_AT_ONCE,),
+        )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -7,8 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframe.trajectories.queue.buffers import Buffer
-from rlframe.trajectories.queue.lanes import Group
+from rlframe.trajectories.queue.lanes import OddGroups, QueuedGroup
 from rlframe.trajectories.queue.packing import fillable, oldest_fitting, usable
 
 counts_of_sizes = st.dictionaries(st.integers(1, 9), st.integers(0, 4), max_size=4)
@@ -69,25 +68,25 @@ def test_a_million_of_a_size_cost_what_fits():
 
 
 def group(i, sequences):
-    return Group(i, sequences, 1, None, 0.0)
+    return QueuedGroup(i, sequences, 1, None, 0.0)
 
 
 def test_odd_groups_complete_a_unit_oldest_first():
-    buffer = Buffer()
-    assert [buffer.add(group(i, size), 8) for i, size in enumerate([3, 3, 1])] == [None] * 3
-    unit = buffer.add(group(3, 4), 8)  # 3 + 1 + 4
+    odd = OddGroups()
+    assert [odd.add(group(i, size), 8) for i, size in enumerate([3, 3, 1])] == [None] * 3
+    unit = odd.add(group(3, 4), 8)  # 3 + 1 + 4
     assert [part.id for part in unit.groups] == [0, 2, 3]
-    assert (unit.id, unit.sequences, buffer.groups, buffer.sequences) == (3, 8, 1, 3)
+    assert (unit.id, unit.sequences, len(odd), odd.sequences) == (3, 8, 1, 3)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 12), st.lists(st.integers(1, 11), max_size=25))
-def test_no_subset_that_completes_a_unit_stays_in_the_buffer(unit_size, sizes):
-    buffer = Buffer()
+def test_no_subset_that_completes_a_unit_stays_apart(unit_size, sizes):
+    odd = OddGroups()
     inside = {}
     for i, size in enumerate(min(size, unit_size - 1) for size in sizes):
         inside[i] = size
-        unit = buffer.add(group(i, size), unit_size)
+        unit = odd.add(group(i, size), unit_size)
         if unit is not None:
             ids = [part.id for part in unit.groups]
             assert ids == sorted(ids)
@@ -96,5 +95,5 @@ def test_no_subset_that_completes_a_unit_stays_in_the_buffer(unit_size, sizes):
         for waiting in inside.values():
             sums |= {total + waiting for total in sums}
         assert unit_size not in sums
-        assert (buffer.groups, buffer.sequences) == (len(inside), sum(inside.values()))
-    assert [waiting.id for waiting in Buffer.from_state(buffer.to_state()).drain()] == sorted(inside)
+        assert (len(odd), odd.sequences) == (len(inside), sum(inside.values()))
+    assert [waiting.id for waiting in OddGroups.of(odd.oldest_first()).oldest_first()] == sorted(inside)

@@ -8,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import msgpack
 
 from rlframe.trajectories.queue.idempotency import MAX_AGE
-from rlframe.trajectories.queue.lanes import Group
 from rlframe.trajectories.queue.leases import ANSWER_KEPT
 from rlframe.trajectories.queue.queue import Queue
 from tests.trajectories.queues import SETTINGS
@@ -36,9 +35,10 @@ class Twin:
 
     def __init__(self, queue):
         epoch = copied(queue.get_state())["epoch"]
-        lanes, buffers = epoch["lanes"], epoch["buffers"]
-        self.lanes = {(env_id, size): [Group.unpacked(unit) for unit in units] for env_id, size, units in lanes}
-        self.buffers = {env_id: [Group.unpacked(g) for groups in sizes for g in groups] for env_id, sizes in buffers}
+        self.lanes = {
+            (env_id, size): [msgpack.decode(unit) for unit in units] for env_id, size, units in epoch["lanes"]
+        }
+        self.buffers = dict(epoch["odd"])
         self.envs = epoch["envs"][0]
         out, returned, answered = epoch["leases"]
         self.out = [batch for batch, _ in out]

@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.service.decoding import load_decode
-from rlframe.trajectories.service.previews import MAX_BYTES, MAX_SEQUENCES, MAX_TOKENS, Message, Piece, preview
+from rlframe.trajectories.service.previews import (
+    MAX_BYTES,
+    MAX_SEQUENCES,
+    MAX_TOKENS,
+    ShownMessage,
+    ShownTokens,
+    load_decode,
+    preview,
+)
 from tests.extras import needs
 
 needs("tokenizers")
@@ -36,7 +43,7 @@ def tokenizer_file(tmp_path: pathlib.Path) -> str:
 def test_tokens_are_split_where_the_mask_changes() -> None:
     shown = preview(stored(tokens=[[5, 6, 7, 8, 9]], masks=[[-100, -100, 7, 8, -100]], scores=[0.5]), None)
     (sequence,) = shown.sequences
-    assert sequence.pieces == [Piece("5 6 ", True), Piece("7 8 ", False), Piece("9 ", True)]
+    assert sequence.pieces == [ShownTokens("5 6 ", True), ShownTokens("7 8 ", False), ShownTokens("9 ", True)]
     assert (sequence.score, sequence.tokens, sequence.trained_tokens, sequence.left_out) == (0.5, 5, 2, 0)
 
 
@@ -44,12 +51,12 @@ def test_text_is_that_of_the_whole_sequence(tokenizer_file: str) -> None:
     decode = load_decode(tokenizer_file)
     shown = preview(stored(tokens=[[3, 0, 1, 2, 1]], masks=[[-100, -100, 1, 2, -100]]), decode)
     pieces = shown.sequences[0].pieces
-    assert pieces == [Piece("<s> a", True), Piece(" bc", False), Piece(" b", True)]
+    assert pieces == [ShownTokens("<s> a", True), ShownTokens(" bc", False), ShownTokens(" b", True)]
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_shown_as_numbers(tokenizer_file: str) -> None:
     shown = preview(stored(tokens=[[0, 77, -1]], masks=[[0, 77, -1]]), load_decode(tokenizer_file))
-    assert shown.sequences[0].pieces == [Piece("0 77 -1 ", False)]
+    assert shown.sequences[0].pieces == [ShownTokens("0 77 -1 ", False)]
 
 
 def test_beginning_and_end_of_a_long_sequence_are_shown() -> None:
@@ -72,7 +79,7 @@ def test_messages_are_text_whatever_their_content() -> None:
     ]
     shown = preview(stored(messages=messages), None).sequences[0].messages
     assert shown is not None
-    assert shown[0] == Message("user", '[{"type":"text","text":"hello"}]')
+    assert shown[0] == ShownMessage("user", '[{"type":"text","text":"hello"}]')
     assert shown[1].content == "x" * 20_000 + "… (10,000 more characters)"
 
 
@@ -90,7 +97,10 @@ def test_binary_groups_are_read_too() -> None:
     packed = {"tokens": tokens, "masks": masks, "lengths": lengths, "scores": scores, "env_id": 4, "policy_version": 9}
     shown = preview(msgspec.msgpack.encode(packed), None)
     assert (shown.env_id, shown.policy_version) == (4, 9)
-    assert [one.pieces for one in shown.sequences] == [[Piece("1 ", True), Piece("2 ", False)], [Piece("3 ", False)]]
+    assert [one.pieces for one in shown.sequences] == [
+        [ShownTokens("1 ", True), ShownTokens("2 ", False)],
+        [ShownTokens("3 ", False)],
+    ]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: pathlib.Path) -> None:

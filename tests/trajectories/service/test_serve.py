@@ -103,12 +103,24 @@ def test_two_processes_on_one_redis_and_its_loss(tmp_path):
         assert "lost records" in said and "Traceback" not in said
 
 
+APP = "rlframe.trajectories.service.app:app_from_environment"
+
+
 @contextlib.contextmanager
 def under_uvicorn(folder, *arguments, **settings):
     """(port, what it said on stderr until it ran) of the application as uvicorn serves it."""
     told = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "uvicorn", "rlframe.trajectories.server:app", "--port", "0", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "--factory",
+            "rlframe.trajectories.service.app:app_from_environment",
+            "--port",
+            "0",
+            *arguments,
+        ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **told},
         stderr=subprocess.PIPE,

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
-from rlframe.trajectories.service import snapshots
 from rlframe.trajectories.service.app import make_app
 from rlframe.trajectories.service.service import FullError, Service
 from rlframe.trajectories.service.settings import Settings
+from rlframe.trajectories.service.state_machine import encode_state
 from rlframe.trajectories.stores import RecordsDroppedError, open_store
 from rlframe.trajectories.stores.memory import MemoryStore
 from tests.trajectories.queues import SETTINGS
@@ -258,7 +258,7 @@ def test_a_damaged_store_is_an_error(position):
     async def test():
         damaged = DamagedStore()
         if position is not None:
-            damaged.snapshot(position, snapshots.encode({}))
+            damaged.snapshot(position, encode_state({}))
         with pytest.raises(StoreError, match=f"lost records after position {position or 0}"):
             Service(damaged, max_bytes=1).restore()
 
@@ -431,10 +431,9 @@ class SilentStore(MemoryStore):
         return Future()
 
 
-def test_a_store_that_falls_silent_is_an_error(monkeypatch):
+def test_a_store_that_falls_silent_is_an_error():
     async def test():
-        monkeypatch.setattr("rlframe.trajectories.service.service._ANSWER", 0.05)
-        async with serving(SilentStore()) as service:
+        async with serving(SilentStore(), answer_deadline=0.05) as service:
             with pytest.raises(PeerError, match="may still take effect"):
                 await asyncio.wait_for(begin(service), DEADLINE)
 

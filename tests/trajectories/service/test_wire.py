@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframe.trajectories.client.groups import Group
-from rlframe.trajectories.service import shapes, wire
-from rlframe.trajectories.service.checks import InvalidGroupError
+from rlframe.trajectories.service import wire
+from rlframe.trajectories.service.validation import InvalidGroupError, text_lengths
 from rlframe.trajectories.service.wire import as_json, as_packed, join_json, join_packed, parse_group, parse_groups
 from tests.trajectories.api import ITEM_KEYS, group
 
@@ -221,11 +221,11 @@ numbers = st.one_of(
 )
 def test_the_shape_of_a_text_is_that_of_what_it_decodes_to(value, separators, indent):
     text = json.dumps(value, separators=separators, indent=indent).encode()
-    found = shapes.lengths(text, integers=False)
+    found = text_lengths(text, integers=False)
     assert found in (None, [len(inner) for inner in value])
     if value and all(len(inner) > 1 for inner in value) and "e+" not in text.decode() and len(text) < 60:
         assert found is not None or any(abs(number) > 1e9 for inner in value for number in inner) or len(text) > 40
-    found = shapes.lengths(text, integers=True)
+    found = text_lengths(text, integers=True)
     assert found in (None, [len(inner) for inner in value])
     if any(isinstance(number, float) for inner in value for number in inner):
         assert found is None
@@ -239,16 +239,16 @@ def test_the_shape_of_a_text_is_that_of_what_it_decodes_to(value, separators, in
     ],
 )
 def test_what_takes_a_closer_look(text):
-    assert shapes.lengths(text.encode(), integers=True) is None
+    assert text_lengths(text.encode(), integers=True) is None
 
 
 @pytest.mark.parametrize("text", ["[[1,1e999]]", "[[1,1E-5]]", f"[[1,{'9' * 400}]]", "[[1,null]]", "[[1,{}]]"])
 def test_what_takes_a_closer_look_among_floats(text):
-    assert shapes.lengths(text.encode(), integers=False) is None
+    assert text_lengths(text.encode(), integers=False) is None
 
 
 def test_the_common_case_takes_none():
-    assert shapes.lengths(b"[[1,-100],[3, 4, 151643]]", integers=True) == [2, 3]
-    assert shapes.lengths(b"[[1.0,-1.5e-05],[-0.125, 2, 3]]", integers=False) == [2, 3]
-    assert shapes.lengths(b"[[1.0," + b"9" * 38 + b",0]]", integers=False) == [3]
-    assert shapes.lengths(b"[[1.0," + b"9" * 39 + b",0]]", integers=False) is None
+    assert text_lengths(b"[[1,-100],[3, 4, 151643]]", integers=True) == [2, 3]
+    assert text_lengths(b"[[1.0,-1.5e-05],[-0.125, 2, 3]]", integers=False) == [2, 3]
+    assert text_lengths(b"[[1.0," + b"9" * 38 + b",0]]", integers=False) == [3]
+    assert text_lengths(b"[[1.0," + b"9" * 39 + b",0]]", integers=False) is None

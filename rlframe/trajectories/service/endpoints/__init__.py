@@ -1,15 +1,85 @@
-"""The endpoints: the published contract, and beside it what is opt-in."""
+"""The endpoints: the published contract, and beside it what is opt-in. Here is what they share."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated, Any
 
-from rlframe.trajectories.service.endpoints import batches, envs, groups, trainer
+from fastapi import Path, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from rlframe.errors import UsageError
+from rlframe.http.middleware import answer
+from rlframe.trajectories.service import models
+from rlframe.trajectories.service.service import Service
+
+DEFAULT_RUN = "default"
+MAX_NAME = 200  # characters of a key or a consumer's name
+
+INVALID: dict[int | str, dict[str, Any]] = {422: {"model": models.Invalid, "description": "A field is wrong."}}
+UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {"model": models.Unavailable, "description": "Not now: again after Retry-After seconds."}
+}
+WRITES = INVALID | UNAVAILABLE
+REFUSED: dict[int | str, dict[str, Any]] = {  # before an endpoint sees the request
+    400: {"model": models.Refusal, "description": "The body cannot be read, or not be decompressed."},
+    401: {"model": models.Refusal, "description": "The service has a token, and this is not it."},
+    408: {"model": models.Refusal, "description": "The body did not arrive in time."},
+    413: {"model": models.Refusal, "description": "The body is too large."},
+    415: {"model": models.Refusal, "description": "The body's encoding is not known."},
+}
 
 
-def routers(reset: bool) -> list[APIRouter]:
-    """Those of one run, what is asked for most often first: the others are looked at one by one until one matches.
+def run_of(request: Request) -> str:
+    return request.path_params.get("run", DEFAULT_RUN)
 
-    `reset`: whether /reset_data does what it says.
-    """
-    return [groups.router, batches.router, envs.router, trainer.router, trainer.reset_router(reset)]
+
+def service_of(request: Request) -> Service:
+    return request.app.state.service
+
+
+async def named_run(
+    run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="A namespace of its own.")],
+) -> None:
+    """Refuses what cannot be the name of a run."""
+
+
+def invalid(loc: tuple[str | int, ...], message: str, kind: str = "value_error") -> Response:
+    """422, as FastAPI answers it."""
+    return answer({"detail": [{"loc": list(loc), "msg": message, "type": kind}]}, 422)
+
+
+def idempotency_key(request: Request) -> str | None:
+    """The header; raises where it is too long."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 1 <= len(key) <= MAX_NAME:
+        raise InvalidHeaderError("Idempotency-Key", f"Idempotency-Key has 1 to {MAX_NAME} characters; got {len(key)}.")
+    return key
+
+
+class InvalidHeaderError(UsageError):
+    """A header that cannot be."""
+
+    def __init__(self, header: str, message: str) -> None:
+        super().__init__(message)
+        self.header = header
+
+
+REPLAYED = {"Idempotent-Replayed": "true"}  # header of an answer that was given before
+KEY_PARAMETER = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_NAME},
+    "description": "Chosen by the client: the same request again gets the first answer, and changes nothing.",
+}
+
+
+def raw_body(schema: dict[str, Any], *content_types: str, required: bool = True) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads its body itself."""
+    types = content_types or ("application/json", "application/msgpack")
+    return {"requestBody": {"required": required, "content": {kind: {"schema": schema} for kind in types}}}
+
+
+def reference(model: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -11,12 +11,12 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from rlframe.http.middleware import MSGPACK, answer
-from rlframe.trajectories.queue.leases import Batch
+from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
 from rlframe.trajectories.service import models
-from rlframe.trajectories.service.endpoints.common import MAX_NAME, WRITES, run_of, service_of
-from rlframe.trajectories.service.latest import KEPT
+from rlframe.trajectories.service.endpoints import MAX_NAME, WRITES, run_of, service_of
 from rlframe.trajectories.service.service import Service
+from rlframe.trajectories.service.state_machine import LATEST
 from rlframe.trajectories.service.wire import as_json, as_packed, join_json, join_packed
 
 router = APIRouter(tags=["batches"])
@@ -37,7 +37,7 @@ Lease = Annotated[
 ]
 
 
-@router.get("/batch", response_model=Union[models.Batch, models.NotRegistered], responses=WRITES)
+@router.get("/batch", response_model=Union[models.BatchAnswer, models.NotRegistered], responses=WRITES)
 async def batch(
     request: Request,
     wait: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for data.")] = 0.0,
@@ -107,23 +107,23 @@ async def latest_example(request: Request) -> Response:
     return Response(as_json(groups[0]), media_type="application/json")
 
 
-@router.get("/latest", response_model=models.Latest, responses=WRITES)
-async def latest(request: Request, count: Annotated[int, Query(ge=1, le=KEPT)] = 1) -> Response:
+@router.get("/latest", response_model=models.LatestAnswer, responses=WRITES)
+async def latest(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 1) -> Response:
     """The groups that were sent last, newest first."""
     groups = await service_of(request).latest_groups(run_of(request), count)
     return _encoded(request, "groups", groups, {})
 
 
-async def _take(service: Service, run: str, asked: dict[str, Any]) -> tuple[Batch, list[bytes]] | None:
+async def _take(service: Service, run: str, asked: dict[str, Any]) -> tuple[LeasedBatch, list[bytes]] | None:
     return await service.take(run, **asked) if _worth(service.queue(run), asked) else None
 
 
 def _worth(queue: Queue, asked: dict[str, Any]) -> bool:
     """A poll that would be given nothing is no command."""
-    return queue.may_take(time.time()) or queue.recalls(asked["consumer"], asked["request"])
+    return queue.may_take(time.time(), asked["consumer"], asked["request"])
 
 
-def _extras(batch: Batch | None) -> dict[str, Any]:
+def _extras(batch: LeasedBatch | None) -> dict[str, Any]:
     if batch is None:
         return {"batch_id": None, "step": None, "redelivered": None}
     return {"batch_id": batch.batch_id, "step": batch.step, "redelivered": batch.delivery > 1}

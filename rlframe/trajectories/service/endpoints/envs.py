@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
 import time
@@ -12,9 +13,9 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from rlframe.http.middleware import answer
-from rlframe.trajectories.queue.envs import check_env
+from rlframe.trajectories.messages import EnvStatus
 from rlframe.trajectories.service import models
-from rlframe.trajectories.service.endpoints.common import (
+from rlframe.trajectories.service.endpoints import (
     KEY_PARAMETER,
     REPLAYED,
     WRITES,
@@ -49,7 +50,6 @@ async def register_env(env: models.RegisterEnv, request: Request) -> Response:
     service, run, key = service_of(request), run_of(request), idempotency_key(request)
     told = env.model_dump()
     resume = told.pop("resume_token")
-    check_env(env.max_token_length, env.weight, env.group_size, env.min_batch_allocation)
     queue = service.queue(run)
     # The same key makes the same token: a retry after a lost answer is somebody who comes back.
     token = f"key-{hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else secrets.token_urlsafe(24)
@@ -57,19 +57,9 @@ async def register_env(env: models.RegisterEnv, request: Request) -> Response:
     if not queue.knows(resume):
         resume = token if key else None
     registered = await service.submit(run, "register_env", **told, resume_token=resume, token=token)
-    trainer = queue.registration
-    if registered is None or trainer is None:
+    if registered is None:
         return answer({"status": "wait for trainer to start"})
-    content = {
-        "status": "success",
-        "env_id": registered.env_id,
-        "wandb_name": registered.wandb_name,
-        "checkpoint_dir": trainer.checkpoint_dir,
-        "starting_step": registered.starting_step,
-        "checkpoint_interval": trainer.save_checkpoint_interval,
-        "num_steps": trainer.num_steps,
-        "resume_token": registered.resume_token,
-    }
+    content = {"status": "success", **dataclasses.asdict(registered)}
     return answer(content, headers=REPLAYED if replayed else None)
 
 
@@ -89,7 +79,7 @@ async def heartbeat(env: models.EnvIdentifier, request: Request) -> Response:
 
 @router.get(
     "/status-env",
-    response_model=models.EnvStatus,
+    response_model=EnvStatus,
     responses=WRITES | {404: {"model": models.Failure, "description": "There is no such environment."}},
     openapi_extra=raw_body(reference(models.EnvIdentifier), "application/json", required=False),
 )

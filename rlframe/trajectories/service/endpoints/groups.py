@@ -9,10 +9,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from rlframe.http.middleware import MSGPACK, answer, retry_later
-from rlframe.trajectories.queue.answers import Added
+from rlframe.trajectories.queue.idempotency import Added
 from rlframe.trajectories.service import models
-from rlframe.trajectories.service.checks import InvalidGroupError
-from rlframe.trajectories.service.endpoints.common import (
+from rlframe.trajectories.service.endpoints import (
     KEY_PARAMETER,
     REPLAYED,
     WRITES,
@@ -24,6 +23,7 @@ from rlframe.trajectories.service.endpoints.common import (
     service_of,
 )
 from rlframe.trajectories.service.service import Service
+from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.service.wire import Parsed, parse_group, parse_groups
 
 router = APIRouter(tags=["groups"])
@@ -44,7 +44,7 @@ async def scored_data(request: Request) -> Response:
     """One group: sequences for one prompt. Once this is answered with received or buffered, it is kept."""
     service, run, key = service_of(request), run_of(request), idempotency_key(request)
     body = await request.body()
-    async with service.turn:
+    async with service.decoding:
         await asyncio.sleep(0)  # short requests come between two groups, not after all that have arrived
         group = parse_group(body, _is_packed(request))
     _check_size(service, run, group)
@@ -71,7 +71,7 @@ async def scored_data_list(request: Request) -> Response:
     service, run, key = service_of(request), run_of(request), idempotency_key(request)
     body = await request.body()
     groups: list[Parsed] = []
-    async with service.turn:
+    async with service.decoding:
         for i, group in enumerate(parse_groups(body, _is_packed(request))):
             _check_size(service, run, group, i)
             groups.append(group)

@@ -12,14 +12,15 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 import rlframe
+from rlframe.http.measuring import RequestMetrics
 from rlframe.http.middleware import answer
-from rlframe.trajectories.queue.answers import Registration, Report, Status
-from rlframe.trajectories.service.decoding import Decode
-from rlframe.trajectories.service.endpoints.common import INVALID, run_of, service_of
-from rlframe.trajectories.service.latest import KEPT
-from rlframe.trajectories.service.previews import GroupPreview, preview
-from rlframe.trajectories.service.prometheus import Metrics, RunState, Scrape
+from rlframe.trajectories.messages import Registration
+from rlframe.trajectories.queue.reports import QueueStatus, Report
+from rlframe.trajectories.service.endpoints import INVALID, run_of, service_of
+from rlframe.trajectories.service.previews import Decode, GroupPreview, preview
+from rlframe.trajectories.service.prometheus import RunState, Scrape, families
 from rlframe.trajectories.service.service import Service
+from rlframe.trajectories.service.state_machine import LATEST
 
 MAX_ENVS = 10_000  # in one report
 
@@ -36,12 +37,12 @@ class ServiceReport:
     failed: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class LiveReport(Report):
     """Counts are of this epoch; ages and silences, and `now`, the service's clock, in seconds."""
 
     registration: Registration | None
-    status: Status
+    status: QueueStatus
     run: str
     runs: list[str]
     now: float
@@ -67,7 +68,7 @@ def live_router(decode: Decode | None) -> APIRouter:
         return answer(_report(service_of(request), run_of(request), envs))
 
     @router.get("/previews", response_model=Previews, responses=INVALID)
-    async def previews(request: Request, count: Annotated[int, Query(ge=1, le=KEPT)] = 5) -> Response:
+    async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 5) -> Response:
         """The groups that were sent last, newest first: as much of each as fits a page, in text."""
         payloads = await service_of(request).latest_groups(run_of(request), count)
 
@@ -80,7 +81,7 @@ def live_router(decode: Decode | None) -> APIRouter:
     return router
 
 
-def metrics_router(metrics: Metrics) -> APIRouter:
+def metrics_router(metrics: RequestMetrics) -> APIRouter:
     router = APIRouter(tags=["service"])
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
@@ -88,8 +89,7 @@ def metrics_router(metrics: Metrics) -> APIRouter:
     async def read_metrics(request: Request) -> Response:
         """The state of all runs, and durations of requests, as Prometheus reads them."""
         scrape = _scrape(service_of(request))  # here, where nothing changes meanwhile; the text may take longer
-        content = await asyncio.get_running_loop().run_in_executor(None, metrics.text, scrape)
-        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return await asyncio.get_running_loop().run_in_executor(None, metrics.response, families(scrape))
 
     return router
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from typing import Any
 
@@ -9,58 +10,54 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from rlframe.http.middleware import answer
-from rlframe.trajectories.queue.answers import Registration
+from rlframe.trajectories.messages import Info, Registered, Registration, RunStatus, WandbInfo
 from rlframe.trajectories.service import models
-from rlframe.trajectories.service.endpoints.common import UNAVAILABLE, WRITES, run_of, service_of
+from rlframe.trajectories.service.endpoints import UNAVAILABLE, WRITES, run_of, service_of
 
 router = APIRouter(tags=["trainer"])
 
 
-@router.post("/register", response_model=models.Registered, responses=WRITES)
-async def register(registration: models.Registration, request: Request) -> Response:
+@router.post("/register", response_model=Registered, responses=WRITES)
+async def register(registration: Registration, request: Request) -> Response:
     """The trainer's settings. The same again are confirmed; others start queue, environments and step afresh."""
-    settings = registration.model_dump()
-    Registration.of(settings)
+    settings = dataclasses.asdict(registration)
     name = str(uuid.uuid4().int)  # 128 bits, which MessagePack cannot carry as a number
-    registered = await service_of(request).submit(run_of(request), "register", settings=settings, uuid=name)
-    return answer({"uuid": int(registered.uuid)})
+    name = await service_of(request).submit(run_of(request), "register", settings=settings, uuid=name)
+    return answer(Registered(int(name)))
 
 
-@router.get("/wandb_info", response_model=models.WandbInfo)
+@router.get("/wandb_info", response_model=WandbInfo)
 async def wandb_info(request: Request) -> Response:
     """Group and project of the registration; nulls before."""
     known = service_of(request).queue(run_of(request)).registration
-    return answer({"group": known and known.wandb_group, "project": known and known.wandb_project})
+    return answer(WandbInfo(known.wandb_group, known.wandb_project) if known else WandbInfo())
 
 
-@router.get("/info", response_model=models.Info)
+@router.get("/info", response_model=Info)
 async def info(request: Request) -> Response:
     """Sizes of the registration; -1 before."""
     known = service_of(request).queue(run_of(request)).registration
-    return answer(
-        {"batch_size": known.batch_size if known else -1, "max_token_len": known.max_token_len if known else -1}
-    )
+    return answer(Info(known.batch_size, known.max_token_len) if known else Info())
 
 
-@router.get("/status", response_model=models.Status)
+@router.get("/status", response_model=RunStatus)
 async def status(request: Request) -> Response:
     """The step, what is queued, and what waits for what."""
     queue = service_of(request).queue(run_of(request))
     now = queue.status()
-    return answer(
-        {
-            "current_step": now.current_step,
-            "queue_size": now.queue_size,
-            "set_aside": sum(groups for _, groups in now.set_aside),
-            "waiting_for": [waiting.why for waiting in queue.waiting()],
-            "buffered": now.buffered,
-            "leased": now.leased,
-            "epoch": now.epoch,
-            "paused": now.paused,
-            "policy_version": now.policy_version,
-            "stored_bytes": now.stored_bytes,
-        }
+    told = RunStatus(
+        current_step=now.current_step,
+        queue_size=now.queue_size,
+        set_aside=sum(groups for _, groups in now.set_aside),
+        waiting_for=[waiting.why for waiting in queue.waiting()],
+        buffered=now.buffered,
+        leased=now.leased,
+        epoch=now.epoch,
+        paused=now.paused,
+        policy_version=now.policy_version,
+        stored_bytes=now.stored_bytes,
     )
+    return answer(told)
 
 
 @router.post("/policy-version", response_model=models.Versioned, responses=WRITES)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter, OrderedDict
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
+
+import msgspec
 
 from rlframe.errors import UsageError
 
 
-@dataclass(slots=True)
-class Env:
+class Env(msgspec.Struct):
     """One environment that registered. Live: connected, and heard of within the last `lapse_after` seconds."""
 
     env_id: int
@@ -82,12 +83,7 @@ class Envs:
             env.connected = True
         else:
             name = told["desired_name"]
-            env = Env(
-                env_id=len(self.all),
-                wandb_name=f"{name}_{self._names[name]}",
-                resume_token=token,
-                **told,
-            )
+            env = Env(env_id=len(self.all), wandb_name=f"{name}_{self._names[name]}", resume_token=token, **told)
             self._names[name] += 1
             self.all.append(env)
             self.silent[env.env_id] = None
@@ -142,12 +138,12 @@ class Envs:
         return float(1 - min(self._allocated, Fraction(1)))
 
     def to_state(self) -> list[Any]:
-        return [[asdict(env) for env in self.all], list(self._heard), list(self.silent)]
+        return [[copy.copy(env) for env in self.all], list(self._heard), list(self.silent)]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Envs:
         envs = cls()
-        envs.all = [Env(**env) for env in state[0]]
+        envs.all = msgspec.convert(state[0], list[Env])
         for env in envs.all:
             envs._names[env.desired_name] += 1
             if env.resume_token is not None:

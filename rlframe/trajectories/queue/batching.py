@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rlframe.trajectories.queue.lanes import Group, Lane, Lanes
+from rlframe.trajectories.queue.lanes import Lane, Lanes, QueuedGroup
 from rlframe.trajectories.queue.packing import fillable, oldest_fitting
 
 
-class Share(NamedTuple):
+class MinimumShare(NamedTuple):
     """The sequences of each batch that belong to one live environment."""
 
     env_id: int
@@ -20,20 +20,10 @@ class Share(NamedTuple):
 class Taken(NamedTuple):
     env_id: int | None
     size: int
-    unit: Group
+    unit: QueuedGroup
 
 
-class Formed(NamedTuple):
-    """Attributes:
-    units: those of the batch, oldest first; None where no batch can be formed.
-    dropped: units that were met on the way and were too old.
-    """
-
-    units: list[Taken] | None
-    dropped: list[Taken]
-
-
-def scaled(batch_size: int, shares: Sequence[Share]) -> list[Share]:
+def scaled(batch_size: int, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
     """The same shares, in proportion where together they are more than a batch."""
     total = sum(share.sequences for share in shares)
     if total <= batch_size:
@@ -41,43 +31,48 @@ def scaled(batch_size: int, shares: Sequence[Share]) -> list[Share]:
     return [share._replace(sequences=share.sequences * batch_size // total) for share in shares]
 
 
-def form(batch_size: int, lanes: Lanes, shares: Sequence[Share], too_old: Callable[[Group], bool]) -> Formed:
-    """Takes exactly `batch_size` sequences out of `lanes`, or leaves them as they were but for what is too old."""
+def form(
+    batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare], too_old: Callable[[QueuedGroup], bool]
+) -> tuple[list[Taken] | None, list[Taken]]:
+    """Takes exactly `batch_size` sequences out of `lanes`, or leaves them as they were but for what is too old.
+
+    Returns:
+        (the units of the batch, oldest first; None where none can be formed, units on the way that were too old).
+    """
     dropped: list[Taken] = []
     shares = scaled(batch_size, shares)
     while fillable(batch_size, lanes.counts):
         known = len(dropped)
         attempt = _Attempt(batch_size, lanes, too_old, dropped)
         if attempt.minimums(shares) and attempt.rest():
-            return Formed(sorted(attempt.taken, key=lambda taken: taken.unit.id), dropped)
-        attempt.undo()
+            return sorted(attempt.taken, key=lambda taken: taken.unit.id), dropped
+        for taken in reversed(attempt.taken):
+            lanes.put_back(*taken)
         if len(dropped) == known:
             break
-    return Formed(None, dropped)
+    return None, dropped
 
 
 class _Attempt:
-    def __init__(self, batch_size: int, lanes: Lanes, too_old: Callable[[Group], bool], dropped: list[Taken]):
+    def __init__(
+        self, batch_size: int, lanes: Lanes, too_old: Callable[[QueuedGroup], bool], dropped: list[Taken]
+    ) -> None:
         self.taken: list[Taken] = []
         self._lanes = lanes
         self._too_old = too_old
         self._dropped = dropped
         self._batch_size = self._left = batch_size
 
-    def undo(self) -> None:
-        for taken in reversed(self.taken):
-            self._lanes.put_back(*taken)
-
     def rest(self) -> bool:
         """Fills what is left, oldest first. False where that is impossible."""
         while self._left:
-            size = oldest_fitting(self._left, self._lanes.counts, lambda size: self._lanes.oldest(size).head_id)
+            size = oldest_fitting(self._left, self._lanes.counts, lambda size: self._lanes.oldest(size).head.id)
             if size is None:
                 return False
             self._take(self._lanes.oldest(size))
         return True
 
-    def minimums(self, shares: Sequence[Share]) -> bool:
+    def minimums(self, shares: Sequence[MinimumShare]) -> bool:
         """Gives each environment its share in whole units. False where the batch has to wait for one of them.
 
         A share is rounded up to whole units where an exact batch stays possible, else down. Possible is what the units
@@ -91,7 +86,7 @@ class _Attempt:
                 while got[share.env_id] < share.sequences:
                     room = self._left if beyond else share.sequences - got[share.env_id]
                     coming = {**self._lanes.counts, **unlimited}
-                    lanes = sorted(self._lanes.of_env(share.env_id), key=lambda lane: lane.head_id)
+                    lanes = sorted(self._lanes.of_env(share.env_id), key=lambda lane: lane.head.id)
                     lane = next((lane for lane in lanes if self._fits(lane.size, room, coming)), None)
                     if lane is not None:
                         got[share.env_id] += self._take(lane)

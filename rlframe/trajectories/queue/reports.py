@@ -1,14 +1,17 @@
-"""What a queue tells of itself, and what follows from it. Nothing here changes it."""
+"""What a queue tells of itself, and what follows from it. Nothing here changes it but `Tally`."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from rlframe.trajectories.queue.answers import Added, EnvReport, EnvStatus, Report, Staleness, Status, Waiting
-from rlframe.trajectories.queue.envs import Env
-from rlframe.trajectories.queue.forming import Share, scaled
-from rlframe.trajectories.queue.lanes import Group, Lane
+from rlframe.trajectories.messages import EnvStatus
+from rlframe.trajectories.queue.batching import MinimumShare, scaled
+from rlframe.trajectories.queue.environments import Env
+from rlframe.trajectories.queue.idempotency import Added
+from rlframe.trajectories.queue.lanes import Lane, QueuedGroup
 from rlframe.trajectories.queue.packing import fillable, usable
 
 if TYPE_CHECKING:
@@ -20,19 +23,128 @@ HOLD_BATCHES = 64
 MAX_WAITING = 100  # sentences about what waits, in one answer
 
 
+@dataclass(frozen=True)
+class QueueStatus:
+    """Groups unless it says otherwise. `queue_size` includes what is set aside, as (unit size, groups)."""
+
+    epoch: int
+    current_step: int
+    queue_size: int
+    set_aside: tuple[tuple[int, int], ...]
+    buffered: int  # odd groups that complete no unit yet
+    leased: int  # in batches that are out, or came back and wait for the next consumer
+    stored_bytes: int  # as told with `add`, of everything whose payload is needed
+    live_envs: int
+    policy_version: int | None
+    started: bool  # the trainer has asked for a batch
+    paused: bool
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Of this epoch: groups, where the name does not say it. What is served counts the first time."""
+
+    groups_added: int = 0
+    sequences_added: int = 0
+    tokens_added: int = 0
+    batches_served: int = 0
+    groups_served: int = 0
+    sequences_served: int = 0
+    redelivered: int = 0  # batches
+    discarded: int = 0  # too old at their turn
+    refused: int = 0
+    duplicates: int = 0
+
+
+@dataclass(kw_only=True)
+class Tally(Counts):
+    """The counts as they are kept."""
+
+    aged: int = 0  # served, of which the staleness was known
+    staleness_sum: float = 0.0  # which, unlike an integer, a snapshot can carry whatever it is
+    staleness_largest: int = 0
+
+    def count_served(self, sequences: int, staleness: Iterable[int | None]) -> None:
+        """Counts a batch, by the staleness of its groups."""
+        self.batches_served += 1
+        self.sequences_served += sequences
+        for age in staleness:
+            self.groups_served += 1
+            if age is not None:
+                self.aged += 1
+                self.staleness_sum += age
+                self.staleness_largest = max(self.staleness_largest, age)
+
+
+@dataclass(frozen=True)
+class EnvReport:
+    env_id: int
+    wandb_name: str
+    connected: bool
+    live: bool
+    weight: float  # its part, as in EnvStatus
+    group_size: int
+    min_batch_allocation: float | None
+    added_groups: int
+    added_sequences: int
+    added_tokens: int
+    served_groups: int
+    served_sequences: int
+    served_share: float  # of all sequences served in this epoch
+    queued_groups: int
+    queued_sequences: int
+    buffered_groups: int
+    oldest_age: float | None  # seconds that its oldest queued unit has waited
+    unheard: float  # seconds
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Something that waits, and for what, as a sentence. `env_id` None: of senders that did not say who they are."""
+
+    env_id: int | None
+    size: int
+    groups: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Over the groups served in this epoch whose version and the trainer's were known."""
+
+    groups: int = 0
+    mean: float = 0.0
+    largest: int = 0
+
+
+@dataclass(kw_only=True)
+class Report(Counts):
+    """`oldest_age` is in seconds, of what waits longest; None where nothing waits."""
+
+    envs: list[EnvReport]  # of `registered_envs`, as many as were asked for, by id
+    registered_envs: int
+    oldest_age: float | None
+    waiting: list[Waiting]
+    queued_sequences: int
+    batches_out: int
+    batches_returned: int
+    batches_kept: int  # without a lease, for the same request again
+    staleness: Staleness
+
+
 def share_of(epoch: Epoch, env: Env) -> int:
     """The sequences of each batch that an environment asked for."""
     assert epoch.registration is not None
     return int(epoch.registration.batch_size * (env.min_batch_allocation or 0))
 
 
-def shares(epoch: Epoch) -> list[Share]:
+def shares(epoch: Epoch) -> list[MinimumShare]:
     """The minimum shares of the live environments, as they asked for them."""
     envs = (epoch.envs.all[env_id] for env_id in sorted(epoch.envs.sharing))
-    return [Share(env.env_id, env.group_size, share_of(epoch, env)) for env in envs]
+    return [MinimumShare(env.env_id, env.group_size, share_of(epoch, env)) for env in envs]
 
 
-def staleness(epoch: Epoch, group: Group) -> int | None:
+def age(epoch: Epoch, group: QueuedGroup) -> int | None:
     """Policy versions by which a group is older than the trainer's, None where either is unknown."""
     if epoch.policy_version is None or group.policy_version is None:
         return None
@@ -65,19 +177,19 @@ def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: in
     if registration.max_staleness is None or policy_version is None or epoch.policy_version is None:
         return None
     limit = f"the trainer takes at most {registration.max_staleness}"
-    age = epoch.policy_version - policy_version
-    if age > registration.max_staleness:
-        return Added("refused", reason=f"The group is {age} policy versions old; {limit}.", too_old=True)
-    age += _batches_ahead(epoch, env_id)
-    if age <= registration.max_staleness:
+    versions = epoch.policy_version - policy_version
+    if versions > registration.max_staleness:
+        return Added("refused", reason=f"The group is {versions} policy versions old; {limit}.", too_old=True)
+    versions += _batches_ahead(epoch, env_id)
+    if versions <= registration.max_staleness:
         return None
-    return Added("refused", reason=f"By its turn the group would be {age} policy versions old; {limit}.")
+    return Added("refused", reason=f"By its turn the group would be {versions} policy versions old; {limit}.")
 
 
-def status(epoch: Epoch, number: int) -> Status:
+def status(epoch: Epoch, number: int) -> QueueStatus:
     sizes = set(flowing(epoch))
     groups = epoch.lanes.groups
-    return Status(
+    return QueueStatus(
         epoch=number,
         current_step=epoch.step,
         queue_size=sum(groups.values()),
@@ -102,7 +214,7 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
     total = _sequences(epoch, sizes)
     full = formable(epoch)
     largest = max(sizes, default=1)
-    own = sum(len(lane.units) * lane.size for lane in epoch.lanes.of_env(env_id))
+    own = sum(lane.sequences for lane in epoch.lanes.of_env(env_id))
     # What others sent does not make this environment wait where, for all that is there, no batch can be formed: the
     # batch may be waiting for this very environment.
     others = epoch.lanes.packed(largest, sizes, without=env_id) if full or total < batch_size else 0
@@ -130,24 +242,15 @@ def report(epoch: Epoch, now: float, envs: int) -> Report:
     oldest = epoch.lanes.oldest_added()
     shown = sorted(epoch.envs.latest(envs), key=lambda env: env.env_id)
     return Report(
+        **{count.name: getattr(tally, count.name) for count in fields(Counts)},
         envs=[_env_report(epoch, env, now) for env in shown],
         registered_envs=len(epoch.envs.all),
         oldest_age=None if oldest is None else now - oldest,
         waiting=waiting(epoch),
-        groups_added=tally.added,
-        sequences_added=tally.added_sequences,
-        tokens_added=tally.added_tokens,
         queued_sequences=_sequences(epoch, list(epoch.lanes.counts)),
-        batches_served=tally.batches,
-        groups_served=tally.groups,
-        sequences_served=tally.sequences,
         batches_out=epoch.leases.outstanding,
         batches_returned=epoch.leases.returned,
-        batches_kept=epoch.leases.kept,
-        redelivered=tally.redelivered,
-        discarded=tally.discarded,
-        refused=tally.refused,
-        duplicates=tally.duplicates,
+        batches_kept=len(epoch.leases.kept),
         staleness=Staleness(tally.aged, tally.staleness_sum / max(1, tally.aged), tally.staleness_largest),
     )
 
@@ -163,7 +266,7 @@ def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
     assert epoch.registration is not None
     batch_size = epoch.registration.batch_size
     sizes = flowing(epoch)
-    own = sum(len(lane.units) * lane.size for lane in epoch.lanes.of_env(env_id) if lane.size in sizes)
+    own = sum(lane.sequences for lane in epoch.lanes.of_env(env_id) if lane.size in sizes)
     total = _sequences(epoch, sizes) if formable(epoch) else 0
     ahead = max(own, total) // batch_size
     share = share_of(epoch, epoch.envs.all[env_id]) if env_id in epoch.envs.sharing else 0
@@ -184,7 +287,7 @@ def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
 
 def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
     lanes = epoch.lanes.of_env(env.env_id)
-    odd = epoch.buffers.get(env.env_id)
+    odd = epoch.odd.get(env.env_id)
     return EnvReport(
         env_id=env.env_id,
         wandb_name=env.wandb_name,
@@ -198,10 +301,10 @@ def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
         added_tokens=env.added_tokens,
         served_groups=env.served_groups,
         served_sequences=env.served_sequences,
-        served_share=env.served_sequences / max(1, epoch.tally.sequences),
+        served_share=env.served_sequences / max(1, epoch.tally.sequences_served),
         queued_groups=sum(lane.groups for lane in lanes),
-        queued_sequences=sum(len(lane.units) * lane.size for lane in lanes),
-        buffered_groups=odd.groups if odd else 0,
+        queued_sequences=sum(lane.sequences for lane in lanes),
+        buffered_groups=len(odd) if odd else 0,
         oldest_age=max((now - lane.head.added_at for lane in lanes), default=None),
         unheard=now - env.last_heard,
     )
@@ -218,10 +321,10 @@ def waiting(epoch: Epoch) -> list[Waiting]:
         if lane.size > batch_size:
             why = f"set aside: larger than batch_size {batch_size}"
         found.append(Waiting(lane.env_id, lane.size, lane.groups, why))
-    for env_id in heapq.nsmallest(MAX_WAITING, (env_id for env_id, odd in epoch.buffers.items() if odd.groups)):
-        odd, size = epoch.buffers[env_id], epoch.envs.all[env_id].group_size
+    for env_id in heapq.nsmallest(MAX_WAITING, (env_id for env_id, odd in epoch.odd.items() if odd)):
+        odd, size = epoch.odd[env_id], epoch.envs.all[env_id].group_size
         why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
-        found.append(Waiting(env_id, size, odd.groups, why))
+        found.append(Waiting(env_id, size, len(odd), why))
     for share in scaled(batch_size, shares(epoch)):
         if share.sequences and not epoch.lanes.of_env(share.env_id):
             why = f"every batch waits for its minimum share of {share.sequences} sequences"

@@ -1,0 +1,147 @@
+"""What trainers and environments are told, the trainer's registration, and the names in a group: as the queue, the
+service and its clients have them. The service's OpenAPI document is made from these: `metadata` is for pydantic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from rlframe.errors import UsageError, suggest
+
+IGNORED = -100  # in the masks of a group, of a token that nothing is learned from
+INTS = ("tokens", "masks")  # arrays of a group
+FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
+LARGEST = 2.0**128 - 2.0**104  # number in them, and of scores: larger ones would be infinite as float32
+
+MAX_BATCH_SIZE = 1_000_000  # sequences: packing works with integers of so many bits
+INT64 = {"ge": -(2**63), "lt": 2**63}  # what the log can carry
+TEXT = {"max_length": 4096}
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a trainer tells first. The same again is confirmed; anything else starts a new epoch.
+
+    The last three are this service's own; their defaults are what old clients expect.
+    """
+
+    wandb_group: str = field(metadata=TEXT)
+    wandb_project: str = field(metadata=TEXT)
+    batch_size: int = field(
+        metadata={"ge": 1, "le": MAX_BATCH_SIZE, "description": "Sequences in every batch, exactly."}
+    )
+    max_token_len: int = field(metadata=INT64)
+    checkpoint_dir: str = field(metadata=TEXT)
+    save_checkpoint_interval: int = field(metadata=INT64)  # steps
+    starting_step: int = field(metadata=INT64)
+    num_steps: int = field(metadata=INT64)
+    max_staleness: int | None = field(
+        default=None, metadata={"ge": 0, "lt": 2**63, "description": "Policy versions by which a group may be older."}
+    )
+    stale: Literal["keep", "discard"] = field(
+        default="keep", metadata={"description": "What becomes of a group that is too old at its turn."}
+    )
+    lapse_after: float = field(
+        default=120.0,
+        metadata={
+            "gt": 0,
+            "allow_inf_nan": False,
+            "description": "Seconds of silence after which no batch waits for an environment.",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            raise UsageError(f"batch_size is from 1 to {MAX_BATCH_SIZE:,} sequences; got {self.batch_size}.")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise UsageError(f"max_staleness is 0 or more policy versions, or null; got {self.max_staleness}.")
+        if self.stale not in ("keep", "discard"):
+            raise UsageError(f"stale is 'keep' or 'discard'; got {self.stale!r}.")
+        if self.stale == "discard" and self.max_staleness is None:
+            raise UsageError("stale='discard' needs max_staleness: the number of policy versions that is still kept.")
+        if not (math.isfinite(self.lapse_after) and self.lapse_after > 0):
+            raise UsageError(f"lapse_after is a finite number of seconds above 0; got {self.lapse_after}.")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Registration:
+        """Raises `UsageError` for a setting that is unknown, missing or cannot be."""
+        names = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in names:
+                raise UsageError(f"There is no setting {name!r} in a registration.{suggest(name, names)}")
+        missing = [name for name in names[:8] if name not in settings]
+        if missing:
+            raise UsageError(f"A registration has to say {', '.join(missing)}.")
+        return cls(**settings)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """To a trainer's `register`."""
+
+    uuid: int = field(metadata={"description": "128 bits; the same for all who register the same settings."})
+
+
+@dataclass(frozen=True)
+class Info:
+    """What the trainer registered; -1 before."""
+
+    batch_size: int = -1  # sequences
+    max_token_len: int = -1
+
+
+@dataclass(frozen=True)
+class WandbInfo:
+    """Of the registration; null before."""
+
+    group: str | None = None
+    project: str | None = None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Groups, unless it says otherwise. What only this service tells has a default, for clients of others."""
+
+    current_step: int = field(metadata={"description": "Batches handed out, from starting_step on."})
+    queue_size: int
+    set_aside: int = field(default=0, metadata={"description": "Of the queue: what can be in no exact batch."})
+    waiting_for: list[str] = field(default_factory=list)
+    buffered: int = 0  # of odd sizes, until others complete them
+    leased: int = 0
+    epoch: int = 0
+    paused: bool = False
+    policy_version: int | None = None
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RegisteredEnv:
+    """To an environment's `register_env`."""
+
+    env_id: int
+    wandb_name: str  # NAME_0, NAME_1, ...
+    checkpoint_dir: str
+    starting_step: int = field(metadata={"description": "The current one."})
+    checkpoint_interval: int
+    num_steps: int
+    resume_token: str | None = field(
+        default=None, metadata={"description": "Registers again as the same environment, under the same name."}
+    )
+
+
+@dataclass(frozen=True)
+class EnvStatus:
+    """What an environment should know before it starts a group."""
+
+    current_step: int
+    queue_size: int = field(metadata={"description": "Groups, of the largest size that this environment has sent."})
+    env_weight: float
+    unallocated_fraction: float = 1.0
+    self_queue_size: int = 0
+    max_group_size: int = 1
+    hold: bool = field(
+        default=False, metadata={"description": "Whether this environment should not start new groups now."}
+    )
