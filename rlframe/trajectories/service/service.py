@@ -13,7 +13,6 @@ import functools
 import itertools
 import logging
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
+from rlframe.trajectories.service.follower import Follower
 from rlframe.trajectories.service.state_machine import (
     BEGINNING,
     Applied,
@@ -29,7 +29,6 @@ from rlframe.trajectories.service.state_machine import (
     decode_command,
     encode_command,
     encode_state,
-    read_on,
 )
 from rlframe.trajectories.stores import Store
 
@@ -40,8 +39,6 @@ _AT_ONCE = 64  # commands that are applied before the event loop does something 
 _TICK = 0.5  # seconds between looks at the clock, for leases and silent environments
 _NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
-_WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds until who reads a shared log looks whether the service has ended
-_RETRY = 0.5  # seconds until a store that did not answer is read again
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
 
 _logger = logging.getLogger(__name__)
@@ -106,7 +103,7 @@ class Service:
         self._draining = False
         self._changes: dict[str, asyncio.Event] = {}  # of the runs where somebody waits for one
         self._background: set[asyncio.Task[None]] = set()
-        self._follower: threading.Thread | None = None
+        self._follower: Follower | None = None
         self._left: list[int] = []  # payloads that nobody needed when this process started
 
     # Life
@@ -121,8 +118,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._later(self._tick())
         if self.store.shared:
-            follow = functools.partial(self._follow, self._machine.position)
-            self._follower = threading.Thread(target=follow, name="follower of the log", daemon=True)
+            self._follower = Follower(self, self._machine.position, self._loop)
             self._follower.start()
         # What a crash left behind; another process may just be reading what it took.
         self._loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
@@ -198,13 +194,10 @@ class Service:
         except RlframeError as error:
             _logger.warning("%s in run %r: %s", command, run, error)
 
-    async def _submit(
-        self, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None = None
-    ) -> Applied:
+    async def _submit(self, run: str, command: str, told: Mapping[str, Any], payload: bytes | None = None) -> Applied:
         if self.failed is not None:
             raise self.failed
-        if command in _TIMED:
-            arguments = {**arguments, "now": time.time()}
+        arguments = {**told, "now": time.time()} if command in _TIMED else told
         queues = self._machine.queues
         if command in BEGINNING and run not in queues and len(queues) >= MAX_RUNS:
             raise UnavailableError(f"There are {MAX_RUNS} runs already. Use one of them, or another store.")
@@ -233,9 +226,8 @@ class Service:
     def check_room(self, size: int) -> None:
         """Raises `FullError` where so many bytes more are too much."""
         if self.stored_bytes + self.pending_bytes + size > self.max_bytes:
-            raise FullError(
-                f"The service keeps {self.stored_bytes >> 20} MB, its limit. Trainers have to take some first."
-            )
+            kept = self.stored_bytes >> 20
+            raise FullError(f"The service keeps {kept} MB, its limit. Trainers have to take some first.")
 
     # Reads
 
@@ -289,9 +281,9 @@ class Service:
                 return
             future, number = self._durable.popleft()
             error = future.exception()
-            if error is not None:
-                if isinstance(error, StoreError):
-                    self._give_up(error)
+            if isinstance(error, StoreError):
+                self.give_up(error, number)
+            elif error is not None:
                 self._fail(error, number)
             elif not self.store.shared:
                 self._apply_submitted(future.result(), number)
@@ -354,12 +346,6 @@ class Service:
             with contextlib.suppress(RlframeError):  # the next start sweeps what is left
                 self.store.forget(positions)
 
-    def _give_up(self, error: StoreError) -> None:
-        """The store takes nothing more."""
-        if self.failed is None:
-            self.failed = error
-            self.on_failure()
-
     # What goes on beside
 
     async def _snapshot(self) -> None:
@@ -390,41 +376,9 @@ class Service:
     def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         return self._loop.run_in_executor(None, call, *arguments)
 
-    # A store that several processes share: a thread reads what any of them appends
+    # What `Follower` reads of a store that several processes share
 
-    def _follow(self, after: int) -> None:
-        """Until the service is closing and nothing is pending, or the store has failed."""
-        while not self.closing or self._submitted:
-            try:
-                if self.store.wait(after, _WAIT_CLOSING if self.closing else _WAIT):
-                    snapshot, records = read_on(self.store, after)
-                    self._hand_over(functools.partial(self._go_on, snapshot, records))
-                    after = records[-1][0] if snapshot is None else snapshot[0]
-            except StoreError as error:
-                self._hand_over(functools.partial(self._give_up, error))
-                self._hand_over(functools.partial(self._fail, error))
-                return
-            except RlframeError as error:
-                if not self.closing:
-                    _logger.warning("%s", error)
-                time.sleep(_RETRY)
-
-    def _hand_over(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the event loop's thread and waits for it."""
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                done.set()
-
-        self._loop.call_soon_threadsafe(run)
-        while not done.wait(1.0):
-            if self._loop.is_closed():
-                return
-
-    def _go_on(self, snapshot: tuple[int, bytes] | None, records: list[tuple[int, bytes]]) -> None:
+    def go_on(self, snapshot: tuple[int, bytes] | None, records: list[tuple[int, bytes]]) -> None:
         """Applies what the log holds now, or becomes what another process has taken a snapshot of."""
         if snapshot is None:
             self._apply_records(records)
@@ -432,3 +386,15 @@ class Service:
         self._machine.set_state(*snapshot)
         self._fail(PeerError("This process was too far behind the others to tell what became of the request."))
         self._wake(*self._changes)
+
+    def give_up(self, error: StoreError, *numbers: int) -> None:
+        """The store takes nothing more. What was submitted under these numbers, or all of it, ends with the error."""
+        if self.failed is None:
+            self.failed = error
+            self.on_failure()
+        self._fail(error, *numbers)
+
+    @property
+    def idle(self) -> bool:
+        """It is closing, and nothing that was submitted is still to be applied."""
+        return self.closing and not self._submitted
