@@ -16,7 +16,7 @@ def write_atomically(
     sync: bool = False,
     mode: int = 0o666,
 ) -> None:
-    """Writes the contents, one after the other, to the file at `path`; if it raises, the file is as it was before.
+    """Write the contents, one after the other, to the file at `path`; if it raises, the file is as it was before.
 
     Args:
         contents: text is written as UTF-8.
@@ -37,7 +37,7 @@ def write_atomically(
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Gives a path to write to, which takes the place of `path` at the end, or is removed after an error."""
+    """Give a path to write to, which takes the place of `path` at the end, or is removed after an error."""
     path = pathlib.Path(path)
     # Nobody else's: threads of other machines, or Pods, that share the folder may have the same ids.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")

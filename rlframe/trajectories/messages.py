@@ -67,7 +67,7 @@ class Registration:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Registration:
-        """Raises `UsageError` for a setting that is unknown, missing or cannot be."""
+        """Raise `UsageError` for a setting that is unknown, missing or cannot be."""
         names = [f.name for f in fields(cls)]
         for name in settings:
             if name not in names:

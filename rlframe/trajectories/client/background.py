@@ -47,7 +47,7 @@ class Prefetched(Dataset):
         return batch
 
     def close(self) -> None:
-        """Ends the thread and gives back what it drew ahead. Calling it twice does nothing."""
+        """End the thread and give back what it drew ahead. Calling it twice does nothing."""
         super().close()
         with self._lock:
             ahead, self._ahead = sorted(self._ahead), set()
@@ -86,7 +86,7 @@ class Renewal:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. A call to a service that does not answer ends later. Twice does nothing more."""
+        """End the thread. A call to a service that does not answer ends later. Twice does nothing more."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)

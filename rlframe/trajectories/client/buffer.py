@@ -125,7 +125,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return batch
 
     def make_dataset(self, prefetch: int = 1, timeout: float | None = None) -> Prefetched:
-        """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead.
+        """Return an endless iterator of batches, `prefetch` of which a thread draws ahead.
 
         A batch is done with when the next one is asked for. Each `next` waits at most `timeout` seconds; None:
         see `Dataset`. Close the dataset (or the buffer) to end it: what was drawn ahead is given back.
@@ -170,7 +170,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return self._closed
 
     def close(self) -> None:
-        """Stops the datasets, acknowledges what was learned from, and gives back the rest. Twice does nothing more."""
+        """Stop the datasets, acknowledge what was learned from, and give back the rest. Twice does nothing more."""
         if self._closed:
             return
         self._closed = True
@@ -211,7 +211,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
                 self._done.append(batch_id)
 
     def give_back(self, batch_ids: list[int]) -> None:
-        """Acknowledges what is done with, and gives these back, if the service answers soon."""
+        """Acknowledge what is done with, and give these back, if the service answers soon."""
         with self._lock:
             self._out.difference_update(batch_ids)
         try:
@@ -230,7 +230,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return [] if served is None else [served.batch_id]
 
     def _renew(self) -> None:
-        """Has the leases of the batches that are not done with begin anew."""
+        """Have the leases of the batches that are not done with begin anew."""
         with self._lock:
             out = sorted(self._out)
         try:

@@ -79,7 +79,7 @@ class BaseClient:
         return self._timeout if timeout is None else timeout
 
     def _exchange(self, request: HttpRequest, timeout: float | None) -> Flow[HttpReply]:
-        """Sends a request until it is answered."""
+        """Send a request until it is answered."""
         return (yield from exchange.exchange(self.url, request, self._deadline(timeout), self._attempt_timeout))
 
     def _ask(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Flow[Any]:
@@ -88,7 +88,7 @@ class BaseClient:
         return exchange.convert(self.url, content, reply_type)
 
     def _tell(self, request: HttpRequest, timeout: float | None) -> Flow[dict[str, Any]]:
-        """Sends a request until it is accepted."""
+        """Send a request until it is accepted."""
         reply = yield from self._exchange(request, timeout)
         return exchange.accepted(self.url, request, reply)
 
@@ -111,7 +111,7 @@ class BaseClient:
         lapse_after: float | None = None,
         timeout: float | None = None,
     ) -> Flow[Registered]:
-        """Says what batches are wanted. The same settings again are confirmed; others start the run afresh.
+        """Say what batches are wanted. The same settings again are confirmed; others start the run afresh.
 
         Args:
             batch_size: sequences of each batch, exactly.
@@ -188,35 +188,35 @@ class BaseClient:
 
     @FlowMethod
     def ack(self, batch_id: int, *, timeout: float | None = None) -> Flow[bool]:
-        """Says that a leased batch is done with. False where it was before, or the run has started afresh."""
+        """Say that a leased batch is done with. False where it was before, or the run has started afresh."""
         return (yield from self._settle("ack", batch_id, {}, timeout))
 
     @FlowMethod
     def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> Flow[bool]:
-        """Gives a leased batch back: it is the next to be given. False where it is not this consumer's."""
+        """Give a leased batch back: it is the next to be given. False where it is not this consumer's."""
         return (yield from self._settle("nack", batch_id, {"consumer": consumer or self.consumer}, timeout))
 
     @FlowMethod
     def renew(
         self, batch_id: int, lease: float, *, consumer: str | None = None, timeout: float | None = None
     ) -> Flow[bool]:
-        """Has a leased batch for `lease` seconds from now on. False where it is not this consumer's any more."""
+        """Have a leased batch for `lease` seconds from now on. False where it is not this consumer's any more."""
         told = {"consumer": consumer or self.consumer, "lease": lease}
         return (yield from self._settle("renew", batch_id, told, timeout))
 
     @FlowMethod
     def set_policy_version(self, version: int, *, timeout: float | None = None) -> Flow[None]:
-        """Says which version of the parameters the trainer has now; `batch` can say it, too."""
+        """Say which version of the parameters the trainer has now; `batch` can say it, too."""
         yield from self._tell(post_request("/policy-version", {"policy_version": version}), timeout)
 
     @FlowMethod
     def pause(self, *, timeout: float | None = None) -> Flow[None]:
-        """Has every environment hold, for an evaluation say, until `resume`."""
+        """Have every environment hold, for an evaluation say, until `resume`."""
         yield from self._tell(post_request("/pause", {}), timeout)
 
     @FlowMethod
     def resume(self, *, timeout: float | None = None) -> Flow[None]:
-        """Ends `pause`."""
+        """End `pause`."""
         yield from self._tell(post_request("/resume", {}), timeout)
 
     def _settle(self, what: str, batch_id: int, told: dict[str, Any], timeout: float | None) -> Flow[bool]:
@@ -243,7 +243,7 @@ class BaseClient:
         wait: float = 0.0,
         timeout: float | None = None,
     ) -> Flow[RegisteredEnv]:
-        """Joins the run; with the `resume_token` of an earlier answer as the same environment, under the same name.
+        """Join the run; with the `resume_token` of an earlier answer as the same environment, under the same name.
 
         Args:
             group_size: sequences of its groups.
@@ -281,7 +281,7 @@ class BaseClient:
 
     @FlowMethod
     def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> Flow[None]:
-        """Leaves the run; what was sent stays."""
+        """Leave the run; what was sent stays."""
         yield from self._tell(post_request("/disconnect-env", {"env_id": env_id}), timeout)
 
     @FlowMethod
@@ -303,7 +303,7 @@ class BaseClient:
         key: str | None = None,
         timeout: float | None = None,
     ) -> Flow[Posted]:
-        """Sends a group, or several in one request. Once it returns, they outlive a crash of the service.
+        """Send a group, or several in one request. Once it returns, they outlive a crash of the service.
 
         Args:
             binary: MessagePack with binary arrays; else JSON.
@@ -351,7 +351,7 @@ class BaseClient:
     def wait_until_wanted(
         self, env_id: int, max_queued: int, *, wait: float = 600.0, timeout: float | None = None
     ) -> Flow[EnvStatus]:
-        """Returns once the environment should start a new group: at most `max_queued` wait, and it is not to hold.
+        """Return once the environment should start a new group: at most `max_queued` wait, and it is not to hold.
 
         Asking is a sign of life, too. `max_queued` is in groups of this environment: so many batches as the policy may
         run ahead of, times batch_size / group_size.

@@ -45,7 +45,7 @@ class Client(BaseClient):
     _transport = functools.partial(httpx.Client, limits=_LIMITS)
 
     def close(self) -> None:
-        """Closes the connections. Calls under way in other threads end with StoppedError. Twice does nothing more."""
+        """Close the connections. Calls under way in other threads end with StoppedError. Twice does nothing more."""
         self._stopped.set()
         self._http.close()
 
@@ -92,7 +92,7 @@ class AsyncClient(BaseClient):
     _transport = functools.partial(httpx.AsyncClient, limits=_LIMITS)
 
     async def close(self) -> None:
-        """Closes the connections. Calls under way end with StoppedError. Twice does nothing more."""
+        """Close the connections. Calls under way end with StoppedError. Twice does nothing more."""
         self._stopped.set()
         await self._http.aclose()
 

@@ -103,7 +103,7 @@ class FlowMethod(Generic[P, T]):
 
 
 def exchange(base: str, request: HttpRequest, deadline: float, attempt_timeout: float) -> Flow[HttpReply]:
-    """Sends a request until there is an answer other than "not now".
+    """Send a request until there is an answer other than "not now".
 
     Args:
         base: URL before the request's path; messages name it.

@@ -34,7 +34,7 @@ def scaled(batch_size: int, shares: Sequence[MinimumShare]) -> list[MinimumShare
 def form(
     batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare], too_old: Callable[[QueuedGroup], bool]
 ) -> tuple[list[Taken] | None, list[Taken]]:
-    """Takes exactly `batch_size` sequences out of `lanes`, or leaves them as they were but for what is too old.
+    """Take exactly `batch_size` sequences out of `lanes`, or leave them as they were but for what is too old.
 
     Returns:
         (the units of the batch, oldest first; None where none can be formed, units on the way that were too old).
@@ -64,7 +64,7 @@ class _Attempt:
         self._batch_size = self._left = batch_size
 
     def rest(self) -> bool:
-        """Fills what is left, oldest first. False where that is impossible."""
+        """Fill what is left, oldest first. False where that is impossible."""
         while self._left:
             size = oldest_fitting(self._left, self._lanes.counts, lambda size: self._lanes.oldest(size).head.id)
             if size is None:
@@ -73,7 +73,7 @@ class _Attempt:
         return True
 
     def minimums(self, shares: Sequence[MinimumShare]) -> bool:
-        """Gives each environment its share in whole units. False where the batch has to wait for one of them.
+        """Give each environment its share in whole units. False where the batch has to wait for one of them.
 
         A share is rounded up to whole units where an exact batch stays possible, else down. Possible is what the units
         that are here can fill together with as many more as the environments that have a share may send: waiting for
@@ -100,7 +100,7 @@ class _Attempt:
         return size <= room and fillable(self._left - size, coming, spent=size)
 
     def _take(self, lane: Lane) -> int:
-        """Takes the oldest unit of a lane that is not too old. Returns its sequences, 0 where there is none."""
+        """Take the oldest unit of a lane that is not too old. Returns its sequences, 0 where there is none."""
         while lane.units:
             taken = Taken(lane.env_id, lane.size, self._lanes.pop(lane))
             if self._too_old(taken.unit):

@@ -93,7 +93,7 @@ class Envs:
         return env
 
     def hear(self, env: Env, now: float) -> bool:
-        """Notes a sign of life. Returns whether the environment became live by it; a disconnected one does not."""
+        """Note a sign of life. Returns whether the environment became live by it; a disconnected one does not."""
         env.last_heard = now
         if not env.connected:
             return False
@@ -168,7 +168,7 @@ class Envs:
 
 
 def check_env(max_token_length: int, weight: float, group_size: int, min_batch_allocation: float | None) -> None:
-    """Raises `UsageError` where an environment says of itself what cannot be."""
+    """Raise `UsageError` where an environment says of itself what cannot be."""
     if max_token_length < 0:
         raise UsageError(f"max_token_length is 0 tokens or more; got {max_token_length}.")
     if not math.isfinite(weight):

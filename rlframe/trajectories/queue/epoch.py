@@ -52,17 +52,17 @@ class Epoch:
     # Environments.
 
     def hear(self, env: Env, now: float) -> None:
-        """Notes a sign of life."""
+        """Note a sign of life."""
         if self.envs.hear(env, now):
             self._reserve(env)
 
     def leave(self, env: Env) -> None:
-        """No batch waits for this environment any more."""
+        """Have no batch wait for this environment any more."""
         self.envs.leave(env)
         self._reserve(env)
 
     def lapse(self, now: float) -> None:
-        """Ends what has run out of time: leases, remembered answers, and the liveness of environments."""
+        """End what has run out of time: leases, remembered answers, and the liveness of environments."""
         while (env := self.overdue(now)) is not None:
             self.leave(env)
         for batch in self.leases.expire(now):
@@ -73,7 +73,7 @@ class Epoch:
         return self.envs.overdue(now - self.registration.lapse_after) if self.registration else None
 
     def regroup(self, env: Env) -> None:
-        """Packs the odd groups of an environment again, whose group size may be another now."""
+        """Pack the odd groups of an environment again, whose group size may be another now."""
         odd = self.odd.pop(env.env_id, None)
         for group in odd.oldest_first() if odd else ():
             self.buffered -= 1
@@ -102,7 +102,7 @@ class Epoch:
         return Added("buffered", group.id, odd.sequences if odd else 0)
 
     def enqueue(self, env_id: int | None, group: QueuedGroup) -> None:
-        """Puts a group into its lane, or to the odd ones of its environment where it is no unit by itself."""
+        """Put a group into its lane, or to the odd ones of its environment where it is no unit by itself."""
         self.barren = False
         env = self.envs.get(env_id)
         # Nothing sums to a unit smaller than the group itself, and for one that no batch can hold it need not wait.

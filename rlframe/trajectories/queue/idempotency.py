@@ -64,5 +64,5 @@ class KnownKeys:
         return known
 
     def _turn(self, now: float, older: _Kept) -> None:
-        """Begins another generation."""
+        """Begin another generation."""
         self._older, self._younger, self._since = older, {}, now

@@ -105,7 +105,7 @@ class Lanes:
         return (part.id for lane in self for unit in lane.units for part in _unpacked(unit).groups)
 
     def push(self, env_id: int | None, size: int, unit: QueuedGroup) -> None:
-        """Puts a unit behind the others of its lane."""
+        """Put a unit behind the others of its lane."""
         lane = self._lane(env_id, size)
         lane.units.append(_packed(unit))
         self._count(lane, 1, len(unit.groups))
@@ -113,14 +113,14 @@ class Lanes:
             self._note_head(lane)
 
     def put_back(self, env_id: int | None, size: int, unit: QueuedGroup) -> None:
-        """Puts a unit that was popped before the others of its lane."""
+        """Put a unit that was popped before the others of its lane."""
         lane = self._lane(env_id, size)
         lane.units.appendleft(_packed(unit))
         self._count(lane, 1, len(unit.groups))
         self._note_head(lane)
 
     def pop(self, lane: Lane) -> QueuedGroup:
-        """Takes the oldest unit of a lane."""
+        """Take the oldest unit of a lane."""
         unit = _unpacked(lane.units.popleft())
         self._count(lane, -1, -len(unit.groups))
         if lane.units:
@@ -144,7 +144,7 @@ class Lanes:
         return min((self.oldest(size).head.added_at for size in self.counts), default=None)
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
-        """Says how many sequences of a lane are the minimum share of its environment: other envs do not count these."""
+        """Say how many sequences of a lane are the minimum share of its environment: other envs do not count these."""
         lane = self._of_env.get(env_id, {}).get(size)
         if lane is not None:
             self._repack(lane, -1)
@@ -233,7 +233,7 @@ class OddGroups:
         return sum(size * len(groups) for size, groups in self._of_size.items())
 
     def add(self, group: QueuedGroup, unit_size: int) -> QueuedGroup | None:
-        """Adds a group. Returns the unit that it completes, whose groups leave, or None.
+        """Add a group. Returns the unit that it completes, whose groups leave, or None.
 
         Which groups: the oldest first, passing over those after which no sum could be exact.
         """

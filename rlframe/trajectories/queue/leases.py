@@ -83,7 +83,7 @@ class Leases:
         self._answered[consumer] = (request, batch, now)
 
     def forget_answers(self, consumer: str) -> list[LeasedBatch]:
-        """Forgets the consumer's last request, and those of who has not asked for longest where they are too many.
+        """Forget the consumer's last request, and those of who has not asked for longest where they are too many.
 
         Returns the batches without a lease that were only kept for these.
         """
@@ -93,7 +93,7 @@ class Leases:
         return [batch for _, batch, _ in answered if batch.lease_until is None]
 
     def hand_out(self, batch: LeasedBatch, consumer: str | None, until: float | None) -> LeasedBatch:
-        """Hands a new batch, or one that came back, to a consumer: until then, or for good."""
+        """Hand a new batch, or one that came back, to a consumer: until then, or for good."""
         if self._returned.pop(batch.batch_id, None) is not None:
             self.groups -= len(batch.group_ids)
             batch = replace(batch, delivery=batch.delivery + 1)
@@ -110,7 +110,7 @@ class Leases:
         return next(iter(self._returned.values()), None)
 
     def settle(self, batch_id: int) -> LeasedBatch | None:
-        """Takes out a batch that is done with: leased, or come back in the meantime. None where there is none."""
+        """Take out a batch that is done with: leased, or come back in the meantime. None where there is none."""
         batch, _ = self._out.pop(batch_id, (None, None))
         batch = batch or self._returned.pop(batch_id, None)
         if batch is not None:
@@ -139,7 +139,7 @@ class Leases:
         return self._earliest <= now or self._answer_is_old(now)
 
     def expire(self, now: float) -> list[LeasedBatch]:
-        """Takes back the batches whose leases have ended: `expired`. Returns those without a lease that were only kept
+        """Take back the batches whose leases have ended: `expired`. Returns those without a lease that were only kept
         for requests of long ago."""
         self.expired = []
         if not self.due(now):

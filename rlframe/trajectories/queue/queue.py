@@ -69,7 +69,7 @@ class Queue:
         return epoch.uuid
 
     def reset(self, now: float) -> None:
-        """Starts a new epoch without a registration."""
+        """Start a new epoch without a registration."""
         self._begin(now)
         self._new_epoch()
 
@@ -231,7 +231,7 @@ class Queue:
         return self._begin(now).leases.renew(batch_id, consumer, self._now + lease_seconds)
 
     def expire(self, now: float) -> list[int]:
-        """Takes back batches whose leases have ended, and shares of environments that are silent, as every command with
+        """Take back batches whose leases have ended, and shares of environments that are silent, as every command with
         a time does; `due` says whether there is a need. Returns the ids of the batches."""
         return self._begin(now).leases.expired
 
@@ -240,7 +240,7 @@ class Queue:
         self._begin().paused = True
 
     def resume(self) -> None:
-        """Ends `pause`."""
+        """End `pause`."""
         self._begin().paused = False
 
     def set_policy_version(self, version: int) -> None:
@@ -324,7 +324,7 @@ class Queue:
         return {**numbers, "next_batch": self._next_batch, "epoch": self._epoch.to_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Becomes the queue that `get_state` was called on."""
+        """Become the queue that `get_state` was called on."""
         self.epoch, self._now = state["number"], state["now"]
         self.next_group, self._next_batch = state["next_group"], state["next_batch"]
         self._epoch = Epoch.from_state(state["epoch"])

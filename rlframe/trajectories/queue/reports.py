@@ -65,7 +65,7 @@ class Tally(Counts):
     staleness_largest: int = 0
 
     def count_served(self, sequences: int, staleness: Iterable[int | None]) -> None:
-        """Counts a batch, by the staleness of its groups."""
+        """Count a batch, by the staleness of its groups."""
         self.batches_served += 1
         self.sequences_served += sequences
         for age in staleness:

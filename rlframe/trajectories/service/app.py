@@ -110,7 +110,7 @@ def app_from_environment() -> FastAPI:
 
 
 def open_service(settings: Settings) -> Service:
-    """With what the store holds. Raises as `open_store` and `Service.restore`."""
+    """Make the service, with what the store holds. Raises as `open_store` and `Service.restore`."""
     store = open_store(settings.store)
     service = Service(store, max_bytes=settings.max_queue_mb << 20)
     try:

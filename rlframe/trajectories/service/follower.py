@@ -49,7 +49,7 @@ class Follower(threading.Thread):
                 time.sleep(_RETRY)
 
     def _hand_over(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the event loop's thread and waits for it."""
+        """Run `work` on the event loop's thread and wait for it."""
         done = threading.Event()
 
         def run() -> None:

@@ -109,12 +109,12 @@ class Service:
     # Life
 
     def restore(self) -> None:
-        """Brings back what the store holds, before `start`. Raises `StoreError` or `PeerError` where that cannot be."""
+        """Bring back what the store holds, before `start`. Raises `StoreError` or `PeerError` where that cannot be."""
         self._snapshot_due -= self._machine.restore(self.store)
         self._left = self._machine.unneeded(self.store)
 
     async def start(self) -> None:
-        """Begins to take commands."""
+        """Begin to take commands."""
         self._loop = asyncio.get_running_loop()
         self._later(self._tick())
         if self.store.shared:
@@ -124,12 +124,12 @@ class Service:
         self._loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
 
     def stop_waiting(self) -> None:
-        """Nobody waits for data any more: the service is about to end."""
+        """Send home who waits for data: the service is about to end."""
         self.closing = True
         self._wake(*self._changes)
 
     async def close(self) -> None:
-        """Writes what was submitted, and a snapshot, and closes the store."""
+        """Write what was submitted, and a snapshot, and close the store."""
         self.stop_waiting()
         for task in self._background:
             task.cancel()
@@ -148,7 +148,7 @@ class Service:
     # Commands
 
     async def submit(self, run: str, command: str, payload: bytes | None = None, **arguments: Any) -> Any:
-        """Logs a command of `Queue` and returns its answer, once it is durable and applied.
+        """Log a command of `Queue` and return its answer, once it is durable and applied.
 
         Args:
             run: it begins with the first of `BEGINNING`. To the others one that is not there is empty.
@@ -224,7 +224,7 @@ class Service:
         return applied
 
     def check_room(self, size: int) -> None:
-        """Raises `FullError` where so many bytes more are too much."""
+        """Raise `FullError` where so many bytes more are too much."""
         if self.stored_bytes + self.pending_bytes + size > self.max_bytes:
             kept = self.stored_bytes >> 20
             raise FullError(f"The service keeps {kept} MB, its limit. Trainers have to take some first.")
@@ -246,11 +246,11 @@ class Service:
 
     @property
     def nearly_full(self) -> bool:
-        """Environments should hold."""
+        """Whether environments should hold."""
         return self.stored_bytes + self.pending_bytes > _NEARLY * self.max_bytes
 
     async def changed(self, run: str, timeout: float) -> None:
-        """Returns when a command was applied in this run, after `timeout` seconds, or when the service ends."""
+        """Return when a command was applied in this run, after `timeout` seconds, or when the service ends."""
         if run in self._machine.queues and not self.closing:
             change = self._changes.setdefault(run, asyncio.Event())
             with contextlib.suppress(asyncio.TimeoutError):
@@ -291,7 +291,7 @@ class Service:
         self._loop.call_soon(self._drain)
 
     def _apply_submitted(self, position: int, number: int) -> None:
-        """Applies a command that this process submitted, and answers whoever waits for it."""
+        """Apply a command that this process submitted, and answer whoever waits for it."""
         run, command, arguments, payload, size, _ = self._submitted[number]
         applied = self._machine.apply(position, run, command, arguments, payload)
         waited_for = self._settle(number)
@@ -302,7 +302,7 @@ class Service:
         self._count_applied(run, size)
 
     def _apply_records(self, records: list[tuple[int, bytes]]) -> None:
-        """Applies what any process has submitted, and answers those that were submitted here."""
+        """Apply what any process has submitted, and answer those that were submitted here."""
         for position, record in records:
             run, command, arguments, origin, number = decode_command(record)
             if origin == self._origin and number in self._submitted:
@@ -314,7 +314,7 @@ class Service:
             self._count_applied(run, len(record))
 
     def _count_applied(self, run: str, size: int) -> None:
-        """Something changed in this run, by a record of so many bytes."""
+        """Note that a record of so many bytes changed something in this run."""
         self._wake(run)
         self._snapshot_due -= size
         if self._snapshot_due <= 0 and not self.closing:
@@ -322,13 +322,13 @@ class Service:
             self._later(self._snapshot())
 
     def _wake(self, *runs: str) -> None:
-        """Lets everybody who waits for a change look again."""
+        """Let everybody who waits for a change look again."""
         for run in runs:
             if change := self._changes.pop(run, None):
                 change.set()
 
     def _settle(self, number: int) -> _Submitted | None:
-        """Nothing is pending any more under this number. Returns what was, if somebody waits for it."""
+        """Take out what is pending under this number. Returns it, if somebody waits for it."""
         submitted = self._submitted.pop(number, None)
         if submitted is None:
             return None
@@ -336,7 +336,7 @@ class Service:
         return None if submitted.answer.done() else submitted
 
     def _fail(self, error: BaseException, *numbers: int) -> None:
-        """Ends what was submitted under these numbers, or all of it, with an error."""
+        """End what was submitted under these numbers, or all of it, with an error."""
         for number in numbers or list(self._submitted):
             if (submitted := self._settle(number)) is not None:
                 submitted.answer.set_exception(error)
@@ -349,7 +349,7 @@ class Service:
     # What goes on beside
 
     async def _snapshot(self) -> None:
-        """Keeps the state as it is now, so that the next start need not read the log before it."""
+        """Keep the state as it is now, so that the next start need not read the log before it."""
         position = self._machine.snapshot_position = self._machine.position
         try:
             encoded = await self._in_thread(encode_state, self._machine.get_state())
@@ -379,7 +379,7 @@ class Service:
     # What `Follower` reads of a store that several processes share
 
     def go_on(self, snapshot: tuple[int, bytes] | None, records: list[tuple[int, bytes]]) -> None:
-        """Applies what the log holds now, or becomes what another process has taken a snapshot of."""
+        """Apply what the log holds now, or become what another process has taken a snapshot of."""
         if snapshot is None:
             self._apply_records(records)
             return

@@ -22,7 +22,7 @@ _READY = 60.0  # seconds for it to begin
 
 
 def serve(settings: Settings, host: str, port: int, max_connections: int) -> None:
-    """Serves until SIGTERM or Ctrl-C, then answers what is under way and closes the store.
+    """Serve until SIGTERM or Ctrl-C, then answer what is under way and close the store.
 
     Raises:
         UsageError: it cannot listen there, or needs a token to; a setting cannot be.
@@ -58,13 +58,13 @@ class TrajectoryServer:
         self._check()
 
     def run(self) -> None:
-        """Returns after `stop()`. Raises StoreError where the store failed: what was acknowledged is in it."""
+        """Return after `stop()`. Raises StoreError where the store failed: what was acknowledged is in it."""
         with handles.stopped_by_program(self.stop):
             self._thread.join()
         self._check()
 
     def stop(self) -> None:
-        """Ends `run()` once the requests under way are answered. Any thread may call it."""
+        """End `run()` once the requests under way are answered. Any thread may call it."""
         self._server.should_exit = True
 
     def close(self) -> None:

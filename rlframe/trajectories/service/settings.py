@@ -39,7 +39,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Settings:
-        """Raises `UsageError` for a variable that names no setting, or whose value cannot be."""
+        """Raise `UsageError` for a variable that names no setting, or whose value cannot be."""
         told: dict[str, Any] = {}
         names, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
         for variable, text in variables.items():

@@ -58,7 +58,7 @@ class StateMachine:
         self.latest = LatestGroups()
 
     def restore(self, store: Store) -> int:
-        """Becomes what the store holds. Raises `StoreError` or `PeerError` where that cannot be.
+        """Become what the store holds. Raises `StoreError` or `PeerError` where that cannot be.
 
         Returns:
             Bytes of the commands that were read.
@@ -84,7 +84,7 @@ class StateMachine:
     def apply(
         self, position: int, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None = None
     ) -> Applied:
-        """Applies the command at a position of the log. `payload`: of an `add`, where it is at hand."""
+        """Apply the command at a position of the log. `payload`: of an `add`, where it is at hand."""
         queue = self.queues.get(run) or Queue()
         if command in BEGINNING:
             self.queues[run] = queue
@@ -116,7 +116,7 @@ class StateMachine:
         }
 
     def set_state(self, position: int, snapshot: bytes) -> None:
-        """Becomes what it was at this position."""
+        """Become what it was at this position."""
         state = msgspec.msgpack.decode(snapshot)
         if state["format"] != _FORMAT:
             raise StoreError(f"The store's snapshot is of format {state['format']}; this version reads {_FORMAT}.")

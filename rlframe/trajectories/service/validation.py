@@ -102,7 +102,7 @@ def _everywhere(ends: np.ndarray, width: int) -> bool:
 
 
 def check(group: Any, lengths: list[int]) -> None:
-    """Raises `InvalidGroupError` unless every field fits to sequences of these `lengths`.
+    """Raise `InvalidGroupError` unless every field fits to sequences of these `lengths`.
 
     Arrays are lists, bytes, or JSON text whose shape and numbers are known to be right.
     """

@@ -99,7 +99,7 @@ class Parsed(NamedTuple):
 
 
 def parse_group(body: bytes, packed: bool) -> Parsed:
-    """Decodes and checks one group.
+    """Decode and check one group.
 
     Args:
         body: JSON, or MessagePack where `packed`.
@@ -116,7 +116,7 @@ def parse_group(body: bytes, packed: bool) -> Parsed:
 
 
 def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
-    """Decodes and checks a list of groups, one after the other; as `parse_group`, with its place before each path."""
+    """Decode and check a list of groups, one after the other; as `parse_group`, with its place before each path."""
     try:
         items = (_packed_list if packed else _json_list).decode(body)
     except RecursionError:

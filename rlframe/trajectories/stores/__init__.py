@@ -40,7 +40,7 @@ class Store(Protocol):
     durability: str
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
-        """Puts a record at the end of the log, and the payload, if any, beside it. Does not wait.
+        """Put a record at the end of the log, and the payload, if any, beside it. Does not wait.
 
         Returns:
             Its position, 1 or more, once it is durable. Positions have no gaps, and of two calls in one process the
@@ -66,7 +66,7 @@ class Store(Protocol):
         ...
 
     def wait(self, after: int, timeout: float) -> bool:
-        """Waits until there is a record at a position above `after`, at most `timeout` seconds. Returns if there is."""
+        """Wait until there is a record at a position above `after`, at most `timeout` seconds. Returns if there is."""
         ...
 
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
@@ -74,7 +74,7 @@ class Store(Protocol):
         ...
 
     def forget(self, positions: Iterable[int]) -> None:
-        """Drops payloads; their space is used again. Does not wait, and may be undone by a crash: see `held`."""
+        """Drop payloads; their space is used again. Does not wait, and may be undone by a crash: see `held`."""
         ...
 
     def held(self) -> list[int]:
@@ -86,7 +86,7 @@ class Store(Protocol):
         ...
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
-        """Keeps `state`, which is what the records up to `position` lead to. These records may then be dropped.
+        """Keep `state`, which is what the records up to `position` lead to. These records may then be dropped.
 
         One that is not newer than the last is ignored. Payloads are not touched. Resolved when it is durable.
         """
@@ -101,12 +101,12 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what was appended, and lets go of everything. May be called again."""
+        """Write what was appended, and let go of everything. May be called again."""
         ...
 
 
 def check_range(after: int, first: int | None, last: int, name: str) -> None:
-    """Refuses to read above `after` from a log that ends at `last`, and whose first record above it is at `first`."""
+    """Refuse to read above `after` from a log that ends at `last`, and whose first record above it is at `first`."""
     if after > last:
         raise StoreError(f"{name} ends at position {last}, but was read up to {after} before: it lost records.")
     if after < last and first != after + 1:
@@ -114,7 +114,7 @@ def check_range(after: int, first: int | None, last: int, name: str) -> None:
 
 
 def open_store(url: str) -> Store:
-    """Opens the store that a URL names.
+    """Open the store that a URL names.
 
     Args:
         url: `sqlite:PATH`, `memory`, or `redis://HOST:PORT/DATABASE` (`rediss://` for TLS). `sqlite:PATH?sync=off`

@@ -40,7 +40,7 @@ class Extents:
         return offset
 
     def give_back(self, offset: int, length: int) -> None:
-        """Makes what `take` gave free again."""
+        """Make what `take` gave free again."""
         size = _blocks(length)
         if offset in self._start_of:
             before = self._start_of[offset]

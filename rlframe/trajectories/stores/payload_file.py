@@ -57,11 +57,11 @@ class PayloadFile:
         self._size = os.fstat(self._fd).st_size
 
     def occupy(self, places: Iterable[tuple[int, int]]) -> None:
-        """Says what is in use, as offsets and lengths, ascending; everything else is free."""
+        """Say what is in use, as offsets and lengths, ascending; everything else is free."""
         self._extents = Extents(BLOCK, places)
 
     def write(self, value: bytes) -> Place:
-        """Writes a value where there is room. It is durable after `sync`."""
+        """Write a value where there is room. It is durable after `sync`."""
         offset = self._extents.take(len(value))
         try:
             self._write_all(value, offset)
@@ -77,14 +77,14 @@ class PayloadFile:
         return value if len(value) == place.length and crc32c.crc32c(value) == place.crc else None
 
     def give_back(self, place: Place) -> None:
-        """Lets other values be written to a place."""
+        """Let other values be written to a place."""
         self._extents.give_back(place.offset, place.length)
         if self._size > self._extents.end + _SPARE:
             os.ftruncate(self._fd, self._extents.end)
             self._size = self._extents.end
 
     def sync(self) -> None:
-        """Has the device write everything down."""
+        """Have the device write everything down."""
         _sync(self._fd)
 
     def close(self) -> None:

@@ -256,11 +256,11 @@ class RedisStore:
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """Closes the connections that no other thread waits at."""
+        """Close the connections that no other thread waits at."""
         self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def _prepare(self) -> str:
-        """Makes sure that the server can be a store. Returns what an acknowledged append survives."""
+        """Make sure that the server can be a store. Returns what an acknowledged append survives."""
         memory = self._redis.info("memory")
         if memory["maxmemory"] and memory["maxmemory_policy"] != "noeviction":
             raise StoreError(
@@ -322,7 +322,7 @@ class RedisStore:
         return first
 
     def _call(self, what: str, call: Callable[[], _T], since: float | None = None) -> _T:
-        """Repeats a call until the server answers; at least once, and until the deadline after `since`."""
+        """Repeat a call until the server answers; at least once, and until the deadline after `since`."""
         start = time.monotonic() if since is None else since
         pause = _PAUSE
         while True:

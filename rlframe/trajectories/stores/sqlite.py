@@ -176,7 +176,7 @@ class SQLiteStore:
         return sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
 
     def _prepare(self) -> None:
-        """Creates the tables, or makes sure that they are ours."""
+        """Create the tables, or make sure that they are ours."""
         one = self._writer.execute
         if one("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             self._writer.executescript(_SCHEMA)
@@ -194,7 +194,7 @@ class SQLiteStore:
         one(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
 
     def _recover(self) -> None:
-        """Finds out what is there."""
+        """Find out what is there."""
         self._forgotten: set[int] = set()  # positions of payloads whose rows are still to be deleted
         self._held = Stats(*self._writer.execute("SELECT count(*), coalesce(sum(length), 0) FROM payloads").fetchone())
         self._file.occupy(self._writer.execute('SELECT "offset", length FROM payloads ORDER BY 1'))

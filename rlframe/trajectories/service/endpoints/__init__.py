@@ -41,7 +41,7 @@ def service_of(request: Request) -> Service:
 async def named_run(
     run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="A namespace of its own.")],
 ) -> None:
-    """Refuses what cannot be the name of a run."""
+    """Refuse what cannot be the name of a run."""
 
 
 def invalid(loc: tuple[str | int, ...], message: str, kind: str = "value_error") -> Response:

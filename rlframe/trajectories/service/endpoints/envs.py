@@ -105,7 +105,7 @@ async def status_env(
 
 
 def _hear(service: Service, run: str, env_id: int) -> bool:
-    """Logs a sign of life, now and then. False where there is no such environment."""
+    """Log a sign of life, now and then. False where there is no such environment."""
     queue = service.queue(run)
     silence = queue.silence(env_id, time.time())
     if silence is None:

@@ -69,14 +69,14 @@ async def policy_version(body: models.PolicyVersion, request: Request) -> Respon
 
 @router.post("/pause", response_model=models.Success, responses=UNAVAILABLE)
 async def pause(request: Request) -> Response:
-    """Tells every environment to hold, for an evaluation."""
+    """Tell every environment to hold, for an evaluation."""
     await service_of(request).submit(run_of(request), "pause")
     return answer({"status": "success"})
 
 
 @router.post("/resume", response_model=models.Success, responses=UNAVAILABLE)
 async def resume(request: Request) -> Response:
-    """Ends a pause."""
+    """End a pause."""
     await service_of(request).submit(run_of(request), "resume")
     return answer({"status": "success"})
 
@@ -86,7 +86,7 @@ def reset_router(enabled: bool) -> APIRouter:
     reset = APIRouter(tags=["trainer"])
 
     async def reset_data(request: Request) -> Response:
-        """Forgets the registration, the environments, and every group of this run."""
+        """Forget the registration, the environments, and every group of this run."""
         if not enabled:
             return answer({"detail": "Resets are turned off (--no-reset)."}, 403)
         await service_of(request).submit(run_of(request), "reset")
