@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import gc
-import heapq
 import itertools
 import json
 import logging
@@ -23,17 +21,17 @@ from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import handle
 from rlframe.coordinator.journal import Journal
-from rlframe.coordinator.messages import ROLES, Failed, Role, WorkerKey, WorkerReply
+from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling, Watch, cores_here
 from rlframe.coordinator.states import JobState, is_over
-from rlframe.errors import JobFailedError, UnavailableError, UsageError, suggest
+from rlframe.coordinator.worker_calls import WorkerCalls
+from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.progress import Phase
-from rlframe.transport import Client, Future
 
 _log = logging.getLogger(__name__)
 
@@ -98,10 +96,7 @@ class Coordinator:
         self._lock = threading.RLock()  # of the job and the journal
         self._noted = threading.Condition(self._lock)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._timers: list[tuple[float, int, ev.Send]] = []
-        self._order = itertools.count()
-        self._transport = operator.transport
-        self._clients: dict[WorkerKey, Client] = {}
+        self._calls = WorkerCalls(operator.transport, self._events.put)
         self._operator = OperatorThread(operator, cfg.path, self._events.put)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
@@ -175,7 +170,7 @@ class Coordinator:
     def _end(self) -> None:
         self._operator.close()
         self._replay.close()
-        self._clients.clear()
+        self._calls.close()
         with self._lock:
             self._journal.close()
 
@@ -297,10 +292,7 @@ class Coordinator:
     def _next_events(self) -> list[Any]:
         """What has happened, after a short wait for something to; sends what was put off."""
         self._clock.tick()
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            self._send(heapq.heappop(self._timers)[2])
-        wait = min(_TICK, max(self._timers[0][0] - now, 0.0)) if self._timers else _TICK
+        wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []
         try:
             found.append(self._events.get(timeout=wait))
@@ -345,14 +337,11 @@ class Coordinator:
 
     def _execute(self, effect: Any) -> None:
         if isinstance(effect, ev.Send):
-            if effect.delay > 0:
-                heapq.heappush(self._timers, (time.monotonic() + effect.delay, next(self._order), effect))
-            else:
-                self._send(effect)
+            self._calls.send(effect)
         elif isinstance(effect, ev.Open):
-            self._clients[effect.key] = self._transport.connect(effect.address)
+            self._calls.open(effect.key, effect.address)
         elif isinstance(effect, ev.Shut):
-            self._clients.pop(effect.key, None)
+            self._calls.shut(effect.key)
         elif isinstance(effect, ev.RequestWorkers):
             self._operator.request(effect.role, effect.count)
         elif isinstance(effect, ev.ReportFailed):
@@ -393,43 +382,6 @@ class Coordinator:
             self._recorder.finish(summary)
         with self._lock:
             self._journal.write({**(self._journal.state or {}), "is_finished": True})
-
-    def _send(self, effect: ev.Send) -> None:
-        """Calls a worker, and does not wait: another thread takes the answer, or that none will come."""
-        who = (*effect.key, effect.method, effect.header)
-        client = self._clients.get(effect.key)
-        args = effect.args if effect.header is None else (effect.header, *effect.args)
-
-        def done(future: Future) -> None:
-            try:
-                self._events.put(ev.Replied(*who, reply_of(future, effect.method)))
-            except (UnavailableError, concurrent.futures.CancelledError) as error:
-                self._events.put(ev.Unanswered(*who, str(error)))
-
-        try:
-            if client is None:
-                raise UnavailableError("there is no connection")
-            client.submit(effect.method, *args).add_done_callback(done)
-        except Exception as error:  # the other side is gone
-            self._events.put(ev.Unanswered(*who, str(error)))
-
-
-def reply_of(future: Future, method: str) -> WorkerReply:
-    """The reply that a worker gave. What it raises comes as a reply: anything else is a bug of its own.
-
-    Raises:
-        UnavailableError: there is no answer.
-        CancelledError: the same.
-    """
-    try:
-        reply = future.result()
-    except (UnavailableError, concurrent.futures.CancelledError):
-        raise
-    except Exception as error:
-        return Failed(type(error).__name__, f"{method} raised: {error}")
-    if not isinstance(reply, WorkerReply):
-        return Failed("TypeError", f"{method} must give a WorkerReply, it gave {type(reply).__name__}")
-    return reply
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,8 +65,8 @@ class Stage:
     def kill(self, coordinator: Coordinator) -> None:
         """Leaves it as a process that is killed does: nothing more is said, and the workers go on."""
         coordinator._journal.write = coordinator._journal.note = lambda *_: None  # type: ignore[method-assign]
-        coordinator._send = lambda effect: None  # type: ignore[method-assign]
         coordinator._execute = lambda effect: None  # type: ignore[method-assign]
+        coordinator._calls.close()
         coordinator._operator.close()
         coordinator._replay.close()
         coordinator._job.state = type(coordinator._job.state).CLOSED

@@ -16,10 +16,9 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
-from rlframe.coordinator.control.calls import Calls
+from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.control.endpoints import REFUSED, command_router, reading_router
 from rlframe.coordinator.control.errors import content, refusal, refused
-from rlframe.coordinator.control.events import EventLog
 from rlframe.errors import RlframeError
 from rlframe.http.app import answer_errors, protect
 from rlframe.http.app import make_app as make_base_app
@@ -66,7 +65,7 @@ def make_app(
 
     `app.state.let_go()` ends the event streams, so that a server that ends need not wait for their readers.
     """
-    calls, metrics = Calls(target), RequestMetrics(kind.prefix)
+    calls, metrics = CoordinatorCalls(target), RequestMetrics(kind.prefix)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:

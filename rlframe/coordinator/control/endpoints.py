@@ -9,9 +9,8 @@ from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
-from rlframe.coordinator.control.calls import Calls
+from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.control.errors import ConflictError, FieldError
-from rlframe.coordinator.control.events import EventLog
 from rlframe.coordinator.control.prometheus import families
 from rlframe.coordinator.messages import Role
 from rlframe.coordinator.states import JobState, is_over
@@ -24,14 +23,14 @@ Number = Annotated[int, Field(ge=0, le=2**53)]  # what a browser can count to
 Text = Annotated[str, Field(max_length=1000)]
 
 
-class Problem(BaseModel):
+class ControlProblem(BaseModel):
     type: str
     message: str = Field(description="What is wrong, and what to do.")
     field: str | None = Field(description="Of the request.")
 
 
-class Refused(BaseModel):
-    error: Problem
+class ControlRefusal(BaseModel):
+    error: ControlProblem
 
 
 class Done(BaseModel):
@@ -61,7 +60,7 @@ class Stop(BaseModel):
 
 
 def _described(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": Refused, "description": _DESCRIPTIONS[status]} for status in statuses}
+    return {status: {"model": ControlRefusal, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
 _DESCRIPTIONS = {
@@ -80,7 +79,7 @@ READS = _described(503)
 WRITES = _described(409, 422, 503)
 
 
-def reading_router(calls: Calls, log: EventLog, metrics: RequestMetrics, prefix: str) -> APIRouter:
+def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetrics, prefix: str) -> APIRouter:
     """What changes nothing."""
     router = APIRouter()
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -128,7 +127,7 @@ def reading_router(calls: Calls, log: EventLog, metrics: RequestMetrics, prefix:
     return router
 
 
-def command_router(calls: Calls, commands: Collection[str]) -> APIRouter:
+def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRouter:
     """What changes the job: of the methods of its target, `commands`."""
     router = APIRouter(tags=["commands"])
 
@@ -196,7 +195,7 @@ def _check_not_over(status: dict[str, Any]) -> None:
         raise ConflictError(f"The job is over: {job['state']}{reason}. It takes no more commands.")
 
 
-async def _why_refused(calls: Calls, error: UsageError) -> UsageError:
+async def _why_refused(calls: CoordinatorCalls, error: UsageError) -> UsageError:
     """`error`, or that the job is over."""
     if isinstance(error, FieldError):
         return error

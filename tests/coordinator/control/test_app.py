@@ -272,7 +272,7 @@ def test_a_stream_resumes_after_the_last_event_that_was_seen(coordinator, http):
 
 
 def test_a_stream_that_was_away_for_long_gets_what_is_no_longer_kept(coordinator, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.events.KEPT", 5)
+    monkeypatch.setattr("rlframe.coordinator.control.calls.KEPT", 5)
     for i in range(20):
         coordinator.happen("worker", str(i))
     with serve_control(coordinator, port=0) as server, ControlClient(server.url) as client:
@@ -282,14 +282,14 @@ def test_a_stream_that_was_away_for_long_gets_what_is_no_longer_kept(coordinator
 
 
 def test_a_quiet_stream_shows_that_it_is_there(coordinator, http, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.events.HEARTBEAT", 0.05)
+    monkeypatch.setattr("rlframe.coordinator.control.calls.HEARTBEAT", 0.05)
     with http.stream("GET", "/events/stream", params={"since": 1}) as response:
         lines = response.iter_lines()
         assert next(line for line in lines if line.startswith(":")) == ": here"
 
 
 def test_a_stream_lives_through_a_restart_of_the_coordinator(coordinator, http, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.events._PAUSE", 0.01)
+    monkeypatch.setattr("rlframe.coordinator.control.calls._PAUSE", 0.01)
     with http.stream("GET", "/events/stream") as response:
         lines = response.iter_lines()
         read_events(lines, 1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlframe.coordinator.coordinator import reply_of
 from rlframe.coordinator.messages import Alive, Failed, WorkerReply
+from rlframe.coordinator.worker_calls import reply_of
 from rlframe.coordinator.workers.process import WorkerServer
 from rlframe.errors import UnavailableError
 from rlframe.transport import DEFAULT, Transport
