@@ -1,4 +1,4 @@
-"""What a job is to do next, and when it has done enough: a pure policy, which can be replaced."""
+"""Decide what a job does next, and when it has done enough: a pure policy, which can be replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlframe.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How far a job is."""
+    """The progress of a job."""
 
     env_steps: int
     learner_steps: int
@@ -25,7 +25,7 @@ class Commander(Protocol):
     """Says what workers do. A job's coordinator asks it whenever a worker has nothing to do."""
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:
-        """What the idle worker number `index` of a role is to do now; None: nothing. Not of evaluators."""
+        """Return the task of the idle worker `index` of a role; None: nothing to do. Not asked for evaluators."""
 
     def evaluation(self, view: View) -> str | None:
         """The policy whose newest version is to be evaluated now; None: none is."""

@@ -1,4 +1,4 @@
-"""What a coordinator is given beside its parts: its deadlines and bounds, and where a run's metrics go."""
+"""The configuration of a coordinator: deadlines, bounds, and the recorder of a run's metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorConfig:
-    """What a coordinator holds a job to."""
+    """Bounds of a job."""
 
     path: str  # a folder for its journal
     job_id: str = ""  # a journal of another job is not gone on with

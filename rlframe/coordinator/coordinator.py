@@ -184,7 +184,7 @@ class Coordinator:
         self._ask(ev.Cancelled(reason, within))
 
     def pause(self) -> None:
-        """Has collectors and the learner stand still, once what is under way is done."""
+        """Pause collectors and the learner, once what is under way is done."""
         self._check_runs()
         self._ask(ev.Paused())
 
@@ -209,7 +209,7 @@ class Coordinator:
         self._ask(ev.Scaled(role, n))
 
     def evaluate_now(self) -> None:
-        """Has the newest version evaluated."""
+        """Evaluate the newest version."""
         self._check_runs()
         with self._lock:
             if self._job.tasks.open("evaluate"):
@@ -217,17 +217,17 @@ class Coordinator:
         self._ask(ev.EvaluationAsked())
 
     def checkpoint(self) -> None:
-        """Has the learner save with its next update, and the replay where this coordinator keeps it."""
+        """Save the learner with its next update, and the replay where this coordinator keeps it."""
         self._check_runs()
         self._ask(ev.CheckpointAsked())
 
     def restore(self) -> None:
-        """Has the learner go back to its latest checkpoint. Versions go on rising."""
+        """Send the learner back to its latest checkpoint. Versions go on rising."""
         self._check_runs()
         self._ask(ev.RestoreAsked())
 
     def _ask(self, event: Any) -> None:
-        """Has the loop take what a person wants, and waits until it is in the journal, so that it is not forgotten."""
+        """Hand a request to the loop, and wait until it is in the journal, so that it is not forgotten."""
         written = threading.Event()
         self._events.put(event)
         self._events.put(_Written(written))
@@ -290,7 +290,7 @@ class Coordinator:
                 self._noted.notify_all()
 
     def _next_events(self) -> list[Any]:
-        """What has happened, after a short wait for something to; sends what was put off."""
+        """Return the events since the last call, after a short wait for one; send the calls that were put off."""
         self._clock.tick()
         wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a coordinator and its workers say to each other: typed, picklable, and small.
+"""Messages between a coordinator and its workers: typed, picklable, and small.
 
 Steps and parameters never travel in them: those go through the replay buffer and the param store. Every request but
 `ping` and `resources` carries a `Header`, by which a repeated, late or misdirected one is told.
@@ -62,7 +62,7 @@ def worker_id_of(role: str, index: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a call belongs to. A worker takes part in the newest attempt that it heard of, and refuses older ones."""
+    """Name the task, attempt, worker and number of a call. A worker refuses attempts older than the newest it knows."""
 
     task_id: str
     attempt: int  # of the task, from 0
@@ -76,7 +76,7 @@ class Header:
 
 @dataclasses.dataclass(frozen=True)
 class StartTask:
-    """What to work at from now on.
+    """Start a task.
 
     Attributes:
         kind: learn, collect or evaluate.
@@ -111,7 +111,7 @@ class Learn:
 
 @dataclasses.dataclass(frozen=True)
 class GetData:
-    """How long a collector steps its environments before it says how far it is."""
+    """Step the environments for this long, then report."""
 
     steps: int = 0  # environment steps to take at least, where the time lasts; 0: until it is up
     seconds: float = 0.25
@@ -122,7 +122,7 @@ class GetData:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerReply:
-    """What a worker answers."""
+    """An answer of a worker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Alive(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Resources(WorkerReply):
-    """What a worker has to work with."""
+    """The machine of a worker."""
 
     host: str
     pid: int
@@ -183,7 +183,7 @@ class Started(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Demand(WorkerReply):
-    """How many batches a learner can take now."""
+    """Batches that a learner can take now, and how far it is."""
 
     batches: int
     params_version: int
@@ -200,7 +200,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Learned(WorkerReply):
-    """What came of a `Learn`."""
+    """The result of a `Learn`."""
 
     params_version: int  # that is in the param store
     learner_steps: int  # since the run began
@@ -211,7 +211,7 @@ class Learned(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Collected(WorkerReply):
-    """How far a collector is."""
+    """The counters of a collector."""
 
     stats: dict[str, Any]  # as `Actor.stats`: counters since it was made, its rank and incarnation
     params_version: int  # that acted last

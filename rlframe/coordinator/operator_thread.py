@@ -57,7 +57,7 @@ class OperatorThread:
 
     @property
     def kind(self) -> str:
-        """What the operator is called."""
+        """The name of the operator's class."""
         return type(self._operator).__name__
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ class OperatorThread:
         self._thread.start()
 
     def request(self, role: Role, n: int) -> None:
-        """Has `n` workers of this role live in all, from now on. Ends none where there are more; `release` does."""
+        """Keep `n` workers of this role alive from now on. Ends none where there are more; `release` does."""
         with self._lock:
             self._reconciler.request(role, n)
         self._wake.set()
@@ -100,7 +100,7 @@ class OperatorThread:
             self._thread.join(_JOIN)
 
     def problems(self) -> dict[str, str]:
-        """What is wrong now, in a sentence each: by worker_id, or "" for what is wrong with all of it."""
+        """Return what is wrong now, in a sentence each: by worker_id, or "" for the operator itself."""
         with self._lock:
             outage = {"": self._outage} if self._outage else {}
             if self._operator.starts:
@@ -128,7 +128,7 @@ class OperatorThread:
             self._happened(ev.Disconnected(why))
 
     def _fail(self, error: Exception) -> None:
-        """What is no outage ends the job only where nothing else ever came: else it is told, and tried again."""
+        """Tell of an error. One that is no outage ends the job, unless the operator has answered before."""
         is_outage = isinstance(error, (OperatorError, OSError))
         if not is_outage:
             _log.error("The operator raised what is no outage.", exc_info=error)

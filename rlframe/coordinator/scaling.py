@@ -1,4 +1,4 @@
-"""How many collectors there are to be: enough that the learner need not wait, and no more than it can learn from."""
+"""Choose the number of collectors: enough that the learner need not wait, and no more than it can learn from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlframe.coordinator.states import JobState
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a window of time looked like.
+    """The load in a window of time.
 
     Attributes:
         collectors: that are at work.
@@ -94,7 +94,7 @@ def _is_better(load: Load, before: Load) -> bool:
 
 
 class Watch:
-    """Has a scaling judge a job, one window of time after another.
+    """Show a scaling the load of a job, one window of time after another.
 
     Args:
         scaling: the judge.
@@ -107,7 +107,7 @@ class Watch:
         self._before: tuple[float, float, int, float, float] | None = None  # at the window's begin
 
     def wanted(self, job: TrainingJob, now: float) -> int | None:
-        """How many collectors there should be from now on, at the end of a window; None: as many as are wanted.
+        """Return the number of collectors from now on, at the end of a window; None: as many as are wanted.
 
         Nothing is judged while a person has said how many, while the job does not run, or collectors are on their way.
         """

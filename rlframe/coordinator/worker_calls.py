@@ -1,4 +1,4 @@
-"""How workers are called: by the operator's transport, now or after a while. No call waits."""
+"""Call workers by the operator's transport, now or after a while. No call waits."""
 
 from __future__ import annotations
 

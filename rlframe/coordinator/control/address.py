@@ -24,7 +24,7 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class ControlAddress:
-    """What the file holds."""
+    """The content of the file."""
 
     url: str
     token_file: str | None  # its path

@@ -33,7 +33,7 @@ _DESCRIPTION = """Watches and steers a run. `GET /` is a page that does so in a 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What an application is about."""
+    """A kind of application."""
 
     title: str
     prefix: str  # of its metrics

@@ -42,7 +42,7 @@ class CoordinatorCalls:
         self._status_at = 0.0
 
     async def __call__(self, method: str, *args: Any, deadline: float = DEADLINE) -> Any:
-        """What `target.method(*args)` returns, or raises.
+        """Call `target.method(*args)` in a thread.
 
         Raises:
             PeerError: it did neither within `deadline` seconds. It may yet.
@@ -87,7 +87,7 @@ class CoordinatorCalls:
         return await asyncio.shield(task)
 
     def forget_status(self) -> None:
-        """Has the next one who asks see what was just changed."""
+        """Drop the cached status, so that the next reader sees what was just changed."""
         self._status = None
 
     async def _ask_status(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class CoordinatorCalls:
 
 
 class EventLog:
-    """What happened last, oldest first, and who waits for more."""
+    """The newest events, oldest first, and the streams that wait for more."""
 
     def __init__(self, calls: CoordinatorCalls) -> None:
         self._calls = calls

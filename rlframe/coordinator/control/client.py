@@ -88,7 +88,7 @@ class ControlClient:
         return self._post("/stop", {"reason": reason})
 
     def pause(self) -> Any:
-        """Has everything hold."""
+        """Pause the job."""
         return self._post("/pause")
 
     def resume(self) -> Any:
@@ -100,15 +100,15 @@ class ControlClient:
         return self._post("/scale", {"role": role, "n": n})
 
     def evaluate_now(self) -> Any:
-        """Has the newest version evaluated."""
+        """Evaluate the newest version."""
         return self._post("/evaluate")
 
     def checkpoint(self) -> Any:
-        """Has the learner save."""
+        """Save the learner."""
         return self._post("/checkpoint")
 
     def restore(self) -> Any:
-        """Has the learner go back to its latest checkpoint."""
+        """Send the learner back to its latest checkpoint."""
         return self._post("/restore")
 
     def _get(self, path: str, **query: Any) -> Any:

@@ -80,7 +80,7 @@ WRITES = _described(409, 422, 503)
 
 
 def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetrics, prefix: str) -> APIRouter:
-    """What changes nothing."""
+    """Make the endpoints that only read."""
     router = APIRouter()
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
     stream = {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "As they happen."}
@@ -128,7 +128,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog, metrics: RequestMetri
 
 
 def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRouter:
-    """What changes the job: of the methods of its target, `commands`."""
+    """Make the endpoints that change the job: `commands`, of the methods of its target."""
     router = APIRouter(tags=["commands"])
 
     async def call(method: str, *args: Any) -> Response:

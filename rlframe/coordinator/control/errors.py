@@ -31,7 +31,7 @@ class FieldError(UsageError):
 
 
 class ConflictError(UsageError):
-    """What was asked for cannot be in the state that the job is in."""
+    """The state that the job is in does not allow the request."""
 
 
 def content(message: str, status: int, field: str | None = None) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> R
 
 
 def refused(error: RlframeError) -> Response:
-    """What a call that raised is answered with."""
+    """Answer a call that raised."""
     if isinstance(error, FieldError):
         return answer(content(str(error), 422, error.field), 422)
     return refusal(str(error), 409 if isinstance(error, UsageError) else 503)

@@ -1,4 +1,4 @@
-"""What a job has done so far, and the rows of metrics that come of it. Counters never go back, whoever is restarted."""
+"""Counters of a job, and the rows of metrics made of them. Counters never go back, whoever is restarted."""
 
 from __future__ import annotations
 

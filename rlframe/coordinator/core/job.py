@@ -19,7 +19,7 @@ _EPOCH = 2**32  # numbers of calls between two starts of a coordinator
 
 @dataclasses.dataclass
 class JobEnding:
-    """How far the end of a job is: collectors close, then the learner, then the last version is evaluated.
+    """The end of a job: collectors close, then the learner, then the last version is evaluated.
 
     It was begun for one reason, and no other replaces that.
     """
@@ -59,7 +59,7 @@ class JobEnding:
 
 
 class LearnerWaits:
-    """What keeps the learner from learning, and for how long it has waited for data.
+    """The reason why the learner does not learn, and the time that it has waited for data.
 
     Attributes:
         what: "data", "learner" (there is none), or None.
@@ -143,7 +143,7 @@ class TrainingJob:
             self._restore(saved)
 
     def to_json(self) -> dict[str, Any]:
-        """All that a restarted coordinator needs to go on."""
+        """Return all that a restarted coordinator needs to go on."""
         here = {worker.worker_id: worker.incarnation for worker in self.roster if worker.is_here}
         return {
             "state": self.state.value,
@@ -185,7 +185,7 @@ class TrainingJob:
 
     @property
     def view(self) -> View:
-        """How far the job is, for the commander."""
+        """The progress of the job, for the commander."""
         newest = self.accounts.evaluations[-1] if self.accounts.evaluations else None
         return View(
             env_steps=self.accounts.env_steps,
@@ -207,17 +207,17 @@ class TrainingJob:
         self.emit(ev.Note(kind, text, fields))
 
     def want(self, role: Role, count: int) -> None:
-        """Has so many workers of a role."""
+        """Ask for so many workers of a role."""
         self.wanted[role] = count
         if self.operator_answered:
             self.emit(ev.RequestWorkers(role, count))
 
     def wake(self, *workers: KnownWorker) -> None:
-        """Has it looked, at the end of the event, what these are to do next."""
+        """Look at the end of the event what these are to do next."""
         self.awake += workers
 
     def header(self, worker: KnownWorker, task: Task) -> Header:
-        """What the next call belongs to: its number is above all before."""
+        """Make the header of the next call: its number is above all before."""
         self._seq += 1
         return Header(task.task_id, task.attempt, worker.worker_id, worker.incarnation, self._seq)
 
@@ -245,7 +245,7 @@ class TrainingJob:
     # --- its state
 
     def become(self, state: JobState) -> None:
-        """Changes it. Raises TransitionError where that cannot be."""
+        """Change its state. Raises TransitionError where that cannot be."""
         if state is not self.state:
             check(self.state, state)
             before, self.state = self.state, state

@@ -1,4 +1,4 @@
-"""What becomes of what workers answer: batches are learned from, versions evaluated, tasks end or are tried again.
+"""Handle the answers of workers: batches are learned from, versions evaluated, tasks end or are tried again.
 
 Each batch is counted once: drawn for a learner or granted to it, out with it, learned from, dropped or lost. Each
 evaluation is of exactly one version, which is kept for it until it is done.
@@ -75,7 +75,7 @@ def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> 
 
 
 def go_back(job: TrainingJob) -> None:
-    """Has learners begin again with their latest checkpoint."""
+    """Send learners back to their latest checkpoint."""
     for task in job.tasks.open("learn"):
         worker = job.roster.get(task.worker_id, task.incarnation)
         if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
@@ -86,7 +86,7 @@ def go_back(job: TrainingJob) -> None:
 
 
 def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: bool = False) -> None:
-    """Has another worker try, or the same one once more; a failure too many fails the job.
+    """Try a task again, by this worker or another; a failure too many fails the job.
 
     Args:
         job: whose task it is.
@@ -185,7 +185,7 @@ def demanded(job: TrainingJob, worker: KnownWorker, task: Task, reply: Demand) -
 
 
 def drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """Has the learner learn from what was drawn for it, if it still can."""
+    """Let the learner learn from what was drawn for it, if it still can."""
     task = job.tasks.get(event.header.task_id)
     worker = job.roster.get(event.header.worker_id, event.header.incarnation)
     is_awaited = task is not None and task.drawing == event.header
@@ -259,7 +259,7 @@ def _lose_grant(job: TrainingJob, task: Task) -> None:
 
 
 def evaluate(job: TrainingJob, policy_id: str) -> Task:
-    """Has the newest version of a policy evaluated."""
+    """Begin an evaluation of the newest version of a policy."""
     job.evaluated_at = job.accounts.env_steps
     if job.wanted["evaluator"] < 1:
         job.want("evaluator", 1)

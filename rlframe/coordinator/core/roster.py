@@ -1,4 +1,4 @@
-"""Which workers there are, and what is known of each."""
+"""The workers of a job, and what is known of each."""
 
 from __future__ import annotations
 

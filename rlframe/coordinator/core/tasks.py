@@ -1,4 +1,4 @@
-"""What is to be done, and who does it."""
+"""The tasks of a job, and who does them."""
 
 from __future__ import annotations
 

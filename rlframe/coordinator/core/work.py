@@ -1,4 +1,4 @@
-"""What workers are told to do, in the order of the diagram: one call after another, and what the answer means."""
+"""Tell workers what to do, in the order of the diagram: one call after another; dispatch the answers."""
 
 from __future__ import annotations
 

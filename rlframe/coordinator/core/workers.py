@@ -1,4 +1,4 @@
-"""Who works for a job: workers are seen, pinged, suspected, lost, adopted and let go."""
+"""Track the workers of a job: they are seen, pinged, suspected, lost, adopted and let go."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def wait_from_now(job: TrainingJob) -> None:
 
 
 def why_nobody_comes(job: TrainingJob) -> str:
-    """Why the job is given up, because no worker ever comes; empty where it is not.
+    """Return why the job is given up, because no worker ever comes; empty where it is not.
 
     An outage of the operator is waited for, unless no learner has come before it.
     """
@@ -144,7 +144,7 @@ def why_nobody_comes(job: TrainingJob) -> str:
 
 
 def look(job: TrainingJob) -> None:
-    """Has a look at each: is it lost, is a ping due, is there something for it to do?"""
+    """Check each worker: is it lost, is a ping due, is there something for it to do?"""
     for worker in job.roster:
         if is_over(worker.state):
             continue
@@ -215,7 +215,7 @@ def hear(job: TrainingJob, worker: KnownWorker) -> None:
 
 
 def remove(job: TrainingJob, worker: KnownWorker) -> None:
-    """Has a worker go, once what it does is closed."""
+    """Let a worker go, once its task is closed."""
     worker.leaves = True
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:

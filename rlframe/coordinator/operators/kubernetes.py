@@ -215,7 +215,7 @@ class _ApiError(OperatorError):
 
 
 def _seen(pod: Any) -> WorkerInfo | None:
-    """What a Pod says of its worker; None if it is not our Pod."""
+    """Read the worker from its Pod; None if it is not our Pod."""
     labels, status = pod.metadata.labels or {}, pod.status
     try:
         role = labels["rlframe/role"]

@@ -179,7 +179,7 @@ def _is_ending(popen: subprocess.Popen[bytes]) -> bool:
 
 
 def _exit_code(popen: subprocess.Popen[bytes]) -> int | None:
-    """How a process ended that is not waited for yet; negative: the signal that killed it."""
+    """Return the exit code of a process without reaping it; negative: the signal that killed it; None: it runs."""
     if popen.returncode is not None:
         return popen.returncode
     with contextlib.suppress(ChildProcessError):

@@ -126,7 +126,7 @@ class RayOperator:
 
 
 class _WorkerActor:
-    """What runs in the actor's process."""
+    """The actor: a worker and the server of its calls."""
 
     def __init__(self, make_worker: bytes, worker_id: str, index: int, incarnation: int, silence: float) -> None:
         self._worker = cloudpickle.loads(make_worker)(worker_id, index, incarnation)
@@ -140,7 +140,7 @@ class _WorkerActor:
         return self._server.address, self._host, os.getpid()
 
     def end(self) -> None:
-        """Has the worker close, and this process end."""
+        """Close the worker, and end this process."""
         self._end.come("it was released")
 
     def _live(self) -> None:

@@ -16,7 +16,7 @@ from rlframe.coordinator.messages import Role, WorkerHealth, WorkerInfo, WorkerK
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """How long a worker that dies young is left dead, in seconds."""
+    """Seconds before a worker that died young is replaced."""
 
     first: float = 0.5  # doubled for each death that follows
     longest: float = 10.0
@@ -46,7 +46,7 @@ class _Slot:
     problem: str = ""
 
     def open(self, now: float) -> None:
-        """Has the next incarnation started."""
+        """Start the next incarnation."""
         self.incarnation, self.state, self.due_at = self.incarnation + 1, _State.DUE, now
 
     def die(self, now: float, backoff: Backoff, problem: str) -> None:
@@ -70,7 +70,7 @@ Plan = tuple[list[WorkerInfo], list[tuple[WorkerInfo, bool]]]
 
 
 class Reconciler:
-    """What is wanted, what was seen, and which incarnations there have been.
+    """Compare the workers that are wanted with those that were seen.
 
     Args:
         incarnations: by worker_id, the newest that was ever started: none at or below it is started again.
@@ -96,7 +96,7 @@ class Reconciler:
         return {worker_id: slot.problem for worker_id, slot in self._slots.items() if slot.problem}
 
     def request(self, role: Role, n: int) -> None:
-        """Has `n` workers of this role wanted."""
+        """Want `n` workers of this role."""
         self._wanted[role] = n
 
     def is_wanted(self, key: WorkerKey) -> bool:
@@ -105,21 +105,21 @@ class Reconciler:
         return slot is not None and slot.state is _State.UP and slot.incarnation == key[1]
 
     def report_failed(self, key: WorkerKey, now: float) -> None:
-        """Has this incarnation killed and replaced, unless it is on its way out already."""
+        """Kill and replace this incarnation, unless it is on its way out already."""
         slot = self._slots.get(key[0])
         if slot is not None and self.is_wanted(key):
             slot.ended_upto, slot.kill_at = key[1], now
             slot.die(now, self._backoff, f"{key[0]} was reported as failed.")
 
     def release(self, key: WorkerKey, now: float) -> None:
-        """Has this incarnation end for good."""
+        """End this incarnation for good."""
         slot = self._slots.get(key[0])
         if slot is not None and self.is_wanted(key):
             slot.ended_upto, slot.kill_at = key[1], now + self._grace
             slot.state, slot.deaths, slot.problem = _State.CLOSED, 0, ""
 
     def release_all(self, now: float) -> None:
-        """Has none of any role, at all."""
+        """End all workers."""
         self._wanted = dict.fromkeys(self._wanted, 0)
         for slot in self._slots.values():
             slot.ended_upto = max(slot.ended_upto, slot.incarnation)
@@ -139,7 +139,7 @@ class Reconciler:
             slot.due_at, slot.problem = slot.delay(now, self._backoff), problem
 
     def plan(self, seen: Iterable[WorkerInfo], now: float) -> Plan:
-        """What to start and what to end, given all that there is now."""
+        """Return which workers to start and which to stop, given all that there are now."""
         seen = list(seen)
         live = self._take_in(seen, now)
         for worker_id, slot in self._slots.items():

@@ -1,4 +1,4 @@
-"""What all workers have in common: how they answer a coordinator while their own thread works."""
+"""The base of all workers: they answer a coordinator while their own thread works."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TaskWorker:
     # --- what the coordinator calls
 
     def ping(self) -> Alive:
-        """That it is there, and how far. Waits for nothing."""
+        """Answer that it is alive, and how far it is. Waits for nothing."""
         task, phase, progress = self._task, self._phase, self._done + self._steps_within()
         stay = self._progress.look(self._clock.tick(), self._thread.ident)
         within = stay.phase.name if stay is not None else ""
@@ -92,7 +92,7 @@ class TaskWorker:
         return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, progress, within, overdue)
 
     def resources(self) -> Resources:
-        """What it has to work with. Waits for nothing: accelerators are named as soon as JAX has found them."""
+        """Describe its machine. Waits for nothing: accelerators are named as soon as JAX has found them."""
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         memory = psutil.virtual_memory().total
         return Resources(socket.gethostname(), os.getpid(), cpus, memory, self._accelerators)
@@ -102,7 +102,7 @@ class TaskWorker:
         return self._call(header, "start_task", lambda: self._begin(header, request))
 
     def data_demand(self, header: Header) -> Demand | NotReady | CallRefused | Failed:
-        """How many batches it can take now."""
+        """Answer how many batches it can take now."""
         return self._call(header, "data_demand", self._data_demand)
 
     def learn(self, header: Header, request: Learn) -> Learned | NotReady | CallRefused | Failed:
@@ -159,7 +159,7 @@ class TaskWorker:
         """Ends what the work under way waits for: `_stop` is set. May come at any time, and again."""
 
     def _waiting_for(self) -> str:
-        """What the work under way waits for as long as it takes: "data" (or room for it), "params", or nothing."""
+        """Name what the work under way waits for, however long: "data" (or room for it), "params", or nothing."""
         return self._waits_for
 
     def _steps_within(self) -> int:
@@ -311,7 +311,7 @@ class TaskWorker:
 
 
 class _Work:
-    """What a call asked for."""
+    """The work of one call."""
 
     def __init__(self, seq: int, task_id: str, attempt: int, name: str, do: Callable[[], WorkerReply]) -> None:
         self.seq, self.task_id, self.attempt, self.name, self.do = seq, task_id, attempt, name, do

@@ -1,4 +1,4 @@
-"""What is on disk about the workers: who runs where, and how each is made."""
+"""Records of workers on disk: which runs where, and how each is made."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def save_workers(state_dir: str | os.PathLike[str], workers: Mapping[str, MakeWo
 
 
 def load_maker(state_dir: str | os.PathLike[str], role: str) -> MakeWorker:
-    """What makes the workers of this role.
+    """Load the function that makes the workers of this role.
 
     Raises:
         UsageError: nobody wrote it.
