@@ -28,7 +28,7 @@ from rlframe.envs.worker import (
     STEP,
     WANTED,
 )
-from rlframe.envs.workers import Workers
+from rlframe.envs.worker_processes import WorkerProcesses
 from rlframe.metrics.sums import Sums
 from rlframe.types import TimeStep
 
@@ -37,10 +37,10 @@ _NOBODY_WAITS = 2**62  # more results than there will ever be
 
 
 class ProcessPool:
-    """A synchronous pool over `Workers`."""
+    """A synchronous pool over `WorkerProcesses`."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float):
-        self._workers = Workers(builder, slices, answer_timeout, is_sync=True)
+        self._workers = WorkerProcesses(builder, slices, answer_timeout, is_sync=True)
         self.num_envs = self._workers.num_envs
         self.observation_spec, self.action_spec = self._workers.observation_spec, self._workers.action_spec
         self._actions = self._workers.block.actions
@@ -137,7 +137,7 @@ class AsyncProcesses:
     """Workers that step whichever of their environments was sent to first."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], wait_num: int, answer_timeout: float):
-        self._workers = Workers(builder, slices, answer_timeout, is_sync=False)
+        self._workers = WorkerProcesses(builder, slices, answer_timeout, is_sync=False)
         self.num_envs = self._workers.num_envs
         self.observation_spec, self.action_spec = self._workers.observation_spec, self._workers.action_spec
         self._wait_num = wait_num

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.frames import FrameRing, Rows, new_frame
+from rlframe.envs.frames import FrameRing, FrameRows, new_frame
 from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted
 from rlframe.metrics.sums import Sums, add_up
 from rlframe.types import TimeStep
@@ -25,7 +25,7 @@ from rlframe.types import TimeStep
 _CLOSE_TIMEOUT = 5.0  # seconds; a thread cannot be killed, so a hung one is left behind (it is a daemon)
 
 
-class Crew:
+class WorkerThreads:
     """Threads that run until `end`, or until nobody refers to this any more.
 
     Args:
@@ -73,7 +73,7 @@ class ThreadPool:
             functools.partial(_serve, group, i, jobs, self._done)
             for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
         ]
-        self._crew = Crew(works, self._jobs)
+        self._threads = WorkerThreads(works, self._jobs)
 
     def reset(self) -> TimeStep:
         return self._run(None)
@@ -102,7 +102,7 @@ class ThreadPool:
 
     def close(self) -> None:
         """After a step that was interrupted it does not wait for that to end."""
-        self._crew.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
+        self._threads.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
 
     def _run(self, actions: np.ndarray | None) -> TimeStep:
         if self._is_waiting:
@@ -153,7 +153,7 @@ class AsyncThreads:
             functools.partial(_serve_any, group, i, rows, self._jobs, self._done, self._doing, self._is_ending, left)
             for i in range(num_workers)
         ]
-        self._crew = Crew(works, [self._jobs] * num_workers)
+        self._threads = WorkerThreads(works, [self._jobs] * num_workers)
 
     def start(self) -> None:
         self.send(np.arange(self.num_envs), np.zeros((self.num_envs, *self.action_spec.shape), self.action_spec.dtype))
@@ -192,7 +192,7 @@ class AsyncThreads:
     def close(self) -> None:
         """Makes no step that was not begun. After a `recv` that was interrupted it waits for none either."""
         self._is_ending.set()
-        self._crew.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
+        self._threads.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
 
     def _look(self) -> None:
         """Raises EnvError where an environment hangs."""
@@ -218,7 +218,7 @@ def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: SimpleQue
 def _serve_any(
     group: EnvGroup,
     worker: int,
-    rows: Rows,
+    rows: FrameRows,
     jobs: SimpleQueue[Any],
     done: SimpleQueue[Any],
     doing: list[tuple[int, int] | None],

@@ -85,7 +85,7 @@ class PoolMemory:
         self.frames = [Frame(layout, [arrays[name] for name in names]) for names in of_frames]
 
 
-class Job(NamedTuple):
+class WorkerJob(NamedTuple):
     """What a worker is told at its start."""
 
     builder: bytes  # pickled: index -> SingleEnv
@@ -112,7 +112,7 @@ def main(descriptors: Descriptors) -> None:
     watch = ParentWatch(connection)
     threading.Thread(target=watch.run, daemon=True).start()
     try:
-        job: Job = pickle.loads(connection.recv_bytes())
+        job: WorkerJob = pickle.loads(connection.recv_bytes())
         _set_title(f"rlframe: env worker {job.worker}")
         group = _build(job, connection)
         if group is None:
@@ -122,7 +122,7 @@ def main(descriptors: Descriptors) -> None:
         return
     gc.collect()
     gc.freeze()  # what was imported so far will not become garbage: spare the collector from looking
-    Worker(job, group, connection, descriptors.memory, watch).serve()
+    EnvWorker(job, group, connection, descriptors.memory, watch).serve()
 
 
 class ParentWatch:
@@ -149,10 +149,10 @@ class ParentWatch:
         os._exit(1)
 
 
-class Worker:
+class EnvWorker:
     """Serves the commands of one pool."""
 
-    def __init__(self, job: Job, group: EnvGroup, connection: Connection, memory: int, watch: ParentWatch):
+    def __init__(self, job: WorkerJob, group: EnvGroup, connection: Connection, memory: int, watch: ParentWatch):
         self._job, self._group, self._connection, self._watch = job, group, connection, watch
         block = PoolMemory(memory, job.num_workers, job.num_envs, group.layout, group.action_spec)
         self._go, self._done = block.go[job.worker], block.done
@@ -236,7 +236,7 @@ def send_error(connection: Connection, error: Exception) -> None:
         connection.send((kind, sentence, text))
 
 
-def _build(job: Job, connection: Connection) -> EnvGroup | None:
+def _build(job: WorkerJob, connection: Connection) -> EnvGroup | None:
     """Builds the environments and tells the pool their specs, or why that failed."""
     try:
         builder: Any = pickle.loads(job.builder)

@@ -16,7 +16,7 @@ import time
 import weakref
 
 from rlframe.interprocess.clock import Clock
-from rlframe.interprocess.progress import STARTING, Progress, complaint
+from rlframe.interprocess.progress import STARTING, ThreadProgress, complaint
 
 VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS", of the page and between two beats
 
@@ -35,7 +35,7 @@ def interval_of(timeout: float) -> float:
     return min(timeout * _SHARE, _MOST)
 
 
-class Pulse:
+class HeartbeatMonitor:
     """The watcher's side: the page of one process, which is to be started with `descriptor` and `variables`.
 
     Args:
@@ -89,12 +89,12 @@ def begin() -> None:
     if found:
         descriptor, _, interval = found.partition(":")
         os.set_inheritable(int(descriptor), False)
-        heart = Heart(int(descriptor), float(interval))
+        heart = HeartbeatSender(int(descriptor), float(interval))
         _watched.set()
         threading.Thread(target=heart.run, name="rlframe heartbeat", daemon=True).start()
 
 
-class Heart:
+class HeartbeatSender:
     """The side of the process that is watched.
 
     Args:
@@ -105,7 +105,7 @@ class Heart:
     def __init__(self, descriptor: int, interval: float) -> None:
         self._descriptor, self._interval = descriptor, interval
         self._clock = Clock(2.0 * interval)  # a process that was stopped was at its work no longer for that
-        self._progress = Progress()
+        self._progress = ThreadProgress()
         self._beats = 0
         self._is_told = False
 

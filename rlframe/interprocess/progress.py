@@ -104,7 +104,7 @@ class Stay(NamedTuple):
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
-class Progress:
+class ThreadProgress:
     """Measures how long each thread of this process has been in its phase, from one `look` to the next."""
 
     def __init__(self) -> None:

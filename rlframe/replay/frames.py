@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.layout import Leaf, Outputs, storage
+from rlframe.replay.layout import Leaf, OutputArrays, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
@@ -116,14 +116,14 @@ class FrameStore:
         self._aside = {i: frame for i, frame in self._aside.items() if i in used or i == 0}
         self._sweep_at = max(1024, 2 * len(self._aside))
 
-    def read(self, slots: np.ndarray, outputs: Outputs) -> np.ndarray:
+    def read(self, slots: np.ndarray, outputs: OutputArrays) -> np.ndarray:
         """Returns the stacks in `slots` (any shape; below 0 counts from the end), `[*slots.shape, k, H, W]`."""
         references = self._references.take(slots, axis=0, mode="wrap")
         out = outputs.take(self._frames, references % self._rows)
         self._patch(out, references)
         return out
 
-    def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: Outputs) -> tuple[np.ndarray, np.ndarray]:
+    def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[np.ndarray, np.ndarray]:
         """Returns (`read(slots)`, `read(others)`) for [B] slots, a few rows at a time: the second finds in the
         processor's cache the frames that it shares with the first."""
         references = [self._references.take(index, axis=0, mode="wrap") for index in (slots, others)]

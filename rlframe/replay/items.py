@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.replay.layout import Outputs, TreeLayout
+from rlframe.replay.layout import OutputArrays, TreeLayout
 from rlframe.replay.stores import Allocate, TreeStore
 from rlframe.replay.tables import ItemTable
 from rlframe.replay.timeline import Fragments, Index, Timeline
@@ -206,7 +206,9 @@ class Transitions(_Items):
         writer.ages[envs] = np.where(acting, np.minimum(ages + 1, self._n), 0)
         self._table.append(np.concatenate(completed))
 
-    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> tuple[TransitionBatch, np.ndarray]:
+    def assemble(
+        self, slots: np.ndarray, observations: Any, outputs: OutputArrays
+    ) -> tuple[TransitionBatch, np.ndarray]:
         """Gathers the items that start in `slots` [B], and [B] the oldest version that acted in each."""
         span = self._stride if self._stride > 0 else self._span.take(slots, mode="wrap")
         ends = self._timeline.follow(slots, span)
@@ -272,7 +274,7 @@ class Sequences(_Items):
         self._write(index, step)
         self._trees["agent_state"].write(index, step.agent_state)
 
-    def assemble(self, slots: np.ndarray, observations: Any, outputs: Outputs) -> tuple[SequenceBatch, np.ndarray]:
+    def assemble(self, slots: np.ndarray, observations: Any, outputs: OutputArrays) -> tuple[SequenceBatch, np.ndarray]:
         """Gathers the items that start in `slots` [B], and [B] the oldest version that acted in each."""
         path = np.empty((self._length + 1, len(slots)), np.int64)
         path[0] = slots

@@ -133,7 +133,7 @@ def storage(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.empty(shape, dtype)
 
 
-class Outputs:
+class OutputArrays:
     """`take` into arrays that are recycled: for pixels, faulting in fresh pages costs more than the copy.
 
     An array is free when only this pool refers to it. Views, device arrays that alias it (JAX on CPU does not copy) and

@@ -18,8 +18,8 @@ from rlframe.interprocess.processes import this_process
 from rlframe.replay import block
 from rlframe.replay.base import Draw
 from rlframe.replay.block import Block
-from rlframe.replay.mirror import RANK_BITS, Mirror
 from rlframe.replay.rate_limiter import RateLimiter, WriterState
+from rlframe.replay.segment_reader import RANK_BITS, SegmentReader
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
@@ -43,7 +43,7 @@ class Sampler:
         self.is_sampler = False
         self.sampled = 0
         self.rng = np.random.Generator(np.random.PCG64(seed))
-        self.mirror = Mirror(memory, spec, step_spec, spec.kind)
+        self.reader = SegmentReader(memory, spec, step_spec, spec.kind)
         self._is_bound = False
         self._oldest = -1  # version: older items of a queue are dropped
         self._unfinished = _NOTHING  # numbers of a queue's items that were drawn, and are still to be read
@@ -66,7 +66,7 @@ class Sampler:
                     raise UsageError(
                         f"This replay buffer is a queue, and process {other.pid} takes its items: another one cannot."
                     )
-                self.mirror = Mirror(memory, self._spec, self._step_spec, "uniform")
+                self.reader = SegmentReader(memory, self._spec, self._step_spec, "uniform")
                 self.rng = np.random.Generator(np.random.PCG64([this_process().pid, this_process().started]))
             else:
                 self._control[block.SAMPLER_PID], self._control[block.SAMPLER_STARTED] = this_process()
@@ -83,26 +83,26 @@ class Sampler:
 
     def _take_over(self) -> None:
         """Goes on where a process that sampled before stopped: with its counters, and a queue's place."""
-        mirror = self.mirror = Mirror(self._memory, self._spec, self._step_spec, self._spec.kind)
+        reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unfinished = _NOTHING
-        if isinstance(mirror.table, QueueTable):
-            mirror.take_over()
+        if isinstance(reader.table, QueueTable):
+            reader.take_over()
         else:
-            mirror.sync()
+            reader.sync()
         self._count(self._control[block.SAMPLED], self._control[block.EVICTED_UNSAMPLED])
-        mirror.table.dropped = self._control[block.DROPPED]
+        reader.table.dropped = self._control[block.DROPPED]
 
     def resume(self, numbers: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
         """Goes on where a buffer was saved, whose segments have been filled."""
-        self.mirror = Mirror(self._memory, self._spec, self._step_spec, self._spec.kind)
+        self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unfinished = _NOTHING
-        self.mirror.resume(numbers)
+        self.reader.resume(numbers)
         self._count(sampled, evicted_unsampled)
         self.rng.bit_generator.state = rng
 
     def _count(self, sampled: int, evicted_unsampled: int) -> None:
-        table, self.sampled = self.mirror.table, sampled
-        table.added, table.evicted = self.mirror.added, self.mirror.added - table.size
+        table, self.sampled = self.reader.table, sampled
+        table.added, table.evicted = self.reader.added, self.reader.added - table.size
         table.evicted_unsampled = evicted_unsampled
         if isinstance(table, QueueTable):
             table.evicted -= sampled
@@ -126,11 +126,11 @@ class Sampler:
         count, forgot = self._due()
         draw = None
         if count:
-            mirror = self.mirror
-            numbers, probabilities = mirror.table.draw(count, self.rng)
-            draw = Draw(mirror.keys(numbers, mirror.timeline.slot(numbers)), probabilities)
+            reader = self.reader
+            numbers, probabilities = reader.table.draw(count, self.rng)
+            draw = Draw(reader.keys(numbers, reader.timeline.slot(numbers)), probabilities)
             self.sampled += count
-            if isinstance(mirror.table, QueueTable):
+            if isinstance(reader.table, QueueTable):
                 self._unfinished = np.concatenate([self._unfinished, numbers])
         self.publish(draw is not None or forgot)
         return draw
@@ -146,12 +146,12 @@ class Sampler:
     def _due(self) -> tuple[int, bool]:
         """(how many items to draw now, whether some were forgotten)."""
         now = time.monotonic()
-        if now > self._fresh_until or self.mirror.is_behind:
-            self.mirror.sync()
+        if now > self._fresh_until or self.reader.is_behind:
+            self.reader.sync()
             self._fresh_until = now + self._fresh_for
         count = self._ready()
         if not count:
-            self.mirror.sync()
+            self.reader.sync()
             count = self._ready()
         forgot = self._forget() if count else 0
         if forgot:
@@ -161,27 +161,27 @@ class Sampler:
     def forget_before(self, version: int) -> None:
         """Drops the items of a queue that a version below `version` acted in, those that are to come too."""
         self._oldest = max(self._oldest, version)
-        self.mirror.sync()
+        self.reader.sync()
         self.publish(self._forget() > 0)
 
     def _forget(self) -> int:
-        return self.mirror.forget_before(self._oldest) if self._oldest >= 0 else 0
+        return self.reader.forget_before(self._oldest) if self._oldest >= 0 else 0
 
     def _draw(self, count: int) -> Batch | None:
-        mirror = self.mirror
-        numbers, probabilities = mirror.table.draw(count, self.rng)
-        batch = mirror.read(numbers, probabilities)
-        torn = mirror.torn(numbers)
+        reader = self.reader
+        numbers, probabilities = reader.table.draw(count, self.rng)
+        batch = reader.read(numbers, probabilities)
+        torn = reader.torn(numbers)
         while torn is not None:  # a writer came round to them while they were copied: others instead
             rows = torn.nonzero()[0]
-            mirror.sync()
-            if mirror.table.size < (len(rows) if self._spec.kind == "queue" else 1):
+            reader.sync()
+            if reader.table.size < (len(rows) if self._spec.kind == "queue" else 1):
                 return None
-            numbers, probabilities = mirror.table.draw(len(rows), self.rng)
-            again = mirror.read(numbers, probabilities)
+            numbers, probabilities = reader.table.draw(len(rows), self.rng)
+            again = reader.read(numbers, probabilities)
             for whole, part in zip(jax.tree_util.tree_leaves(batch), jax.tree_util.tree_leaves(again)):
                 whole[rows] = part
-            torn = mirror.torn(numbers)
+            torn = reader.torn(numbers)
             if torn is not None:
                 torn = np.isin(np.arange(count), rows[torn])
         self.sampled += count
@@ -191,9 +191,9 @@ class Sampler:
         """How many items are due; 0 while there are too few, or the learner is ahead."""
         if self._memory.closed:
             return 0
-        mirror = self.mirror
+        reader = self.reader
         sampled = self.sampled if self.is_sampler else 0  # who only reads is not paced
-        return self._limiter.due(mirror.table.size, mirror.added, sampled, self._writers, mirror.items_of)
+        return self._limiter.due(reader.table.size, reader.added, sampled, self._writers, reader.items_of)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
@@ -210,12 +210,12 @@ class Sampler:
 
     def publish(self, has_drawn: bool) -> None:
         """Tells writers and other processes what was sampled, and wakes the writers that wait for it."""
-        control, table = self._control, self.mirror.table
+        control, table = self._control, self.reader.table
         if not has_drawn and not self._writers_wait():
             return
         changed = has_drawn
         if isinstance(table, QueueTable):
-            changed = self.mirror.publish_needs(self._unfinished) or has_drawn
+            changed = self.reader.publish_needs(self._unfinished) or has_drawn
         # Last: who dies in between has evicted what it took of a queue.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
@@ -229,23 +229,23 @@ class Sampler:
 
     def wanted(self) -> int:
         """How many items must have been added in all before a batch is due."""
-        mirror = self.mirror
+        reader = self.reader
         sampled = self.sampled if self.is_sampler else 0
-        return self._limiter.inserts_needed(mirror.table.size, mirror.added, sampled, self._writers)
+        return self._limiter.inserts_needed(reader.table.size, reader.added, sampled, self._writers)
 
     @property
     def size(self) -> int:
         """Items that can be sampled now; elsewhere than in the sampler of a queue, as of its last batch."""
         if self._spec.kind == "queue" and self.wants_to_know:
             return self._control[block.SIZE]
-        self.mirror.sync()
-        return self.mirror.table.size
+        self.reader.sync()
+        return self.reader.table.size
 
     def stats(self, bytes_taken: int) -> dict[str, int]:
         """The counters; elsewhere than in the sampler, as of its last batch."""
         size, control, memory = self.size, self._control, self._memory
         steps = sum(cursors.read()[3] for cursors in memory.cursors)
-        stats = {**self.mirror.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.mirror.added}
+        stats = {**self.reader.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.reader.added}
         if self.wants_to_know:
             stats.update(
                 added=memory.added_items(),
@@ -258,5 +258,5 @@ class Sampler:
 
     def update_priorities(self, keys: np.ndarray, priorities: Any) -> None:
         """Sets the priorities of the items `keys` [B, 3]."""
-        self.mirror.sync()
-        self.mirror.table.update(self.mirror.numbers(keys), np.asarray(priorities))
+        self.reader.sync()
+        self.reader.table.update(self.reader.numbers(keys), np.asarray(priorities))

@@ -14,8 +14,8 @@ import numpy as np
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import block, checkpoint, segments, steps
 from rlframe.replay.block import Block
-from rlframe.replay.mirror import NUMBER_MASK, RANK_BITS
 from rlframe.replay.sampler import Sampler
+from rlframe.replay.segment_reader import NUMBER_MASK, RANK_BITS
 from rlframe.replay.tables import PrioritisedTable
 from rlframe.types import ReplaySpec
 
@@ -26,15 +26,15 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
     Raises:
         CheckpointError: it could not be written; what was there before is untouched.
     """
-    mirror = sampler.mirror
-    mirror.sync()
-    table = mirror.table
+    reader = sampler.reader
+    reader.sync()
+    table = reader.table
     described = {}
     arrays: dict[str, np.ndarray] = {}
     for rank, words in enumerate(memory.headers):
         if not words[block.SLOTS]:
             continue
-        cursors, slots = mirror.cursors[rank], words[block.SLOTS]
+        cursors, slots = reader.cursors[rank], words[block.SLOTS]
         described[rank] = [slots, words[block.CHUNK], words[block.CLAIMS], cursors]
         arrays.update(_rows(memory, rank, cursors.head, slots))
     arrays["numbers"] = table.numbers()
@@ -95,7 +95,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
             words[block.CLAIMS] = max(claims, words[block.CLAIMS])
             words[block.EPOCH] += 1
         sampler.resume(numbers, header["sampled"], header["rng"], header["evicted_unsampled"])
-    table = sampler.mirror.table
+    table = sampler.reader.table
     if isinstance(table, PrioritisedTable):
         held = table.holds(numbers)
         table.set_leaves(numbers[held], made["leaves"][held])

@@ -21,9 +21,9 @@ from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments, shared_checkpoint, steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.block import Block
-from rlframe.replay.mirror import Mirror
 from rlframe.replay.sampler import Sampler
-from rlframe.replay.shared_writers import Plan, SharedWriters
+from rlframe.replay.segment_reader import SegmentReader
+from rlframe.replay.shared_writers import BufferPlan, SharedWriters
 from rlframe.types import Batch, Step
 
 _T = TypeVar("_T")
@@ -79,18 +79,18 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
         assert self._created.name is not None
         waits = (timeout, in_threads, run_ahead, come_and_go)
-        self._attach(Plan(self._created.name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
+        self._attach(BufferPlan(self._created.name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
 
-    def _attach(self, plan: Plan) -> None:
+    def _attach(self, plan: BufferPlan) -> None:
         self.spec, self._plan = plan.spec, plan
         self._opened: _Opened | None = None
 
-    def __getstate__(self) -> Plan:
+    def __getstate__(self) -> BufferPlan:
         if this_process() == self._plan.name.maker:
             _LENT.add(self)
         return self._plan
 
-    def __setstate__(self, plan: Plan) -> None:
+    def __setstate__(self, plan: BufferPlan) -> None:
         self._attach(plan)
 
     def _here(self) -> _Opened:
@@ -281,13 +281,13 @@ class _Opened:
         lock: held while this process adds or samples, never while it waits.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BufferPlan) -> None:
         spec, step_spec = plan.spec, plan.step_spec
         self.memory = Block(plan.name, plan.num_writers, plan.rows, spec, step_spec)
         self.lock, self._fetching = threading.RLock(), threading.Lock()
         self.writers = SharedWriters(plan, self.memory, self.lock)
         self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, come_and_go=plan.come_and_go)
-        self._fetcher = Mirror(self.memory, spec, step_spec, "uniform")  # it follows no log
+        self._fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # it follows no log
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
         """Copies the items `keys` [B, 3] out: (batch, [B] bool: which are gone)."""

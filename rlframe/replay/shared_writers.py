@@ -28,7 +28,7 @@ class WriterTimeoutError(RlframeError, TimeoutError):
     """A writer waited too long for its replay buffer to have room."""
 
 
-class Plan(NamedTuple):
+class BufferPlan(NamedTuple):
     """What all processes must know of a buffer to find their way in its memory."""
 
     name: Name
@@ -53,7 +53,7 @@ class SharedWriters:
         lock: held while this process adds or samples, never while it waits.
     """
 
-    def __init__(self, plan: Plan, memory: Block, lock: threading.RLock):
+    def __init__(self, plan: BufferPlan, memory: Block, lock: threading.RLock):
         self._plan, self._memory, self._lock = plan, memory, lock
         self._limiter = RateLimiter(plan.spec)
         self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None

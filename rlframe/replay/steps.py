@@ -12,7 +12,7 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.replay.items import Sequences, Transitions
-from rlframe.replay.layout import Outputs, TreeLayout, check_step
+from rlframe.replay.layout import OutputArrays, TreeLayout, check_step
 from rlframe.replay.stores import Allocate, TreeStore, check_memory, observation_bytes, own_memory
 from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Fragments, Index, Timeline
@@ -58,7 +58,7 @@ class StepStore:
         self.observations = TreeStore(self._layouts["observation"], timeline, allocate, single_frame, num_envs)
         self.origin = allocate("origin", (timeline.slots,), np.dtype(np.int32))
         self.marks_origin = False
-        self._outputs = Outputs()
+        self._outputs = OutputArrays()
 
     @classmethod
     def in_own_memory(

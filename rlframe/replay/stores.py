@@ -11,7 +11,7 @@ import psutil
 
 from rlframe.errors import UsageError
 from rlframe.replay.frames import FrameStore, looks_stacked
-from rlframe.replay.layout import Leaf, Outputs, TreeLayout, storage
+from rlframe.replay.layout import Leaf, OutputArrays, TreeLayout, storage
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
@@ -79,7 +79,7 @@ class TreeStore:
                 if store.failing:
                     self._give_up(i, store)
 
-    def read(self, slots: np.ndarray, outputs: Outputs) -> Any:
+    def read(self, slots: np.ndarray, outputs: OutputArrays) -> Any:
         """Returns the tree of the rows in `slots` (any shape; below 0 counts from the end), `[*slots.shape, ...]`."""
         if self.single is not None:
             return outputs.take(self.single, slots)
@@ -90,7 +90,7 @@ class TreeStore:
             ]
         )
 
-    def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: Outputs) -> tuple[Any, Any]:
+    def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[Any, Any]:
         """Returns (`read(slots)`, `read(others)`), for `others` that share frames with `slots`."""
         if self.single is not None:
             return outputs.take(self.single, slots), outputs.take(self.single, others)
@@ -115,7 +115,7 @@ class TreeStore:
         data = storage((slots, *leaf.shape), leaf.dtype)
         for low in range(0, min(slots, self._timeline.head), 256):
             part = np.arange(low, min(low + 256, slots, self._timeline.head))
-            data[part] = store.read(part, Outputs())
+            data[part] = store.read(part, OutputArrays())
         self._rows[i] = data
         del self._frames[i]
         self.single = data if self._layout.is_leaf else None

@@ -11,7 +11,7 @@ from rlframe import SyncEnv
 from rlframe.actors import Evaluator
 from rlframe.errors import EnvError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess.progress import STARTING, Progress
+from rlframe.interprocess.progress import STARTING, ThreadProgress
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 
 
@@ -59,7 +59,7 @@ def test_the_constructors_of_its_environments_have_a_deadline():
     seen = []
 
     def make_env() -> CountingEnv:
-        seen.append(Progress().look(0.0, threading.get_ident()))
+        seen.append(ThreadProgress().look(0.0, threading.get_ident()))
         return CountingEnv(2)
 
     inferencer = Inferencer(InferencerConfig(greedy=True), counting_agent(), FixedParams({"w": np.float32(0.0)}))

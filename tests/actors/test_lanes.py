@@ -7,7 +7,7 @@ import pytest
 
 from rlframe import AsyncEnv, SyncEnv
 from rlframe.actors.lanes import stepping
-from rlframe.interprocess.progress import Progress
+from rlframe.interprocess.progress import ThreadProgress
 from tests.fakes import CountingEnv
 
 POOLS = {
@@ -31,7 +31,7 @@ def test_envpool_steps_its_environments_together():
 
 @pytest.mark.parametrize("kind", ["loop", "thread", "async thread"])
 def test_each_environment_has_that_time(kind):
-    progress, looks = Progress(), []
+    progress, looks = ThreadProgress(), []
 
     class Watching(CountingEnv):
         def step(self, action):

@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 pytest.importorskip("uvicorn", reason="the services need uvicorn: pip install rlframe[trajectories]")
 
 from rlframe.http.serving import HttpServer, address_of, listen
-from rlframe.interprocess.progress import Progress, Stay
+from rlframe.interprocess.progress import Stay, ThreadProgress
 
 release, held = threading.Event(), threading.Event()
 
@@ -50,7 +50,7 @@ def serving() -> Iterator[tuple[str, int]]:
 
 
 def test_an_event_loop_that_is_held_up_makes_no_progress():
-    progress = Progress()
+    progress = ThreadProgress()
     with serving() as (url, ident):
 
         def stay() -> Stay:

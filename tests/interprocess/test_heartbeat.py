@@ -12,15 +12,15 @@ import pytest
 
 from rlframe.interprocess import clock as clocks
 from rlframe.interprocess.clock import Clock
-from rlframe.interprocess.heartbeat import VARIABLE, Heart, Pulse, interval_of
-from rlframe.interprocess.progress import COMPILING, STARTING, Phase, Progress
+from rlframe.interprocess.heartbeat import VARIABLE, HeartbeatMonitor, HeartbeatSender, interval_of
+from rlframe.interprocess.progress import COMPILING, STARTING, Phase, ThreadProgress
 
 
 @pytest.fixture(autouse=True)
 def only_this_thread_is_judged(monkeypatch: pytest.MonkeyPatch):
     """Others, of earlier tests, may be in phases of their own."""
-    look = functools.partialmethod(Progress.look, ident=threading.get_ident())
-    monkeypatch.setattr(Progress, "look", look)
+    look = functools.partialmethod(ThreadProgress.look, ident=threading.get_ident())
+    monkeypatch.setattr(ThreadProgress, "look", look)
 
 
 class Watched:
@@ -28,8 +28,8 @@ class Watched:
 
     def __init__(self, timeout: float = 30.0) -> None:
         self.now = 0.0
-        self.pulse = Pulse(timeout, self.now)
-        self.heart = Heart(self.pulse.descriptor, 1.0)
+        self.pulse = HeartbeatMonitor(timeout, self.now)
+        self.heart = HeartbeatSender(self.pulse.descriptor, 1.0)
 
     def pass_by(self, seconds: float, *, beats: bool) -> str:
         """Passes time until there is a problem, which it returns."""
@@ -86,8 +86,8 @@ def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     watchers, workers = Clock(2.0), Clock(2.0)
-    pulse = Pulse(30.0, watchers())
-    heart = Heart(pulse.descriptor, 1.0)
+    pulse = HeartbeatMonitor(30.0, watchers())
+    heart = HeartbeatSender(pulse.descriptor, 1.0)
 
     def look(beats: bool) -> str:
         if beats:
@@ -110,7 +110,7 @@ def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_page_is_let_go_of_with_the_pulse():
-    pulse = Pulse(1.0, time.time())
+    pulse = HeartbeatMonitor(1.0, time.time())
     descriptor = pulse.descriptor
     assert pulse.variables == {VARIABLE: f"{descriptor}:0.1"}
     os.fstat(descriptor)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlframe.interprocess.progress import STARTING, Phase, Progress, Stay, advance, waiting_for
+from rlframe.interprocess.progress import STARTING, Phase, Stay, ThreadProgress, advance, waiting_for
 
 Look = Callable[[float], "Stay | None"]
 
@@ -18,7 +18,7 @@ STEPPING = Phase("stepping", 600.0)
 @pytest.fixture
 def look() -> Look:
     """At this thread: others, of earlier tests, may be in phases of their own."""
-    found = functools.partial(Progress().look, ident=threading.get_ident())
+    found = functools.partial(ThreadProgress().look, ident=threading.get_ident())
     assert found(0.0) is None
     return found
 
@@ -66,7 +66,7 @@ def test_while_a_thread_waits_for_another_process_what_it_waits_within_is_not_co
 
 
 def test_the_thread_that_is_nearest_to_its_deadline_is_told_and_where_it_is():
-    progress = Progress()
+    progress = ThreadProgress()
     entered, leave = threading.Event(), threading.Event()
 
     def hang() -> None:

@@ -140,9 +140,9 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> 
     more = steps_of(0, 4, 10**6)
     for _ in range(100):
         buffer.add(*next(more))
-    mirror = buffer._here().sampler
-    mirror.bind()
-    reads, read = [], mirror.mirror.read
+    sampler = buffer._here().sampler
+    sampler.bind()
+    reads, read = [], sampler.reader.read
 
     def slow_read(numbers: np.ndarray, probabilities: np.ndarray) -> Any:
         reads.append(len(numbers))
@@ -150,7 +150,7 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> 
             buffer.add(*next(more))
         return read(numbers, probabilities)
 
-    mirror.mirror.read = slow_read
+    sampler.reader.read = slow_read
     assert_whole(buffer.sample(), Transition(1))
     assert len(reads) == 2
     assert 20 < reads[1] < 64

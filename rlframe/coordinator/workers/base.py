@@ -35,7 +35,7 @@ from rlframe.coordinator.messages import (
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
 from rlframe.interprocess.clock import Clock
-from rlframe.interprocess.progress import STARTING, Progress, complaint
+from rlframe.interprocess.progress import STARTING, ThreadProgress, complaint
 
 _ANSWER_WITHIN = 0.3  # seconds; what takes longer is asked for again
 _FOR_GOOD = (UsageError, NonFiniteLossError, CheckpointError)  # another try would end in the same way
@@ -75,7 +75,7 @@ class TaskWorker:
         self._done = 0  # pieces of work
         self._closed = False
         self._accelerators: tuple[str, ...] = ()
-        self._progress, self._clock = Progress(), Clock(_PINGED)
+        self._progress, self._clock = ThreadProgress(), Clock(_PINGED)
         self._thread = threading.Thread(target=self._run, name=f"rlframe {self.worker_id}", daemon=True)
         self._thread.start()
 

@@ -25,7 +25,7 @@ from rlframe.engines.logs import NodeLogs, shown
 from rlframe.engines.stopping import leave_terminal, stop_signals
 from rlframe.errors import ProgramError
 from rlframe.interprocess.clock import Clock
-from rlframe.interprocess.heartbeat import Pulse, interval_of
+from rlframe.interprocess.heartbeat import HeartbeatMonitor, interval_of
 
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
 _HEALTHY = 900.0  # seconds of life after which a death is as the first; those in which it hung do not count
@@ -92,7 +92,7 @@ class Supervisor:
         self._unsaved: str | None = None
         self._grace = grace
         self._hang_timeout, self._look_every = hang_timeout, interval_of(hang_timeout) if hang_timeout else 1.0
-        self._clock = Clock(2.0 * self._look_every)  # stands still while this process does: see `Pulse.problem`
+        self._clock = Clock(2.0 * self._look_every)  # stands still while this process does: see `HeartbeatMonitor`
 
     def stop(self) -> None:
         """Ends the program, and well. Any thread may call it."""
@@ -216,7 +216,7 @@ class Supervisor:
     def _start(self, node: NodeProcess) -> None:
         # From this thread, which lives as long as the program: a parent-death signal is about the parent's thread.
         self._starts[node.name] += 1
-        pulse = Pulse(self._hang_timeout, self._clock()) if self._hang_timeout else None
+        pulse = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
         self._running[node.name] = _Running(node, pulse, self._events, self._take_line)
 
     def _stop(self) -> None:
@@ -296,7 +296,9 @@ class _Running:
         hangs: why it was killed before it ended by itself; empty where it was not.
     """
 
-    def __init__(self, node: NodeProcess, pulse: Pulse | None, events: queue.SimpleQueue[Any], take_line: Any) -> None:
+    def __init__(
+        self, node: NodeProcess, pulse: HeartbeatMonitor | None, events: queue.SimpleQueue[Any], take_line: Any
+    ) -> None:
         self.node, self.pulse, self.hangs = node, pulse, ""
         self.began = time.monotonic()
         self._take_line = take_line

@@ -83,7 +83,7 @@ class SegmentsTimeline(Timeline):
         return values.take(ranks, mode="wrap")
 
 
-class Mirror:
+class SegmentReader:
     """A reader's table and how far it has read each segment's log.
 
     Attributes:

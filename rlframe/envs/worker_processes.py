@@ -15,7 +15,7 @@ from typing import Any
 from rlframe.envs import snapshot
 from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, different_specs, env_error, silence, span
 from rlframe.envs.spaces import Layout
-from rlframe.envs.worker import CLOSE, COMMAND, FAILED, GO, Descriptors, Job, PoolMemory
+from rlframe.envs.worker import CLOSE, COMMAND, FAILED, GO, Descriptors, PoolMemory, WorkerJob
 from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.memory import SUPPORTED, anonymous_file
@@ -30,7 +30,7 @@ _COMMAND = (
 )
 
 
-class Workers:
+class WorkerProcesses:
     """The processes of a pool, and the memory shared with them.
 
     Args:
@@ -62,7 +62,7 @@ class Workers:
             descriptors = Descriptors(theirs.fileno(), self._memory)
             self.processes.append(_spawn(descriptors))
             theirs.close()
-            job = Job(builder, start, stop, worker, len(self.slices), self.num_envs, is_sync)
+            job = WorkerJob(builder, start, stop, worker, len(self.slices), self.num_envs, is_sync)
             self.tell(worker, pickle.dumps(job))
         answers = [self.answer(worker, ANSWER_TIMEOUT) for worker in range(len(self.slices))]
         for (start, _), specs_came in zip(self.slices, answers, strict=True):
