@@ -166,7 +166,8 @@ class Seqlock:
 
     def __init__(self, words: memoryview) -> None:
         self._words, size = words, len(words) // 2
-        self._struct = struct.Struct(f"@{size}q")
+        copy = struct.Struct(f"@{size}q")
+        self._pack, self._unpack = copy.pack_into, copy.unpack_from
         self._offsets = 8, 8 + 8 * size  # of the copies
 
     @staticmethod
@@ -183,7 +184,7 @@ class Seqlock:
         """Makes `numbers` known, and all that was written to the memory before."""
         words = self._words
         count = words[0] + 1
-        self._struct.pack_into(words, self._offsets[count & 1], *numbers)
+        self._pack(words, self._offsets[count & 1], *numbers)
         if FENCED:
             fence()
         words[0] = count
@@ -197,7 +198,7 @@ class Seqlock:
             count = words[0]
             if FENCED:
                 fence()
-            numbers = self._struct.unpack_from(words, self._offsets[count & 1])
+            numbers = self._unpack(words, self._offsets[count & 1])
             if FENCED:
                 fence()
             if words[0] == count:
