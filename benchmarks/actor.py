@@ -6,6 +6,8 @@ step's arrays into a preallocated ring. They are measured in turns with the Acto
 
 from __future__ import annotations
 
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +18,12 @@ import numpy as np
 from benchmarks.context import Context
 from benchmarks.processor import Stopwatch
 from benchmarks.report import Row, Table
+from rlframe.engines.inline import InlineEngine
 from rlframe.programs import make_experiment
-from rlframe.programs.assemble import Parts, assemble
+from rlframe.programs.run import Run
+from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.single_process import single_process
+from rlframe.programs.training_loop import TrainingLoop
 
 TAX = 30.0  # microseconds for a batch
 TURN = 32  # steps
@@ -53,12 +59,11 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
 
 def _measure(workload: Workload, turns: int) -> Table:
     described = make_experiment(workload.agent, workload.env, num_envs=workload.num_envs, env_type="envpool")
-    parts = assemble(described, None)
+    loop = _loop(described)
     try:
-        parts.make_actor(described.seed)
         clocks = {name: Clock() for name in ("step", *PARTS)}
-        _attach(parts, clocks)
-        bare = _bare_parts(parts, described)
+        _attach(loop, clocks)
+        bare = _bare_parts(loop, described)
         bare_clocks = {name: Clock() for name in bare}
         spent, bare_spent = [], []
         for turn in range(turns + 2):
@@ -68,7 +73,7 @@ def _measure(workload: Workload, turns: int) -> Table:
             watch = Stopwatch()
             for _ in range(TURN):
                 with clocks["step"]:
-                    parts.actor.step()
+                    loop.actor.step()
             spent.append(watch.processor_us(TURN))
             watch = Stopwatch()
             for _ in range(TURN):
@@ -76,15 +81,23 @@ def _measure(workload: Workload, turns: int) -> Table:
                     with bare_clocks[name]:
                         call()
             bare_spent.append(watch.processor_us(TURN))
-            parts.replay_buffer.sample()  # nothing piles up in a queue
+            loop.replay_buffer.sample()  # nothing piles up in a queue
     finally:
-        parts.close()
+        loop.close()
     return _table(
         workload.title,
         {name: clock.middle() for name, clock in clocks.items()},
         {name: clock.middle() for name, clock in bare_clocks.items()},
         (float(np.median(spent[2:])), float(np.median(bare_spent[2:]))),
     )
+
+
+def _loop(experiment: Any) -> TrainingLoop:
+    """The objects of a run in one process, in a directory that nothing is written to."""
+    engine = InlineEngine()
+    path = pathlib.Path(tempfile.mkdtemp())
+    single_process(engine, Run(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
+    return engine.handle_of("train")
 
 
 def _table(title: str, ours: dict[str, float], bare: dict[str, float], spent: tuple[float, float]) -> Table:
@@ -114,12 +127,12 @@ class Clock:
         return float(np.median(self.times)) * 1e6
 
 
-def _attach(parts: Parts, clocks: dict[str, Clock]) -> None:
+def _attach(loop: TrainingLoop, clocks: dict[str, Clock]) -> None:
     """Puts a clock around each call that the Actor makes."""
     for owner, method, name in (
-        (parts.env_builder.pool, "step", "environment"),
-        (parts.inferencer, "inference", "inference"),
-        (parts.replay_buffer, "add", "replay add"),
+        (loop.pool, "step", "environment"),
+        (loop.inferencer, "inference", "inference"),
+        (loop.replay_buffer, "add", "replay add"),
     ):
         setattr(owner, method, _timed(getattr(owner, method), clocks[name]))
 
@@ -134,13 +147,13 @@ def _timed(function: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
     return timed
 
 
-def _bare_parts(parts: Parts, described: Any) -> dict[str, Callable[[], Any]]:
+def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], Any]]:
     """The same work as a step's, with nothing of rlframe around it."""
     seen: list[Any] = []
-    add = parts.replay_buffer.add
-    parts.replay_buffer.add = lambda env_ids, step: (seen.append(step), add(env_ids, step))
-    parts.actor.step()
-    parts.replay_buffer.add = add
+    add = loop.replay_buffer.add
+    loop.replay_buffer.add = lambda env_ids, step: (seen.append(step), add(env_ids, step))
+    loop.actor.step()
+    loop.replay_buffer.add = add
     step = seen[0]
 
     arrays = [leaf for leaf in jax.tree.leaves(step._replace(next_timestep=())) if isinstance(leaf, np.ndarray)]
@@ -154,7 +167,7 @@ def _bare_parts(parts: Parts, described: Any) -> dict[str, Callable[[], Any]]:
             kept[row] = array
 
     # The very function that the Inferencer calls, without the Inferencer.
-    inferencer: Any = parts.inferencer
+    inferencer: Any = loop.inferencer
     act, rng, (_, params) = inferencer._act, inferencer._rng, inferencer._acting
 
     def infer() -> np.ndarray:
@@ -167,7 +180,7 @@ def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
     """EnvPool's C++ object, without EnvPool's own Python layer either."""
     from rlframe.envs.envpool import EnvPoolPool
 
-    pool = EnvPoolPool(described.env, described.num_envs, None, 1, described.num_workers, described.env_kwargs)
+    pool = EnvPoolPool(described.env, described.num_envs, None, 1, described.topology.num_workers, described.env_kwargs)
     pool.reset()
     raw, ids = pool.pool, np.arange(described.num_envs, dtype=np.int32)
     action = np.ascontiguousarray(action, pool._action_dtype)

@@ -46,8 +46,8 @@ def test_no_preset_leaves_the_defaults_of_the_class():
 
 def test_a_network_and_its_options():
     described, _, _ = read_arguments(["--network", "mlp", "--network.hidden", "256", "128"])
-    assert described.network == "mlp"
-    assert described.network_config.hidden == (256, 128)
+    assert described.topology.network == "mlp"
+    assert described.topology.network_config.hidden == (256, 128)
 
 
 def test_options_of_the_environment_are_json():
@@ -72,7 +72,7 @@ def test_switches():
 def test_a_config_is_repeated_and_changed(trained):
     again, _, preset = read_arguments(["--config", f"{trained}/config.json", "--seed", "6", "--discount", "0.5"])
     assert preset is None
-    assert (again.seed, again.num_envs, again.network_config.hidden) == (6, 2, (8,))
+    assert (again.seed, again.num_envs, again.topology.network_config.hidden) == (6, 2, (8,))
     assert (again.agent_config.discount, again.agent_config.unroll_length) == (0.5, 16)
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 
@@ -16,7 +15,8 @@ from rlframe import extras
 from rlframe.cli.main import COMMANDS
 from rlframe.cli.serve import SERVICES
 from rlframe.errors import UsageError
-from rlframe.programs.experiment import Experiment, Replay, Topology
+from rlframe.programs import naming
+from rlframe.programs.experiment import make_experiment
 from tests import hiding
 from tests.extras import needs
 
@@ -176,11 +176,11 @@ def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]
 
 def test_every_topology_and_every_replay_of_one_is_tried():
     tried = {call.by for call in TOPOLOGIES}
-    for topology, replay in itertools.product(get_args(Topology), get_args(Replay)):
+    for topology, replay in itertools.product(naming.TOPOLOGIES["steps"], ("auto", *naming.REPLAYS)):
         if topology == "single_process":  # of the core
             continue
         try:
-            Experiment(topology=topology, replay=replay)
+            make_experiment(topology=topology, replay=replay)
         except UsageError:  # it does not keep its experience there
             continue
         assert f"--topology {topology}{' --replay reverb' if replay == 'reverb' else ''}" in tried

@@ -144,7 +144,7 @@ def _objects(processes: int, threads: int) -> tuple[Any, Any, Any, Any]:
     from rlframe.inferencers import Inferencer, InferencerConfig
     from rlframe.learners import Learner, LearnerConfig
     from rlframe.programs import make_experiment
-    from rlframe.programs.assemble import make_agent, make_pool
+    from rlframe.programs.topologies.parts import make_agent, make_pool
 
     described = make_experiment("impala", ENV, num_workers=threads, steps=FOREVER)
     pool = make_pool(described, described.num_envs // processes, described.env_kwargs, seed=0)

@@ -51,7 +51,7 @@ class Agent:
     """
 
     config_cls: type[Any] = type(None)
-    learns_language: bool = False  # True: it learns from `TokenBatch`es, of a trajectory service
+    learns_from: str = "steps"  # of environments, by a replay; "trajectories": `TokenBatch`es of a trajectory service
     network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -78,7 +78,7 @@ class GRPO(Agent):
     """
 
     config_cls = GRPOConfig
-    learns_language = True
+    learns_from = "trajectories"
 
     def __init__(
         self,

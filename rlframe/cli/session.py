@@ -12,44 +12,46 @@ from rlframe import extras
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
+from rlframe.programs import naming
 from rlframe.programs.control import Control
+from rlframe.programs.experiment import Experiment
 from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
-from rlframe.programs.run import train
 from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.session import train
 
 
-def run_session(described: Any, session: SessionOptions, preset: Preset | None) -> int:
+def run_session(experiment: Experiment, session: SessionOptions, preset: Preset | None) -> int:
     """Trains as asked, draws the learning curve, prints the result; returns the exit code."""
     for tracker in ("wandb", "trackio"):
         if getattr(session, tracker):
             extras.require(f"--{tracker}", tracker)
-    directory = RunDir(session.run_dir if session.run_dir is not None else default_path(described))
-    if described.topology != "single_process" and described.engine == "launchpad":
+    directory = RunDir(session.run_dir if session.run_dir is not None else default_path(experiment))
+    if not naming.engine_class(experiment.topology.engine).in_process:
         _leave_accelerators_to_the_learner()
     profile = None
     if session.profile or session.profile_trace:
         profile = Profile(os.fspath(directory.path / "trace") if session.profile_trace else None)
     progress = None
     if not session.quiet:
-        title = f"{described.agent.rpartition(':')[2]} on {described.env}"
-        until = min(session.stop_at or described.steps, described.steps)
-        progress = TerminalLogger(until + getattr(described, "warmup_steps", 0), title=title)
+        title = f"{experiment.agent.rpartition(':')[2]} on {experiment.env}"
+        until = min(session.stop_at or experiment.steps, experiment.steps)
+        progress = TerminalLogger(until + experiment.topology.steps_before(experiment), title=title)
     try:
         result = train(
-            described,
+            experiment,
             run_dir=directory.path,
             resume=session.resume,
             resume_from=session.resume_from,
             take_over=session.take_over,
             stop_at=session.stop_at,
-            open_loggers=lambda path: _trackers(described, session, path),
+            open_loggers=lambda path: _trackers(experiment, session, path),
             progress=progress,
             profile=profile,
             notes={"preset": preset.name if preset is not None else None},
             listen=session.listen,
-            control=_control(described, session),
+            control=_control(experiment, session),
         )
     finally:
         if progress is not None:
@@ -63,11 +65,11 @@ def run_session(described: Any, session: SessionOptions, preset: Preset | None) 
     return 0 if result.signal is None else 128 + result.signal
 
 
-def _control(described: Any, session: SessionOptions) -> Control | None:
+def _control(experiment: Experiment, session: SessionOptions) -> Control | None:
     """Where the run is shown over HTTP."""
     port = session.http
     if port == "auto":
-        port = 0 if described.topology == "elastic" else None
+        port = None if experiment.topology.control is None else 0
     if port is not None:
         return Control(session.http_host, port, session.token_file)
     for name in ("http_host", "token_file"):
@@ -83,8 +85,8 @@ def _leave_accelerators_to_the_learner() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _trackers(described: Any, session: SessionOptions, path: pathlib.Path) -> list[Logger]:
-    config: dict[str, Any] = to_jsonable(described)
+def _trackers(experiment: Experiment, session: SessionOptions, path: pathlib.Path) -> list[Logger]:
+    config: dict[str, Any] = to_jsonable(experiment)
     loggers: list[Logger] = []
     if session.wandb:
         loggers.append(WandbLogger(path, project=session.project, config=config))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
+from rlframe.programs.experiment import flat
 from rlframe.programs.presets import Preset
 
 
-def print_preset(preset: Preset, described: Any, file: TextIO) -> None:
+def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     """Print a preset's values with their sources; what the command line changed is marked.
 
     Args:
         preset: the table.
-        described: what runs; None where nothing does.
+        experiment: what runs; None where nothing does.
         file: where to.
     """
     from rich.table import Table
@@ -21,7 +22,7 @@ def print_preset(preset: Preset, described: Any, file: TextIO) -> None:
     for column in ("field", "value", "source"):
         table.add_column(column, overflow="fold")
     for key, setting in preset.fields.items():
-        used = setting.value if described is None else _used(described, key)
+        used = setting.value if experiment is None else _used(experiment, key)
         same = used == setting.value
         value = str(setting.value) if same else f"{used} (preset: {setting.value})"
         table.add_row(key.rpartition("agent.")[2], value, setting.source if same else "command line")
@@ -35,7 +36,7 @@ def console(file: TextIO) -> Any:
     return Console(file=file, highlight=False, width=None if file.isatty() else 120)
 
 
-def _used(described: Any, key: str) -> Any:
+def _used(experiment: Any, key: str) -> Any:
     group, _, name = key.rpartition(".")
-    owner = getattr(described, f"{group}_config") if group else described
-    return getattr(owner, name, None)
+    options = flat(experiment)
+    return getattr(options.get(f"{group}_config"), name, None) if group else options.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union
 
 import tyro
@@ -12,8 +13,18 @@ import tyro
 from rlframe.cli.parsing import parse, peek
 from rlframe.errors import UsageError
 from rlframe.programs import naming
-from rlframe.programs.experiment import Experiment, complete, experiment_class, load_experiment, with_preset
-from rlframe.programs.language.description import LanguageExperiment
+from rlframe.programs.experiment import (
+    Experiment,
+    complete,
+    config_classes,
+    default_env,
+    field_names,
+    flat,
+    from_flat,
+    load_experiment,
+    with_fields,
+    with_preset,
+)
 from rlframe.programs.presets import Preset, find_preset
 
 PROG = "rlframe train"
@@ -49,58 +60,40 @@ class SessionOptions:
     traceback: bool = False  # show where an error came from
 
 
-@dataclasses.dataclass(frozen=True)
-class ExperimentOptions(Experiment):
-    """An experiment whose configs are options of their own; `async` alone is a word that Python keeps for itself."""
-
-    # act on the environments that answer first; not for agents that learn on-policy
-    async_envs: Annotated[bool, tyro.conf.arg(name="async")] = False
-    agent_config: Annotated[Any, tyro.conf.Suppress] = None
-    network_config: Annotated[Any, tyro.conf.Suppress] = None
-
-
-@dataclasses.dataclass(frozen=True)
-class LanguageOptions(LanguageExperiment):
-    """The same of a run in which a language model learns."""
-
-    agent_config: Annotated[Any, tyro.conf.Suppress] = None
+class ExperimentOptions:
+    """The options of an experiment and of every topology of its agent, in one dataclass: see `_flat_class`."""
 
 
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
-    described, session, preset = read_arguments(arguments)
+    experiment, session, preset = read_arguments(arguments)
     _set_title("train")
-    _say(session, described, preset)
+    _say(session, experiment, preset)
     from rlframe.cli.session import run_session
 
-    return run_session(described, session, preset)
+    return run_session(experiment, session, preset)
 
 
-def read_arguments(arguments: list[str]) -> tuple[Any, SessionOptions, Preset | None]:
+def read_arguments(arguments: list[str]) -> tuple[Experiment, SessionOptions, Preset | None]:
     """What the command line asks for, and the preset that it is based on.
 
     The options depend on the agent and network, and their defaults on the preset, so those few are
     looked for first.
     """
     defaults, preset = _defaults(arguments)
-    options = _options(defaults)
-    parsed: Any = parse(options, arguments, PROG, DESCRIPTION, default=_start(options, defaults))
-    cls = _class_of(defaults)
-    values = {field.name: getattr(parsed.experiment, field.name) for field in dataclasses.fields(cls)}
-    configs: dict[str, Any] = {
-        name: getattr(parsed, name, None) for name in ("agent_config", "network_config") if name in values
-    }
-    described = cls(**{**values, **configs})
+    start = _start(defaults, arguments)
+    parsed: Any = parse(type(start), arguments, PROG, DESCRIPTION, default=start)
+    values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name != "name"}
+    values["agent_config"] = parsed.agent_config
+    if "network_config" in values:
+        values["network_config"] = getattr(parsed, "network_config", None)
+    experiment = from_flat(values)
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
-    return described, parsed.session, preset
+    return experiment, parsed.session, preset
 
 
-def _class_of(described: Any) -> Any:
-    return Experiment if isinstance(described, Experiment) else LanguageExperiment
-
-
-def _defaults(arguments: list[str]) -> tuple[Any, Preset | None]:
+def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     """What the command line changes: a saved experiment, or the defaults of the agent and environment named in it."""
     saved = _saved(arguments)
     agent, env = peek(arguments, "agent"), peek(arguments, "env")
@@ -111,18 +104,16 @@ def _defaults(arguments: list[str]) -> tuple[Any, Preset | None]:
         defaults = saved
     else:
         agent = agent or Experiment.agent
-        env = env or experiment_class(agent).env
+        env = env or default_env(agent)
         preset = find_preset(peek(arguments, "preset") or "auto", agent, env)
         defaults = with_preset(preset, agent, env)
-    network = peek(arguments, "network")
-    if not isinstance(defaults, Experiment):
-        return complete(defaults), preset
-    if network is not None and network != defaults.network:
-        defaults = dataclasses.replace(defaults, network=None if network == "None" else network, network_config=None)
+    network, topology = peek(arguments, "network"), defaults.topology
+    if network is not None and network != getattr(topology, "network", network):
+        defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
     return complete(defaults), preset
 
 
-def _saved(arguments: list[str]) -> Any:
+def _saved(arguments: list[str]) -> Experiment | None:
     config, run_dir = peek(arguments, "config"), peek(arguments, "run-dir")
     if "--resume" not in arguments or run_dir is None:
         return load_experiment(config) if config is not None else None
@@ -133,45 +124,69 @@ def _saved(arguments: list[str]) -> Any:
     return load_experiment(run_dir)
 
 
-def _options(defaults: Any) -> type:
-    """What tyro parses: an experiment, a session, the agent's config without prefix, the network's with one."""
-    flat: Any = tyro.conf.OmitArgPrefixes
+def _start(defaults: Experiment, arguments: list[str]) -> Any:
+    """What tyro parses, with its defaults: an experiment, a session, the agent's config, the network's with prefix."""
+    flat_options: Any = tyro.conf.OmitArgPrefixes
     config_cls: Any = type(defaults.agent_config)
+    experiment_cls = _flat_class(defaults, arguments)
     fields: list[tuple[str, Any]] = [
-        ("experiment", Annotated[_options_class(defaults), tyro.conf.arg(name=""), flat]),
-        ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat]),
+        ("experiment", Annotated[experiment_cls, tyro.conf.arg(name=""), flat_options]),
+        ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat_options]),
         # Its own parts keep their prefixes.
         ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]),
     ]
-    if getattr(defaults, "network_config", None) is not None:
-        network_cls: Any = type(defaults.network_config)
+    own = {**flat(defaults), "agent_config": None}
+    values = {"session": SessionOptions(), "agent_config": defaults.agent_config}
+    if own.get("network_config") is not None:
+        values["network_config"] = own["network_config"]
+        own["network_config"] = None
+        network_cls: Any = type(values["network_config"])
         fields.append(("network_config", Annotated[network_cls, tyro.conf.arg(name="network")]))
-    _check_no_clash(config_cls, defaults)
-    return dataclasses.make_dataclass("Train", fields, frozen=True)
+    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment_cls), *field_names(SessionOptions)} - {"name"})
+    values["experiment"] = experiment_cls(**own)
+    return dataclasses.make_dataclass("Train", fields, frozen=True)(**values)
 
 
-def _options_class(defaults: Any) -> Any:
-    return ExperimentOptions if isinstance(defaults, Experiment) else LanguageOptions
+def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
+    """The options of an experiment and of every topology of its agent, in one dataclass.
+
+    What may be a file of the user's own can be chosen where it is named.
+    """
+    classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology.name)
+    widest = [cls for cls in dict.fromkeys(classes.values()) if not _is_base(cls, classes.values())]
+    choices = {"topology": classes, "engine": naming.ENGINES, "replay": ("auto", *naming.REPLAYS)}
+    hidden = Annotated[Any, tyro.conf.Suppress]
+    # `async` alone is a word that Python keeps for itself.
+    annotations: dict[str, Any] = {
+        "async_envs": Annotated[bool, tyro.conf.arg(name="async")],
+        **dict.fromkeys(("name", "agent_config", "network_config"), hidden),
+    }
+    own = {field.name: field.default for cls in widest for field in dataclasses.fields(cls)}
+    own = {**own, "name": "", **flat(defaults)}
+    for name, known in choices.items():
+        named = [each for each in (peek(arguments, name), own.get(name)) if isinstance(each, str) and ":" in each]
+        annotations[name] = Literal.__getitem__((*known, *named))  # type: ignore[attr-defined]
+    annotations = {name: annotation for name, annotation in annotations.items() if name in own}
+    namespace = {
+        "__annotations__": annotations,
+        "__module__": __name__,
+        "__post_init__": lambda self: None,  # what they are together is checked when the experiment is made
+        **{name: own[name] for name in annotations},
+    }
+    # By its name the parser finds a source for it, and goes on to those of its bases, whose comments are the help.
+    made = type(ExperimentOptions.__name__, (ExperimentOptions, *widest, Experiment), namespace)
+    return dataclasses.dataclass(frozen=True)(made)
 
 
-def _start(options: Any, defaults: Any) -> Any:
-    """The instance of `options` that holds the defaults."""
-    plain = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(_class_of(defaults))}
-    plain.update({name: None for name in ("agent_config", "network_config") if name in plain})
-    values = {"experiment": _options_class(defaults)(**plain), "session": SessionOptions()}
-    values["agent_config"] = defaults.agent_config
-    if getattr(defaults, "network_config", None) is not None:
-        values["network_config"] = defaults.network_config
-    return options(**values)
+def _is_base(cls: type, classes: Iterable[type]) -> bool:
+    return any(other is not cls and issubclass(other, cls) for other in classes)
 
 
-def _check_no_clash(config_cls: type, defaults: Any) -> None:
-    agent = defaults.agent
-    taken = {field.name for cls in (_class_of(defaults), SessionOptions) for field in dataclasses.fields(cls)}
-    for field in dataclasses.fields(config_cls):
-        if field.name in taken:
+def _check_no_clash(config_cls: type, agent: str, taken: set[str]) -> None:
+    for name in field_names(config_cls):
+        if name in taken:
             raise UsageError(
-                f"The config of {agent} has a field {field.name!r}, which is an option of `{PROG}` already: rename it."
+                f"The config of {agent} has a field {name!r}, which is an option of `{PROG}` already: rename it."
             )
 
 
@@ -181,7 +196,7 @@ def _set_title(role: str) -> None:
     setproctitle.setproctitle(f"rlframe: {role}")
 
 
-def _say(session: SessionOptions, described: Any, preset: Preset | None) -> None:
+def _say(session: SessionOptions, experiment: Any, preset: Preset | None) -> None:
     """Prints what is about to run, and the preset's table."""
     if session.quiet:
         return
@@ -189,4 +204,4 @@ def _say(session: SessionOptions, described: Any, preset: Preset | None) -> None
         return
     from rlframe.cli.tables import print_preset
 
-    print_preset(preset, described, sys.stderr)
+    print_preset(preset, experiment, sys.stderr)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe import extras, handles
 from rlframe.engines.base import SAVING_GROUPS, Engine, EngineOptions, Watch, deciding_group
 from rlframe.engines.launching.launcher import ON_CPU, GroupPolicy, launch
-from rlframe.engines.launching.ports import check_free, pick_free
 from rlframe.engines.logs import NodeLogs
+from rlframe.errors import UsageError
 from rlframe.interprocess.progress import STARTING
 
 
@@ -63,7 +64,7 @@ class LaunchpadEngine(Engine):
 
     def address_of(self, group: str) -> str:
         """See `Engine`: "host:port"."""
-        return f"localhost:{self._ports.setdefault(group, pick_free())}"
+        return f"localhost:{self._ports.setdefault(group, _pick_free())}"
 
     def handle_of(self, group: str) -> handles.Remote:
         """See `Engine`."""
@@ -100,6 +101,31 @@ class LaunchpadEngine(Engine):
         return max(1, cores - busy)
 
 
+def check_free(ports: Mapping[str, int]) -> None:
+    """Raises UsageError where a port, by what listens at it, cannot be listened at on all interfaces.
+
+    gRPC would not notice: two of its servers may share a port.
+    """
+    for name, port in ports.items():
+        if not 0 < port < 2**16:
+            raise UsageError(f"--listen: the {name}'s port would be {port}; ports are 1 to 65535.")
+        for family in (socket.AF_INET, socket.AF_INET6) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
+            try:
+                socket.create_server(("", port), family=family).close()
+            except OSError as error:
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                raise UsageError(
+                    f"--listen: the {name} cannot listen at port {port}: {reason}. Choose another: of --listen PORT, "
+                    f"{len(ports)} ports from PORT on must be free."
+                ) from error
+
+
 def _start(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with STARTING:
         return constructor(*args, **kwargs)
+
+
+def _pick_free() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]

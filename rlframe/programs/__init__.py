@@ -12,7 +12,7 @@ _PUBLIC = {
     "evaluate": "rlframe.programs.evaluation",
     "make_experiment": "rlframe.programs.experiment",
     "load_experiment": "rlframe.programs.experiment",
-    "train": "rlframe.programs.run",
+    "train": "rlframe.programs.session",
 }
 
 __all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "train"]

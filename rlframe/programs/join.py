@@ -7,7 +7,6 @@ ports of the run's machine.
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
 import threading
 from typing import Any
@@ -17,9 +16,9 @@ from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.errors import PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.programs.assemble import make_pool
-from rlframe.programs.door import ATTEND_EVERY, OPEN_GROUPS, Limits, Shared, installed
-from rlframe.programs.program import make_engine
+from rlframe.programs.guests import ATTEND_EVERY, OPEN_GROUPS, GuestParts, StepLimits, installed
+from rlframe.programs.session import make_engine
+from rlframe.programs.topologies.parts import env_builder
 
 _LONGER = 60.0  # seconds by which actors wait longer for the run's machine than the guest, which ends them all
 
@@ -39,7 +38,7 @@ class Admission:
     Attributes:
         addresses: of the nodes of `OPEN_GROUPS`.
         ranks: of the actors.
-        shared: what they are made of.
+        parts: what they are made of.
     """
 
     def __init__(self, address: str, num_actors: int, deadline: float) -> None:
@@ -58,7 +57,7 @@ class Admission:
         answer = self.monitor(deadline).admit(self.token, num_actors, installed())
         self.ranks: list[int] = answer["ranks"]
         self.session: str = answer["session"]
-        self.shared: Shared = cloudpickle.loads(answer["shared"])
+        self.parts: GuestParts = cloudpickle.loads(answer["parts"])
 
     def monitor(self, deadline: float, stop: threading.Event | None = None) -> Any:
         """The run's Monitor."""
@@ -69,17 +68,16 @@ def guests(engine: Engine, admission: Admission, num_inferencers: int) -> None:
     """The wiring: as that of `light_env`, with a learner and a replay that are elsewhere."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 
-    described, agent = admission.shared.described, admission.shared.agent
-    deadline = admission.deadline + _LONGER
-    cfg = InferencerConfig(seed=described.seed, learner_deadline=deadline)
+    parts, deadline = admission.parts, admission.deadline + _LONGER
+    cfg = InferencerConfig(seed=parts.experiment.seed, learner_deadline=deadline)
     learner = handles.Remote([admission.addresses["learner"]], "learner", deadline)
-    replay_buffer = ReverbReplayBuffer(agent, admission.addresses["replay"])
-    inferencers = [engine.add("inferencer", Inferencer, cfg, agent, learner) for _ in range(num_inferencers)]
-    env, num_envs = admission.shared.env, described.envs_per_pool
-    env_builder = functools.partial(make_pool, described, num_envs, described.env_kwargs, env=env)
-    options = {"seed": admission.shared.actor_seed, "num_pools": described.num_pools, "deadline": deadline, "budget": 0}
+    replay_buffer = ReverbReplayBuffer(parts.agent, admission.addresses["replay"])
+    inferencers = [engine.add("inferencer", Inferencer, cfg, parts.agent, learner) for _ in range(num_inferencers)]
+    num_pools = parts.experiment.topology.num_pools
+    options = {"seed": parts.actor_seed, "num_pools": num_pools, "deadline": deadline, "budget": 0}
+    builder = env_builder(parts.experiment, env=parts.env)
     actors = [
-        engine.add("actor", Actor, env_builder, inferencers, replay_buffer, rank, **options) for rank in admission.ranks
+        engine.add("actor", Actor, builder, inferencers, replay_buffer, rank, **options) for rank in admission.ranks
     ]
     engine.add("guest", Guest, admission, actors)
 
@@ -100,7 +98,7 @@ class Guest:
         self._monitor = admission.monitor(admission.deadline, self._stop)
         polls = [handles.Poll(handles.resolve(actor, "actor"), "allow") for actor in actors]
         self._actors = dict(zip(admission.ranks, polls, strict=True))
-        self._limits: Limits = {}
+        self._limits: StepLimits = {}
         self._env_steps: dict[tuple[float, float], float] = {}  # (rank, incarnation) -> steps
 
     def run(self) -> None:
@@ -159,7 +157,6 @@ def join(address: str, *, num_actors: int = 2, num_inferencers: int = 1, deadlin
     if num_inferencers < 1:
         raise UsageError(f"num_inferencers must be at least 1, got {num_inferencers}.")
     admission = Admission(address, num_actors, deadline)
-    described = admission.shared.described
-    engine = make_engine(described, logs=None)
+    engine = make_engine(admission.parts.experiment, logs=None)
     guests(engine, admission, num_inferencers)
     return engine.run()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlframe.errors import UsageError, suggest
 
 if TYPE_CHECKING:
+    from rlframe.agents import Agent
     from rlframe.engines import Engine
 
 # Name -> what it means, as `load_object` takes it. What is a user's own needs no entry: it is named by its file.
@@ -27,6 +28,28 @@ AGENTS = {
 ENGINES = {
     "launchpad": "rlframe.engines.launchpad:LaunchpadEngine",
     "threads": "rlframe.engines.threads:ThreadsEngine",
+}
+REPLAYS = {  # as `rlframe.programs.topologies.parts.add_replay` makes them
+    "local": "rlframe.replay:ReplayBuffer",
+    "shared_memory": "rlframe.replay:SharedMemReplayBuffer",
+    "reverb": "rlframe.replay.reverb:ReverbReplayBuffer",
+}
+OPERATORS = {
+    "local": "rlframe.coordinator.operators.local:LocalOperator",
+    "static": "rlframe.coordinator.operators.static:StaticOperator",
+    "kubernetes": "rlframe.coordinator.operators.kubernetes:KubernetesOperator",
+    "ray": "rlframe.coordinator.operators.ray:RayOperator",
+}
+# By what agents learn from (`Agent.learns_from`); the first one is the default.
+TOPOLOGIES = {
+    "steps": {
+        "single_process": "rlframe.programs.topologies.single_process:single_process",
+        "heavy_env": "rlframe.programs.topologies.heavy_env:heavy_env",
+        "light_env": "rlframe.programs.topologies.light_env:light_env",
+        "distributed": "rlframe.programs.topologies.light_env:distributed",
+        "elastic": "rlframe.programs.topologies.elastic:elastic",
+    },
+    "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},
 }
 
 
@@ -52,7 +75,33 @@ def engine_class(name: str) -> type[Engine]:
     return found
 
 
-def agent_class(name: str) -> type:
+def operator_class(name: str) -> Any:
+    """The coordinator's operator that a name or `file.py:Class` means. Raises UsageError if there is none."""
+    return find(name, OPERATORS, "operator")
+
+
+def topology(name: str, learns_from: str = "steps") -> Any:
+    """The function that wires a topology, by a name or `file.py:function`; its `config_cls` is what it can be told.
+
+    Raises:
+        UsageError: there is none for agents that learn from this.
+    """
+    from rlframe.programs.topologies.config import GameProgram
+
+    found = find(name, TOPOLOGIES[learns_from], "topology", "file.py:function")
+    if not callable(found):
+        raise UsageError(f"{name} is {found!r}; a topology is a function of an engine and a run.")
+    if not hasattr(found, "config_cls"):
+        found.config_cls = GameProgram
+    if found.config_cls.learns_from != learns_from:
+        raise UsageError(
+            f"The topology {name} is for agents that learn from {found.config_cls.learns_from}; this one learns from "
+            f"{learns_from}."
+        )
+    return found
+
+
+def agent_class(name: str) -> type[Agent]:
     """The `Agent` subclass that a name or `file.py:Class` means.
 
     Raises:

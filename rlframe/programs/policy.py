@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from rlframe import handles
 from rlframe.errors import UsageError
 from rlframe.language.model import ModelConfig, weights
-from rlframe.programs.assemble import make_agent
 from rlframe.programs.experiment import load_experiment
-from rlframe.programs.language.description import LanguageExperiment
 from rlframe.programs.restored import Checkpoints
 from rlframe.programs.run_dir import RunDir
+from rlframe.programs.topologies.parts import make_agent
 from rlframe.types import Params
 
 _BYTES = 512  # tokens of a model that may be one of bytes
@@ -48,12 +47,14 @@ def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | N
     source = _at(learner)
     directory = RunDir(path)
     directory.check_holds_run()
-    described = load_experiment(directory.config)
-    if not isinstance(described, LanguageExperiment):
-        raise UsageError(f"The run in {path} learns no language model: its agent is {described.agent}.")
-    agent: Any = make_agent(described, None, None)
+    experiment = load_experiment(directory.config)
+    if experiment.topology.learns_from != "trajectories":
+        raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")
+    agent: Any = make_agent(experiment)
     source = source or Checkpoints(agent, directory)
-    return Policy(agent.model_config, tokenizer or described.tokenizer_name, source, None)
+    return Policy(
+        agent.model_config, tokenizer or experiment.topology.tokenizer_name(experiment.agent_config), source, None
+    )
 
 
 def _at(address: str | None) -> Any:

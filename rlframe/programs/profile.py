@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from rlframe.programs.assemble import Parts
+if TYPE_CHECKING:
+    from rlframe.programs.training_loop import TrainingLoop
 
 
 class Line(NamedTuple):
@@ -39,17 +40,16 @@ class Profile:
         self._total = 0.0
         self._tracing = False
 
-    def attach(self, parts: Parts) -> None:
+    def attach(self, loop: TrainingLoop) -> None:
         """Puts a clock around what the run calls."""
-        assert parts.actor is not None
-        env = parts.env_builder.pool
+        env = loop.pool
         self._clock(env, "step" if env.is_sync else "recv", "environment")
         if not env.is_sync:
             self._clock(env, "send", "environment")
-        self._clock(parts.inferencer, "inference", "inference")
-        self._clock(parts.replay_buffer, "add", "replay add")
-        self._clock(parts.replay_buffer, "sample", "replay sample")
-        self._clock(parts.learner, "step", "learner", wait=True)
+        self._clock(loop.inferencer, "inference", "inference")
+        self._clock(loop.replay_buffer, "add", "replay add")
+        self._clock(loop.replay_buffer, "sample", "replay sample")
+        self._clock(loop.learner, "step", "learner", wait=True)
         self._began = time.perf_counter()
         if self._trace_dir is not None:
             jax.profiler.start_trace(self._trace_dir)

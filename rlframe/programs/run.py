@@ -1,117 +1,67 @@
-"""A run, in one process or in several, as its experiment says."""
+"""One session of a run, as the nodes of its program need to know it."""
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import math
 import pathlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlframe import extras
-from rlframe.envs.names import split
-from rlframe.errors import UsageError
+from rlframe import handles
+from rlframe.actors.actor import env_seed
+from rlframe.agents import Agent
 from rlframe.metrics import Logger
-from rlframe.programs import program, single_process
-from rlframe.programs.control import Control
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.profile import Profile
-from rlframe.programs.run_dir import Result
+from rlframe.programs.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from rlframe.programs.profile import Profile
 
 
-def train(
-    described: Any,
-    *,
-    run_dir: str | os.PathLike | None = None,
-    resume: bool = False,
-    resume_from: int | None = None,
-    take_over: bool = False,
-    stop_at: int | None = None,
-    callback: Callable[[int, dict[str, Any]], Any] | None = None,
-    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
-    progress: Logger | None = None,
-    profile: Profile | None = None,
-    notes: dict[str, Any] | None = None,
-    listen: int | None = None,
-    control: Control | None = None,
-) -> Result:
-    """Trains an experiment's agent to its last step, and evaluates the final policy.
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A session: what is run, from where to where."""
 
-    The first Ctrl-C (or SIGTERM) finishes the step under way, saves everything and returns without
-    an evaluation; a second one leaves at once.
+    experiment: Experiment
+    agent: Agent
+    path: pathlib.Path  # of the run directory
+    until: int  # the step at which this session ends
+    began: float  # seconds since the epoch
+    resumes: bool = False  # goes on with what is in the directory
+    resumed_at: int = 0  # environment steps of the sessions before
+    listen: int | None = None  # the port at which other machines may join it
+    # Of a single process:
+    loggers: tuple[Logger, ...] = ()  # they are told of each row as it is written
+    progress: Logger | None = None  # the same, and without values, a few times a second
+    profile: Profile | None = None
 
-    Args:
-        described: what to run, an `Experiment` or a `LanguageExperiment`; on resume what ran before, perhaps with other
-            `steps` (see `continued`).
-        run_dir: where everything is written; None: a new directory under `runs/`.
-        resume: go on from the latest checkpoint in `run_dir`; a run that ended before its first one starts again.
-        resume_from: the checkpoint to go on from, by its name; newer ones are moved aside. None: the newest.
-        take_over: end the process that writes to `run_dir` now, if there is one, and go on in its place.
-        stop_at: environment steps at which this session stops and saves; schedules still end at `described.steps`.
-        callback: `callback(env_steps, values)` is called with each row of the logs.
-        open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
-        progress: a logger that is also written to, without values, a few times a second.
-        profile: measures where the time of a single process goes.
-        notes: kept in `config.json` for a reader.
-        listen: of the topology distributed, the port at which programs on other machines may `join` the run.
-        control: where the run is shown, and can be told what to do, over HTTP; None: nowhere.
+    @property
+    def directory(self) -> RunDir:
+        """The run directory."""
+        return RunDir(self.path)
 
-    Returns:
-        See `Result`.
+    @property
+    def topology(self) -> Any:
+        """What the topology was told."""
+        return self.experiment.topology
 
-    Raises:
-        UsageError: the experiment or the directory cannot be.
-        RlframeError: the run failed; what was saved is kept.
-    """
-    check_extras(described, with_control=control is not None)
-    session: dict[str, Any] = {
-        "run_dir": run_dir,
-        "resume": resume,
-        "resume_from": resume_from,
-        "take_over": take_over,
-        "stop_at": stop_at,
-        "callback": callback,
-        "open_loggers": open_loggers,
-        "progress": progress,
-        "notes": notes,
-        "control": control,
-    }
-    if not isinstance(described, Experiment):
-        from rlframe.programs.language import run as language
+    @property
+    def actor_seed(self) -> int:
+        """Seed of the actors; another in each session, whose actors' incarnations begin anew."""
+        seed = self.experiment.seed
+        return env_seed(seed, self.resumed_at) if self.resumed_at else seed
 
-        if listen is not None or profile is not None:
-            raise UsageError("A run in which a language model learns takes neither listen nor a profile.")
-        return language.train(described, **session)
-    if listen is not None and (described.topology, described.engine) != ("distributed", "launchpad"):
-        raise UsageError(
-            "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "
-            f"got {described.topology} and {described.engine}."
-        )
-    if described.topology == "single_process":
-        return single_process.train(described, **session, profile=profile)
-    if profile is not None:
-        raise UsageError(f"A profile is of a single process; the topology is {described.topology}.")
-    return program.train(described, **session, listen=listen)
+    @property
+    def budget(self) -> int:
+        """Environment steps that each actor may take before the monitor has been heard."""
+        return math.ceil((self.until - self.resumed_at) / self.topology.num_actors)
 
+    @property
+    def session(self) -> str:
+        """Names the session among those of its run."""
+        return f"{self.began!r}"
 
-def check_extras(described: Any, *, with_control: bool = False) -> None:
-    """Raises UsageError where the run needs an extra that is not installed: before its directory is made.
-
-    Args:
-        described: what is to run.
-        with_control: whether it is to be shown over HTTP.
-    """
-    if split(described.env)[0] == "dm_control":
-        extras.require(f"--env {described.env}", "dm_control")
-    engine = ["launchpad"] if described.topology != "single_process" and described.engine == "launchpad" else []
-    if not isinstance(described, Experiment):
-        # The warm-up writes the weights that it leads to in the published format.
-        published = described.tokenizer_name != "byte" or described.agent_config.weights or described.warmup_steps
-        extras.require(f"--agent {described.agent}", *engine, "trajectories", "envs", *(["lm"] if published else []))
-        return
-    by = f"--topology {described.topology}" + (" --replay reverb" if described.replay == "reverb" else "")
-    replay = ["reverb"] if described.replay_kind == "reverb" else []
-    if with_control and described.topology != "elastic":  # where it is not by itself
-        extras.require("--http", "trajectories")
-    control = ["trajectories"] if with_control else []
-    without = "or leave its control out by --http None" if with_control else ""
-    extras.require(by, *engine, *replay, *control, otherwise=without)
+    @property
+    def peer_deadline(self) -> float:
+        """Seconds for which one node waits for another: for ever where none may hang for ever."""
+        return math.inf if getattr(self.topology, "is_watched", False) else handles.DEADLINE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -19,10 +18,10 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs import run_lock
-from rlframe.programs.experiment import complete, continued, load_experiment, save_experiment
+from rlframe.programs.experiment import Experiment, save_experiment
 from rlframe.programs.presets import plain_name
-from rlframe.programs.resume_point import settle
-from rlframe.programs.run_lock import RunLock
+
+CHECKPOINTS_KEPT = 3
 
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
 
@@ -92,54 +91,19 @@ class RunDir:
         newest = self.checkpoints / str(steps[-1])
         return f"What was saved last is {newest}. Go on from there: rlframe train --resume --run-dir {self.path}"
 
-    def write_config(self, described: Any, notes: dict[str, Any]) -> None:
+    def write_config(self, experiment: Experiment, notes: dict[str, Any]) -> None:
         """Writes `config.json` in one piece."""
         try:
-            save_experiment(described, self.config, {**notes, "versions": versions()})
+            save_experiment(experiment, self.config, {**notes, "versions": versions()})
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.config}: {error.strerror}.") from error
 
-    def write_result(self, values: dict[str, Any]) -> None:
+    def write_result(self, result: Result) -> None:
         """Writes `result.json`, the object that `--json` prints, in one piece: its writer may be killed."""
         try:
-            write_atomically(self.result, json.dumps(values), "\n")
+            write_atomically(self.result, json.dumps(result.to_json()), "\n")
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
-
-
-@contextlib.contextmanager
-def open_session(
-    described: Any,
-    run_dir: str | os.PathLike | None,
-    resume: bool,
-    stop_at: int | None,
-    take_over: bool = False,
-    resume_from: int | None = None,
-) -> Iterator[tuple[Any, RunDir]]:
-    """The experiment and the directory of a session, a new one or the one to go on in: ours in the context.
-
-    Raises:
-        UsageError: the directory, or what a resumed run would change, cannot be; or another process writes there; or
-            the checkpoint to go on from is damaged.
-    """
-    described = complete(described)
-    directory = RunDir(run_dir if run_dir is not None else default_path(described))
-    if stop_at is not None and stop_at < 1:
-        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
-    if resume:
-        directory.check_holds_run()
-    elif take_over or resume_from is not None:
-        raise UsageError("take_over and resume_from are of a run to go on with: they need resume.")
-    else:
-        directory.create()
-    with RunLock(directory.path, take_over, ends_within=described.grace_seconds + 22.0):  # with all that comes after
-        if resume:
-            described = continued(load_experiment(directory.config), described)
-            replays = (directory.replay, directory.checkpoints / "replay")
-            settle(directory.checkpoints, replays, directory.path / "aside", resume_from)
-        else:
-            directory.create()  # again: it may have been another's meanwhile
-        yield described, directory
 
 
 def rows_after(path: pathlib.Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -153,15 +117,15 @@ def rows_after(path: pathlib.Path, position: int) -> Iterator[tuple[dict[str, An
             yield json.loads(line), position
 
 
-def default_path(described: Any) -> pathlib.Path:
+def default_path(experiment: Experiment) -> pathlib.Path:
     """`runs/AGENT-ENV-SEED-TIME`, with a number behind it where that exists."""
-    agent = described.agent.rpartition(":")[2]
-    env = plain_name(described.env)
+    agent = experiment.agent.rpartition(":")[2]
+    env = plain_name(experiment.env)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = pathlib.Path("runs") / f"{agent}-{env}-seed{described.seed}-{stamp}"
+    path = pathlib.Path("runs") / f"{agent}-{env}-seed{experiment.seed}-{stamp}"
     count = 2
     while path.exists():
-        path = path.with_name(f"{agent}-{env}-seed{described.seed}-{stamp}-{count}")
+        path = path.with_name(f"{agent}-{env}-seed{experiment.seed}-{stamp}-{count}")
         count += 1
     return path
 

@@ -33,11 +33,11 @@ class StatusFile:
 
     Args:
         directory: of the run.
-        described: what runs.
+        experiment: what runs.
         until: the step at which the session ends.
     """
 
-    def __init__(self, directory: RunDir, described: Any, until: int) -> None:
+    def __init__(self, directory: RunDir, experiment: Experiment, until: int) -> None:
         self._path = directory.status
         self._written: dict[str, Any] = {
             "state": JobState.RUNNING.value,
@@ -45,11 +45,11 @@ class StatusFile:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "began": time.time(),
-            "agent": described.agent,
-            "env": described.env,
-            "topology": described.topology,
+            "agent": experiment.agent,
+            "env": experiment.env,
+            "topology": experiment.topology.name,
             "until": until,
-            "unit": "env steps" if isinstance(described, Experiment) else "learner steps",
+            "unit": experiment.topology.unit,
             "nodes": [],
         }
         self.write()

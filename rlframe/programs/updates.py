@@ -8,8 +8,21 @@ import sys
 
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger
-from rlframe.programs.experiment import Experiment, total_learner_steps
+from rlframe.programs.experiment import Experiment
 from rlframe.types import ReplaySpec, Sequence
+
+
+def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
+    """How many updates a run of `steps` environment steps makes: where schedules end.
+
+    Steps whose action is ignored (after an episode's end) are items too, and are not counted here.
+    """
+    period = spec.item.period if isinstance(spec.item, Sequence) else 1
+    items = steps / period
+    if spec.samples_per_insert is None:
+        return max(1, int(items / (spec.batch_size or num_envs)))
+    waits = min(spec.min_size, items)
+    return max(1, int((items - waits) * spec.samples_per_insert / (spec.batch_size or num_envs)))
 
 
 def first_update(spec: ReplaySpec, num_envs: int) -> int:
@@ -25,33 +38,33 @@ def first_update(spec: ReplaySpec, num_envs: int) -> int:
     return steps * num_envs
 
 
-def say_updates(described: Experiment, spec: ReplaySpec, progress: Logger | None) -> None:
+def say_updates(experiment: Experiment, spec: ReplaySpec, progress: Logger | None) -> None:
     """`check_updates`, for a reader where there is progress to be read."""
-    sentence = check_updates(described, spec)
+    sentence = check_updates(experiment, spec)
     if progress is not None:
         print(sentence, file=sys.stderr)
 
 
-def check_updates(described: Experiment, spec: ReplaySpec) -> str:
+def check_updates(experiment: Experiment, spec: ReplaySpec) -> str:
     """Return the sentence about the updates of a run from its beginning to its last step.
 
     Raises:
         UsageError: it would make none.
     """
-    first = first_update(spec, described.num_envs)
-    if described.steps <= first - described.num_envs:  # a run takes a step in each environment, up to its last one
-        known = {field.name for field in dataclasses.fields(described.agent_config)}
+    first = first_update(spec, experiment.num_envs)
+    if experiment.steps <= first - experiment.num_envs:  # a run takes a step in each environment, up to its last one
+        known = {field.name for field in dataclasses.fields(experiment.agent_config)}
         asked = ("unroll_length", "batch_size") if spec.kind == "queue" else ("min_replay_size",)
         earlier = [f"--{name.replace('_', '-')}" for name in asked if name in known]
         if spec.batch_size is None:
             earlier.append("--num-envs")
         less = f", or lower {' or '.join(earlier)}" if earlier else ", or have the agent's replay_spec ask for less"
         raise UsageError(
-            f"A run of {described.steps:,} environment steps would make no update: the first one needs {first:,}. "
+            f"A run of {experiment.steps:,} environment steps would make no update: the first one needs {first:,}. "
             f"Raise --steps{less}."
         )
-    items, after = spec.batch_size or described.num_envs, f"the first after {first:,} environment steps"
+    items, after = spec.batch_size or experiment.num_envs, f"the first after {first:,} environment steps"
     if spec.kind != "queue" and spec.samples_per_insert is None:
         return f"Updates of {items:,} items each, as fast as they come, {after}."
-    updates = total_learner_steps(spec, described.steps, described.num_envs)
+    updates = total_learner_steps(spec, experiment.steps, experiment.num_envs)
     return f"About {updates:,} update{'s' * (updates != 1)} of {items:,} items each, {after}."

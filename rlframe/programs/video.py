@@ -26,15 +26,15 @@ class Film:
     """A video file, and a pool of one environment whose every step becomes a frame in it.
 
     Args:
-        described: whose environment to film.
+        experiment: whose environment to film.
         path: the file to write.
 
     Raises:
         UsageError: the format is unknown, or imageio-ffmpeg is not installed.
     """
 
-    def __init__(self, described: Experiment, path: str | os.PathLike) -> None:
-        self._described = described
+    def __init__(self, experiment: Experiment, path: str | os.PathLike) -> None:
+        self._experiment = experiment
         self._path = pathlib.Path(path)
         self.frames = 0
         self._writer: Any = None
@@ -64,13 +64,13 @@ class Film:
         Raises:
             UsageError: the environment does not render.
         """
-        self._pool = SyncEnv(lambda: _Filmed(_rendering_env(self._described, seed), self), 1, "loop", seed=seed)
+        self._pool = SyncEnv(lambda: _Filmed(_rendering_env(self._experiment, seed), self), 1, "loop", seed=seed)
         return self._pool
 
     def add(self, frame: Any, fps: float) -> None:
         """Appends one frame, uint8 [H, W, 3]."""
         if not (isinstance(frame, np.ndarray) and frame.ndim == 3 and frame.shape[-1] == 3):
-            raise UsageError(f"{self._described.env} does not render to an RGB array, but to {type(frame).__name__}.")
+            raise UsageError(f"{self._experiment.env} does not render to an RGB array, but to {type(frame).__name__}.")
         # Video codecs halve the resolution of colour: both sides have to be even.
         height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
         if self._writer is None:
@@ -121,39 +121,39 @@ class _Filmed:
         self._env.close()
 
 
-def _rendering_env(described: Experiment, seed: int) -> Any:
+def _rendering_env(experiment: Experiment, seed: int) -> Any:
     """One gymnasium environment that renders: the one trained on, or the twin of an EnvPool task."""
-    target = naming.env_name_or_builder(described.env)
+    target = naming.env_name_or_builder(experiment.env)
     if not isinstance(target, str):
-        return _from_builder(target, described, seed)
+        return _from_builder(target, experiment, seed)
     where = backend(target)
     if where == "dm_control":
         raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control's are not filmed.")
     name = split(target)[1]
     # The twin of an EnvPool task takes none of EnvPool's options.
-    if where == "envpool" and described.env_type in ("auto", "envpool"):
+    if where == "envpool" and experiment.topology.env_type in ("auto", "envpool"):
         return _twin(plain_name(name))
     import gymnasium
 
-    return gymnasium.make(name, render_mode="rgb_array", **_options(described))
+    return gymnasium.make(name, render_mode="rgb_array", **_options(experiment))
 
 
-def _from_builder(builder: Any, described: Experiment, seed: int) -> Any:
+def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:
     seeds = {"seed": seed} if takes_seed(builder) else {}
     try:
-        env = builder(render_mode="rgb_array", **_options(described), **seeds)
+        env = builder(render_mode="rgb_array", **_options(experiment), **seeds)
     except TypeError as error:
         raise UsageError(
-            f"{described.env} cannot be filmed: it should take render_mode='rgb_array' and give a gymnasium "
+            f"{experiment.env} cannot be filmed: it should take render_mode='rgb_array' and give a gymnasium "
             f"environment ({error})."
         ) from error
     if not hasattr(env, "render"):
-        raise UsageError(f"{described.env} cannot be filmed: {type(env).__name__} has no render().")
+        raise UsageError(f"{experiment.env} cannot be filmed: {type(env).__name__} has no render().")
     return env
 
 
-def _options(described: Experiment) -> dict[str, Any]:
-    return {**described.env_kwargs, **described.eval_env_kwargs}
+def _options(experiment: Experiment) -> dict[str, Any]:
+    return {**experiment.env_kwargs, **experiment.topology.eval_env_kwargs}
 
 
 def _twin(task: str) -> Any:

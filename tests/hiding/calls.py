@@ -21,7 +21,7 @@ def main() -> None:
     import rlframe.cli.main
     import rlframe.cli.session
     import rlframe.cli.train
-    import rlframe.programs.elastic
+    import rlframe.programs.topologies.elastic
 
     del rlframe
     results = {name: _in_fork(asked["hidden"], asked["calls"]) for name, asked in json.load(sys.stdin).items()}

@@ -16,7 +16,7 @@ from rlframe.cli.train import read_arguments
 from rlframe.envs import AsyncEnv
 from rlframe.errors import UsageError
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
-from rlframe.programs.assemble import make_pool, replay_capacity
+from rlframe.programs.topologies.parts import make_pool, replay_capacity
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, MID, AgentOutput, Step, TimeStep, global_env_ids, specs
 from tests.extras import needs
@@ -146,4 +146,4 @@ def test_a_queue_has_room_for_the_unrolls_of_an_environment_that_is_four_times_a
 
 def test_the_command_line_takes_the_options():
     described, _, _ = read_arguments(["--agent", "impala", "--async", "--wait-num", "2", "--topology", "heavy_env"])
-    assert (described.async_envs, described.wait_num, described.waits_for) == (True, 2, 2)
+    assert (described.topology.async_envs, described.topology.wait_num, described.waits_for) == (True, 2, 2)

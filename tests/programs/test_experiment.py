@@ -6,15 +6,14 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import (
-    Experiment,
     continued,
     load_experiment,
     make_experiment,
     save_experiment,
-    total_learner_steps,
 )
-from rlframe.programs.program import agent_of
-from rlframe.programs.topologies import Run, learner_config
+from rlframe.programs.run import Run
+from rlframe.programs.topologies.parts import learner_config, make_agent
+from rlframe.programs.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 
@@ -58,14 +57,14 @@ def test_a_missing_config_is_explained(tmp_path):
 @pytest.mark.parametrize("field", ["steps", "num_envs", "eval_episodes"])
 def test_counts_are_at_least_one(field):
     with pytest.raises(UsageError, match=f"{field} must be at least 1, got 0"):
-        Experiment(**{field: 0})
+        make_experiment(**{field: 0})
 
 
 @pytest.mark.parametrize(
     ("field", "value", "topology", "others"),
     [
         ("num_actors", 4, "single_process", "heavy_env or light_env or distributed or elastic"),
-        ("engine", "threads", "single_process", "heavy_env or light_env or distributed"),
+        ("engine", "threads", "single_process", "heavy_env or light_env or distributed or elastic"),
         ("max_restarts", 0, "single_process", "heavy_env or light_env or distributed or elastic"),
         ("max_actors", 4, "heavy_env", "elastic"),
         ("min_actors", 2, "distributed", "elastic"),
@@ -77,18 +76,18 @@ def test_counts_are_at_least_one(field):
 )
 def test_an_option_that_the_topology_does_not_read_is_refused(field, value, topology, others):
     with pytest.raises(UsageError, match=f"^{field}={value!r} is for the topology {others}: {topology} does not read"):
-        Experiment(topology=topology, **{field: value})
-    assert getattr(Experiment(topology=others.split()[-1], **{field: value}), field) == value
+        make_experiment(topology=topology, **{field: value})
+    assert getattr(make_experiment(topology=others.split()[0], **{field: value}).topology, field) == value
 
 
 def test_threads_are_not_started_again():
     with pytest.raises(UsageError, match="max_restarts=1 is for the engine launchpad"):
-        Experiment(topology="heavy_env", engine="threads", max_restarts=1)
+        make_experiment(topology="heavy_env", engine="threads", max_restarts=1)
 
 
 def test_a_learner_that_may_die_saves_whatever_checkpoint_every_is(tmp_path):
     described = make_experiment("impala", topology="heavy_env", checkpoint_every=0)
-    run = Run(described, agent_of(described), tmp_path, until=described.steps, began=0.0)
+    run = Run(described, make_agent(described), tmp_path, until=described.steps, began=0.0)
     assert learner_config(run).checkpoint_seconds == 30.0
 
 
@@ -110,9 +109,9 @@ def test_a_run_that_ends_before_the_buffer_has_filled_has_one_update():
 def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
     saved = make_experiment("ppo", steps=1000)
     longer = continued(saved, make_experiment("ppo", steps=3000))
-    assert (longer.steps, longer.schedule_steps) == (3000, 1000)
+    assert (longer.steps, longer.topology.schedule_steps) == (3000, 1000)
     again = continued(longer, make_experiment("ppo", steps=5000))
-    assert (again.steps, again.schedule_steps) == (5000, 1000)
+    assert (again.steps, again.topology.schedule_steps) == (5000, 1000)
 
 
 def test_a_resumed_run_cannot_change_its_numbers():

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 needs("launchpad")
 
-from rlframe.programs.door import OPEN_GROUPS
+from rlframe.programs.guests import OPEN_GROUPS
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = ["--agent", "impala", "--env", "CartPole-v1", "--eval-episodes", "2", "--log-every", "200"]

@@ -16,15 +16,14 @@ from rlframe.language import ModelConfig
 from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
 from rlframe.programs.evaluation import evaluate
-from rlframe.programs.experiment import load_experiment
-from rlframe.programs.language import topology
-from rlframe.programs.language.description import LanguageExperiment
+from rlframe.programs.experiment import Experiment, load_experiment, make_experiment
 from rlframe.programs.language.environment import model_server, next_incarnation
 from rlframe.programs.language.monitor import LanguageMonitor
-from rlframe.programs.language.run import train
-from rlframe.programs.language.session import LanguageRun
 from rlframe.programs.language.warmup import WarmUp
+from rlframe.programs.run import Run
 from rlframe.programs.run_dir import RunDir
+from rlframe.programs.session import train
+from rlframe.programs.topologies import language as topology
 from rlframe.trajectories.service.serving import TrajectoryServer
 from rlframe.trajectories.service.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
@@ -44,9 +43,10 @@ SMALL = [
 SERVICES = ("trajectories", "policy", "environment", "learner", "monitor")
 
 
-def described(**fields) -> LanguageExperiment:
+def described(**fields) -> Experiment:
     config = GRPOConfig(model=MODEL, max_tokens=16, batch_size=8, kl_cost=0.0, **fields.pop("agent", {}))
-    return LanguageExperiment(env=REVERSE, slots=8, env_kwargs=ENV, agent_config=config, engine="threads", **fields)
+    values = {"slots": 8, "env_kwargs": ENV, "engine": "threads", **fields}
+    return make_experiment("grpo", REVERSE, preset="none", agent_config=config, **values)
 
 
 def rows_of(path) -> list[dict]:
@@ -131,7 +131,7 @@ def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_p
 
 def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):
     config = described(agent={"supervised_steps": 10, "supervised_batch_size": 2}).agent_config
-    run = LanguageRun(described(), GRPO(config), tmp_path, 1, 0.0, 1, 2)
+    run = Run(described(), GRPO(config), tmp_path, 1, 0.0)
     node = WarmUp(run)
     node.stop()
     node.run()
@@ -139,23 +139,26 @@ def test_a_warm_up_that_is_told_to_stop_makes_no_further_update(tmp_path):
 
 
 def test_an_environment_waits_as_long_as_the_policy_server_may_take(tmp_path):
-    run = LanguageRun(described(), None, tmp_path, 1, 0.0, 1, 2)
+    run = Run(described(), None, tmp_path, 1, 0.0)
     assert model_server(run).timeout >= PolicyServerConfig().request_timeout
 
 
 def test_what_is_wrong_is_said_before_anything_is_started(tmp_path):
+    def experiment(env=REVERSE, **fields) -> Experiment:
+        return make_experiment("grpo", env, preset="none", **fields)
+
     path = tmp_path / "run"
     with pytest.raises(UsageError, match="has no option 'group_sise'.*group_size"):
-        train(LanguageExperiment(env=REVERSE, env_kwargs={"group_sise": 4}), run_dir=path)
+        train(experiment(env_kwargs={"group_sise": 4}), run_dir=path)
     with pytest.raises(UsageError, match="env_kwargs: batch_size .* --batch-size does"):
-        train(LanguageExperiment(env=REVERSE, env_kwargs={"batch_size": 4}), run_dir=path)
+        train(experiment(env_kwargs={"batch_size": 4}), run_dir=path)
     with pytest.raises(UsageError, match="needs a subclass of rlframe.language.BaseEnv"):
-        train(LanguageExperiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
+        train(experiment(env=f"{ROOT / 'examples/llm/reverse.py'}:held_out"), run_dir=path)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot be listened at"):
-        train(LanguageExperiment(env=REVERSE, service_port=taken.getsockname()[1]), run_dir=path)
+        train(experiment(service_port=taken.getsockname()[1]), run_dir=path)
     with pytest.raises(UsageError, match="The tokenizer byte has 263 tokens, the model only 100"):
         config = GRPOConfig(model=ModelConfig(vocab_size=100))
-        train(LanguageExperiment(env=REVERSE, agent_config=config), run_dir=path)
+        train(experiment(agent_config=config), run_dir=path)
     assert not path.exists()
 
 
@@ -240,7 +243,7 @@ def test_a_monitor_outlives_a_full_disk(small_disk, caplog):
     directory = RunDir(small_disk.path / "run")
     directory.create()
     services = Services(small_disk)
-    run = LanguageRun(described(steps=30, eval_every=5), None, directory.path, 30, 0.0, 1, 2)
+    run = Run(described(steps=30, eval_every=5), None, directory.path, 30, 0.0)
     LanguageMonitor(run, services, services, [services]).run()
-    assert services.evaluated > 2 and json.loads(directory.progress.read_text()) == {"evaluated": services.steps}
+    assert services.evaluated > 2 and json.loads(directory.progress.read_text())["evaluated"] == services.steps
     assert f"Cannot write {directory.progress}: No space left on device." in caplog.text

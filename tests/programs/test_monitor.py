@@ -24,12 +24,11 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, make_experiment
-from rlframe.programs.assemble import make_pool
-from rlframe.programs.census import Census
-from rlframe.programs.monitor import Monitor
-from rlframe.programs.program import agent_of
+from rlframe.programs.actor_counts import ActorCounts
+from rlframe.programs.monitor import GameMonitor
+from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result, RunDir
-from rlframe.programs.topologies import Run
+from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.replay import ReplayBuffer
 
 # An evaluation's environments are there once the gate is.
@@ -59,7 +58,7 @@ def make_run(tmp_path: pathlib.Path, **fields: Any) -> Run:
     directory = RunDir(tmp_path / "run")
     directory.create()
     directory.write_config(described, {})
-    return Run(described, agent_of(described), directory.path, until=described.steps, began=time.time())
+    return Run(described, make_agent(described), directory.path, until=described.steps, began=time.time())
 
 
 class Node:
@@ -70,7 +69,7 @@ class Node:
         cfg = LearnerConfig(checkpoint_dir=str(RunDir(run.path).checkpoints), resume=True)
         self.learner = Learner(cfg, run.agent, buffer)
         inferencer = Inferencer(InferencerConfig(), run.agent, self.learner)
-        self.actor = Actor(lambda seed: make_pool(run.described, 2, {}, seed), inferencer, buffer)
+        self.actor = Actor(lambda seed: make_pool(run.experiment, 2, {}, seed), inferencer, buffer)
         self._threads = [threading.Thread(target=node.run, daemon=True) for node in (self.learner, self.actor)]
 
     def __enter__(self) -> Node:
@@ -110,7 +109,7 @@ class StoppedActor:
 
 
 @contextlib.contextmanager
-def running(monitor: Monitor) -> Iterator[threading.Thread]:
+def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=monitor.run, daemon=True)
     thread.start()
     try:
@@ -128,7 +127,7 @@ def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(t
         first = stack.enter_context(Node(run))
         wait_until(lambda: first.learner.learner_steps > 0)
         address = Address(first.learner)
-        monitor = stack.enter_context(running(Monitor(run, address, [StoppedActor(200)])))
+        monitor = stack.enter_context(running(GameMonitor(run, address, [StoppedActor(200)])))
         wait_until((tmp_path / "reached").exists)
         at = first.learner.learner_steps
         again = Node(run)  # from the checkpoint, as after a death
@@ -155,14 +154,14 @@ def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(t
 def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_next(tmp_path):
     run = make_run(tmp_path, steps=100_000, eval_every=300)
     with Node(run) as node:
-        with running(Monitor(run, node.learner, [StoppedActor(350)])):
+        with running(GameMonitor(run, node.learner, [StoppedActor(350)])):
             wait_until((tmp_path / "reached").exists)
         assert evaluated_at(run) == []  # it ended with the evaluation under way, as at its death
         (tmp_path / "gate").touch()
-        with running(Monitor(run, node.learner, [StoppedActor(350)])):
+        with running(GameMonitor(run, node.learner, [StoppedActor(350)])):
             wait_until(lambda: evaluated_at(run))
     assert evaluated_at(run) == [350]
-    assert Census(RunDir(run.path).progress, run.session).evaluated == 350  # the next one is due at 600
+    assert ActorCounts(RunDir(run.path).progress, run.session).evaluated == 350  # the next one is due at 600
 
 
 def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has_not_heard(tmp_path):
@@ -172,7 +171,7 @@ def test_a_monitor_that_has_just_restarted_says_nothing_of_a_learner_that_it_has
     with socket.socket() as silent:
         silent.bind(("localhost", 0))  # and nothing listens there
         learner = courier.Client(f"localhost:{silent.getsockname()[1]}")
-        with running(Monitor(run, learner, [StoppedActor(350)])):
+        with running(GameMonitor(run, learner, [StoppedActor(350)])):
             wait_until(lambda: path.exists() and read_jsonl(path))
     (row, *_) = read_jsonl(path)
     assert row["step"] == 350 and "params_version" not in row and "learner_steps" not in row
@@ -203,7 +202,7 @@ def test_actors_are_let_go_as_far_as_the_run_goes_whoever_of_them_is_silent(tmp_
     (tmp_path / "gate").touch()
     quick, silent = LedActor(), StoppedActor(20)
     silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it is heard, and takes nothing
-    with Node(run) as node, running(Monitor(run, node.learner, [quick, silent])):
+    with Node(run) as node, running(GameMonitor(run, node.learner, [quick, silent])):
         wait_until(lambda: RunDir(run.path).result.exists())
     assert Result.read(RunDir(run.path).result).env_steps == 200  # 180 and 20: not one too many
     assert quick.limits[0] == 90 and max(quick.limits) == 180

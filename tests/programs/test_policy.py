@@ -11,8 +11,7 @@ from rlframe.errors import PeerError, UsageError
 from rlframe.language.model import weights
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.programs import policy
-from rlframe.programs.experiment import Experiment, complete
-from rlframe.programs.language.description import LanguageExperiment
+from rlframe.programs.experiment import make_experiment
 from rlframe.programs.run_dir import RunDir
 from tests.agents.token_batches import token_batch
 from tests.language.server.serving import TINY, params_of
@@ -23,7 +22,7 @@ def run_of(path, described):
     """A run directory, without a checkpoint."""
     directory = RunDir(path)
     directory.create()
-    directory.write_config(complete(described), {})
+    directory.write_config(described, {})
     return directory
 
 
@@ -35,7 +34,7 @@ def equal(tree, other):
 
 def test_a_run_is_served_by_its_newest_checkpoint(tmp_path):
     cfg = GRPOConfig(model=TINY, max_tokens=16, batch_size=4, learning_rate=1e-2)
-    directory = run_of(tmp_path / "run", LanguageExperiment(agent_config=cfg))
+    directory = run_of(tmp_path / "run", make_experiment("grpo", preset="none", agent_config=cfg))
     served = policy.of_run(directory.path, None, None)
     assert (served.model_config, served.tokenizer, served.params) == (TINY, "byte", None)
     with pytest.raises(PeerError, match="There is no checkpoint"):
@@ -57,7 +56,7 @@ def test_a_run_is_served_by_its_newest_checkpoint(tmp_path):
 
 def test_a_run_of_no_language_model_is_refused(tmp_path):
     with pytest.raises(UsageError, match="learns no language model: its agent is ppo"):
-        policy.of_run(run_of(tmp_path / "run", Experiment(agent="ppo")).path, None, None)
+        policy.of_run(run_of(tmp_path / "run", make_experiment("ppo")).path, None, None)
 
 
 def test_a_folder_is_served_with_its_own_tokenizer_where_it_has_one(tmp_path):

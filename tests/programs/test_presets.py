@@ -1,23 +1,26 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from rlframe.errors import UsageError
 from rlframe.programs import naming
-from rlframe.programs.experiment import Experiment, make_experiment, with_preset
+from rlframe.programs.experiment import Experiment, flat, make_experiment, with_preset
 from rlframe.programs.presets import PRESETS, find_preset
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_every_preset_fits_the_configs_and_names_its_sources(preset):
     described = with_preset(preset, preset.agent, preset.envs[0])
-    groups = {"run": described, "agent": described.agent_config, "network": getattr(described, "network_config", None)}
+    options = flat(described)
+    groups = {
+        "run": options,
+        "agent": described.agent_config,
+        "network": options.get("network_config"),
+    }
     shown = 0
     for group, owner in groups.items():
         for name, value in preset.values(group).items():
-            assert getattr(owner, name) == value
+            assert (owner[name] if group == "run" else getattr(owner, name)) == value
             shown += 1
     assert shown == len(preset.fields)
     assert all(len(setting.source) > 5 for setting in preset.fields.values())
@@ -103,5 +106,5 @@ def test_a_misspelt_field_is_refused():
 
 def test_another_network_leaves_the_presets_one():
     described = make_experiment("dqn", "CartPole-v1", network=None)
-    assert described.network is None and described.network_config is None
-    assert dataclasses.replace(described, agent_config=None, network_config=None).env == Experiment().env
+    assert described.topology.network is None and described.topology.network_config is None
+    assert described.env == Experiment().env

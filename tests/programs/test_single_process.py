@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from rlframe.agents.networks import MLPConfig
+from rlframe.engines.inline import InlineEngine
 from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
-from rlframe.programs.assemble import assemble
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.run import Run
+from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.single_process import single_process
+from rlframe.programs.training_loop import TrainingLoop
 
 SMALL_NETWORK = {"network": "mlp", "network_config": MLPConfig((16,))}
 
@@ -42,6 +48,16 @@ def impala(**fields) -> Experiment:
     """16 steps of each of 2 environments in an update of 4 unrolls."""
     values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
     return make_experiment("impala", **{**values, "unroll_length": 8, "batch_size": 4, **fields})
+
+
+@contextlib.contextmanager
+def made(experiment: Experiment, path) -> Iterator[TrainingLoop]:
+    """The loop of a run that has not begun."""
+    engine = InlineEngine()
+    single_process(engine, Run(experiment, make_agent(experiment), path, until=experiment.steps, began=0.0))
+    loop = engine.handle_of("train")
+    with contextlib.closing(loop):
+        yield loop
 
 
 def saved_arrays(run_dir) -> list[np.ndarray]:
@@ -110,17 +126,14 @@ def test_all_batches_that_one_step_completes_are_learned_from(tmp_path):
 
 
 @pytest.mark.parametrize(("num_envs", "batch_size"), [(2, 4), (3, 8), (26, 32), (16, 2)])
-def test_an_inline_queue_has_room_for_every_unroll(num_envs, batch_size):
-    parts = assemble(impala(num_envs=num_envs, batch_size=batch_size), None)
-    try:
-        actor, replay_buffer = parts.make_actor(seed=1), parts.replay_buffer
+def test_an_inline_queue_has_room_for_every_unroll(num_envs, batch_size, tmp_path):
+    with made(impala(num_envs=num_envs, batch_size=batch_size), tmp_path) as loop:
+        actor, replay_buffer = loop.actor, loop.replay_buffer
         for _ in range(30 * 8):
             actor.step()
             while replay_buffer.sample() is not None:
                 pass
         stats = replay_buffer.stats()
-    finally:
-        parts.close()
     unrolls = 30 * num_envs
     assert (stats["added"], stats["evicted_unsampled"]) == (unrolls, 0)
     assert stats["sampled"] == unrolls - unrolls % batch_size
@@ -187,7 +200,7 @@ def test_more_steps_on_resume_do_not_move_the_schedules(tmp_path):
     described = ppo(anneal_learning_rate=True)
     train(described, run_dir=tmp_path / "run")
     train(dataclasses.replace(described, steps=700), run_dir=tmp_path / "run", resume=True)
-    assert load_experiment(tmp_path / "run").schedule_steps == 600
+    assert load_experiment(tmp_path / "run").topology.schedule_steps == 600
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 

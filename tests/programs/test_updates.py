@@ -9,8 +9,8 @@ import pytest
 
 from rlframe.cli.main import main
 from rlframe.programs.experiment import make_experiment
-from rlframe.programs.program import agent_of
-from rlframe.programs.run import train
+from rlframe.programs.session import train
+from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.updates import check_updates, first_update
 from rlframe.types import ReplaySpec, Sequence, Transition
 
@@ -42,7 +42,7 @@ def test_the_first_update_comes_once_there_are_items_enough(spec, num_envs, step
 )
 def test_a_run_makes_as_many_updates_as_were_said(agent, fields, tmp_path):
     described = make_experiment(agent, preset="none", num_envs=2, eval_episodes=1, **fields)
-    said = re.fullmatch(SAID, check_updates(described, agent_of(described).replay_spec))
+    said = re.fullmatch(SAID, check_updates(described, make_agent(described).replay_spec))
     assert said is not None
     updates, _, first = (int(number.replace(",", "")) for number in said.groups())
     result = train(described, run_dir=tmp_path / "run")

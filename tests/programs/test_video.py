@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframe.programs.experiment import Experiment
+from rlframe.programs.experiment import make_experiment
 from rlframe.programs.video import Film
 from tests.extras import needs
 
@@ -18,7 +18,7 @@ def filmed(tmp_path):
     films = []
 
     def env_of(**fields):
-        films.append(Film(Experiment(**fields), tmp_path / "film.mp4"))
+        films.append(Film(make_experiment(preset="none", **fields), tmp_path / "film.mp4"))
         return films[-1].make_pool(seed=1)._pool._group.envs[0].env._env.unwrapped
 
     yield env_of

@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 from rlframe.engines.base import GRACE, Watch
 from rlframe.engines.launching.node_main import LAUNCHER_PID
-from rlframe.engines.launching.ports import KnownAddress, open_ports
 from rlframe.engines.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError, suggest
@@ -47,6 +46,17 @@ _OPEN = (
     "a port can run code as you. Close them (firewall, network namespace), or run where nobody else reaches this "
     "machine: see SECURITY.md."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownAddress:
+    """What a `launchpad.Address` can be bound to (an `AbstractAddressBuilder`, by its method)."""
+
+    address: str  # "host:port"
+
+    def build(self) -> str:
+        """Returns the address."""
+        return self.address
 
 
 def launch(
@@ -110,7 +120,7 @@ def launch(
                         saves=policy.saves,
                     )
                 )
-        if listening := open_ports(program):
+        if listening := _open_ports(program):
             print(f"[launcher] {_OPEN.format(listening)}", file=output or sys.stderr, flush=True)
         return Supervisor(nodes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
 
@@ -165,3 +175,16 @@ def _functions(program: Any, ports: Mapping[str, int]) -> Iterator[dict[str, int
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
+
+
+def _open_ports(program: Any) -> str:
+    """The nodes of a program whose addresses are bound, with their ports: "learner (port 1), actor (ports 2, 3)".
+
+    Empty where no node listens.
+    """
+    listed = []
+    for label, group in program.groups.items():
+        ports = [address.resolve().rpartition(":")[2] for node in group for address in node.addresses]
+        if ports:
+            listed.append(f"{label} (port{'s' * (len(ports) > 1)} {', '.join(ports)})")
+    return ", ".join(listed)

@@ -18,10 +18,11 @@ from rlframe.interprocess.progress import Phase, advance
 from rlframe.language.environments import APIServerConfig, BaseEnv
 from rlframe.language.environments.cli import made
 from rlframe.language.environments.serving import ServeLoop
+from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.programs import naming
 
 if TYPE_CHECKING:
-    from rlframe.programs.language.session import LanguageRun
+    from rlframe.programs.run import Run
 
 _COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # in the event loop, which an environment may hold up for so long
 
@@ -48,30 +49,39 @@ def env_class(name: str) -> type[BaseEnv]:
     return found
 
 
-def env_config(env_cls: type[BaseEnv], run: LanguageRun, rank: int = 0, incarnation: int = 0) -> Any:
+def env_config(env_cls: type[BaseEnv], run: Run, rank: int = 0, incarnation: int = 0) -> Any:
     """The config of an environment of a run.
 
     Raises:
         UsageError: an option of `env_kwargs` is unknown, does not fit, or is not the environment's to say.
     """
-    described = run.described
-    for name in described.env_kwargs:
+    experiment, config = run.experiment, run.experiment.agent_config
+    for name in experiment.env_kwargs:
         if name in _NOT_OPTIONS:
             raise UsageError(f"env_kwargs: {name} is not for the environment to say here; {_NOT_OPTIONS[name]} does.")
     default, _ = env_cls.config_init()
     told: dict[str, Any] = {
-        "tokenizer_name": described.tokenizer_name,
-        "max_token_length": described.agent_config.max_tokens,
-        "rollout_server_url": run.service_url,
-        "batch_size": described.agent_config.batch_size,
+        "tokenizer_name": run.topology.tokenizer_name(config),
+        "max_token_length": config.max_tokens,
+        "rollout_server_url": run.topology.service_url,
+        "batch_size": config.batch_size,
         "total_steps": FOR_EVER,
         "steps_per_eval": 0,  # the monitor asks for evaluations
         "use_wandb": False,
         "resume_file": str(run.path / "environments" / f"{rank}.json"),
     }
-    if "seed" in type(default).model_fields and "seed" not in described.env_kwargs:
-        told["seed"] = env_seed(described.seed, rank, incarnation)
-    return made(default, {}, {**told, **described.env_kwargs}, "env-kwargs.")
+    if "seed" in type(default).model_fields and "seed" not in experiment.env_kwargs:
+        told["seed"] = env_seed(experiment.seed, rank, incarnation)
+    return made(default, {}, {**told, **experiment.env_kwargs}, "env-kwargs.")
+
+
+def check_environment(run: Run) -> None:
+    """Raises UsageError where the environment of a run, or its tokenizer, cannot be: before a process is started."""
+    env_config(env_class(run.experiment.env), run)
+    tokenizer = run.topology.tokenizer_name(run.experiment.agent_config)
+    tokens, known = load_tokenizer(tokenizer).vocab_size, run.agent.model_config.vocab_size  # type: ignore[attr-defined]
+    if tokens > known:
+        raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, the model only {known}.")
 
 
 class Environment:
@@ -84,10 +94,10 @@ class Environment:
         rank: of the run's environments.
     """
 
-    def __init__(self, run: LanguageRun, rank: int) -> None:
+    def __init__(self, run: Run, rank: int) -> None:
         self._run, self._rank = run, rank
         self._incarnation = next_incarnation(run.path / "environments" / f"{rank}.incarnation")
-        env_cls = env_class(run.described.env)
+        env_cls = env_class(run.experiment.env)
         self._metrics = Metrics()
         self._env = env_cls(env_config(env_cls, run, rank, self._incarnation), [model_server(run)])
         self._env.tracker = self._metrics  # type: ignore[assignment]  # where `wandb_log` goes
@@ -215,13 +225,13 @@ async def _advance() -> None:
         await asyncio.sleep(1.0)
 
 
-def model_server(run: LanguageRun) -> APIServerConfig:
+def model_server(run: Run) -> APIServerConfig:
     """How to ask the policy server of a run."""
     return APIServerConfig(
-        base_url=f"{run.policy_url}/v1",
+        base_url=f"{run.topology.policy_url}/v1",
         model_name=MODEL,
         api_key="none",
-        tokenizer_name=run.described.tokenizer_name,
+        tokenizer_name=run.topology.tokenizer_name(run.experiment.agent_config),
     )
 
 

@@ -13,8 +13,7 @@ from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.learners.warm_up import warm_up
 from rlframe.programs.language.environment import env_class, env_config, model_server
-from rlframe.programs.language.session import LanguageRun
-from rlframe.programs.run_dir import RunDir
+from rlframe.programs.run import Run
 
 
 class WarmUp:
@@ -24,16 +23,16 @@ class WarmUp:
         run: the session.
     """
 
-    def __init__(self, run: LanguageRun) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._stop = threading.Event()
 
     def run(self) -> None:
         """Returns when they are written, or after `stop()`, when nothing is."""
-        run, directory = self._run, RunDir(self._run.path)
-        env_cls = env_class(run.described.env)
+        run, directory = self._run, self._run.directory
+        env_cls = env_class(run.experiment.env)
         env = env_cls(env_config(env_cls, run), [model_server(run)])
-        tokenizer = load_tokenizer(run.described.tokenizer_name)
+        tokenizer = load_tokenizer(run.topology.tokenizer_name(run.experiment.agent_config))
 
         def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # before each update
             if self._stop.is_set():
@@ -47,7 +46,7 @@ class WarmUp:
                     run.agent,  # type: ignore[arg-type]
                     demonstrations,
                     tokenizer,
-                    seed=run.described.seed,
+                    seed=run.experiment.seed,
                     logger=logger,
                 )
         except StoppedError:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rlframe.programs.presets.families import ATARI, ATARI_EVALUATION, ATARI_TRAINING, MUJOCO
-from rlframe.programs.presets.table import Preset, settings
+from rlframe.programs.presets.table import (
+    ATARI,
+    ATARI_EVALUATION,
+    ATARI_TRAINING,
+    MUJOCO,
+    Preset,
+    settings,
+)
 
 PAPER = "Espeholt et al. 2018, table G.1"
 SCALABLE_AGENT = "scalable_agent, experiment.py"

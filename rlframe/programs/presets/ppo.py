@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rlframe.programs.presets.families import ATARI, ATARI_EVALUATION, ATARI_TRAINING, MUJOCO
-from rlframe.programs.presets.table import Preset, settings
+from rlframe.programs.presets.table import (
+    ATARI,
+    ATARI_EVALUATION,
+    ATARI_TRAINING,
+    MUJOCO,
+    Preset,
+    settings,
+)
 
 ZOO = "rl-baselines3-zoo, hyperparams/ppo.yml"
 SB3 = "stable-baselines3, the default of PPO"

@@ -15,8 +15,8 @@ from rlframe.coordinator.param_store_files import FileParamStore
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
-from rlframe.programs.assemble import Evaluations
-from rlframe.programs.experiment import Experiment
+from rlframe.programs.evaluation import Evaluations
+from rlframe.programs.experiment import make_experiment
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import Caller
 from tests.fakes import CountingEnv, RecordingBuffer, counting_agent
@@ -253,7 +253,7 @@ def evaluator(make, tmp_path):
     params, agent = cartpole_params(DQN, DQNConfig())
     for version in (1, 2):
         store.put(POLICY, version, always(version - 1, params))
-    described = Experiment(agent="dqn", env="CartPole-v1", eval_episodes=4, env_type="loop")
+    described = make_experiment("dqn", eval_episodes=4, env_type="loop")
     call = make(None, agent, params=store, evaluations=functools.partial(Evaluations, described))
     call.store = store
     return call

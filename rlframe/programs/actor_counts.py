@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")
 
 
-class Census:
+class ActorCounts:
     """Adds up what actors say of themselves, and keeps it in a file.
 
     Each says how much it has done since it was made, so nothing is counted twice, however often it is asked; a
@@ -31,14 +31,15 @@ class Census:
 
     Attributes:
         goes_on: whether the file is of this session already.
-        evaluated: environment steps at which the newest evaluation began whose values are written.
+        evaluated: the step at which the newest evaluation began whose values are written; None: there is none.
     """
 
     def __init__(self, path: pathlib.Path, session: str) -> None:
         self._path, self._session = path, session
         self._counts: dict[str, list[float]] = {}  # "rank.incarnation" -> its counters
         self._logged: dict[str, Sums] = {}  # "rank.incarnation" -> what its environments logged
-        self.goes_on, self.evaluated = False, 0
+        self.goes_on = False
+        self.evaluated: int | None = None
         if path.exists():
             saved_session, self._counts, self._logged, self.evaluated = self._read()
             self.goes_on = saved_session == session
@@ -85,13 +86,15 @@ class Census:
         except CheckpointError as error:
             _log.warning("%s", error)
 
-    def _read(self) -> tuple[str, dict[str, list[float]], dict[str, Sums], int]:
+    def _read(self) -> tuple[str, dict[str, list[float]], dict[str, Sums], int | None]:
         try:
             saved = json.loads(self._path.read_text())
             counts = {who: [each + 0 for each in values] for who, values in saved["counts"].items()}
             if any(len(values) != len(COUNTERS) for values in counts.values()):
                 raise ValueError(f"not every actor has {len(COUNTERS)} counters")
-            return saved["session"], counts, saved.get("logged", {}), int(saved["evaluated"])
+            evaluated = saved["evaluated"]
+            evaluated = None if evaluated is None else int(evaluated)
+            return saved["session"], counts, saved.get("logged", {}), evaluated
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             counters = ", ".join(COUNTERS)
             raise CheckpointError(

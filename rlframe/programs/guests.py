@@ -1,4 +1,4 @@
-"""The door of a run: programs on other machines come in by it, and say by it what they did.
+"""Guests: programs on other machines that join a run, and the monitor's registry of them.
 
 They call, and are never called, so a firewall or NAT on their side is in nobody's way.
 """
@@ -19,7 +19,7 @@ from rlframe.programs import naming
 if TYPE_CHECKING:
     from rlframe.agents import Agent
     from rlframe.programs.experiment import Experiment
-    from rlframe.programs.topologies import Run
+    from rlframe.programs.run import Run
 
 # The groups that other machines call. Of a run with `--listen PORT` these have the ports PORT, PORT + 1, PORT + 2.
 OPEN_GROUPS = ("monitor", "learner", "replay")
@@ -31,10 +31,10 @@ _LAPSES_AFTER = 15.0  # seconds of silence after which a guest's ranks are free
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class GuestParts:
     """What actors on another machine are made of. Crosses as a pickle, with the classes of a user's own files."""
 
-    described: Experiment
+    experiment: Experiment
     agent: Agent
     actor_seed: int  # as that of the run's own actors: another one in each session
     env: Any  # a name or a function, as `SyncEnv` takes it
@@ -48,17 +48,17 @@ class _Guest:
 
 
 # rank -> (incarnation, environment steps at which it waits): what `Actor.allow` takes, for each of a guest's actors.
-Limits = dict[int, tuple[int, float]]
+StepLimits = dict[int, tuple[int, float]]
 
 
-class Door:
+class GuestRegistry:
     """Hands out ranks to guests (programs that join), and takes in what their actors have done.
 
     Every method may be called from any thread, and any call may be repeated.
 
     Args:
         run: the session that may be joined.
-        settles: whether there was a door before, whose guests must be heard before others come in.
+        settles: whether there was a registry before, whose guests must be heard before others come in.
     """
 
     def __init__(self, run: Run, *, settles: bool = False) -> None:
@@ -68,8 +68,8 @@ class Door:
         self._guests: dict[str, _Guest] = {}
         self._stats: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._over = False
-        self._known: Limits = {}  # how far actors were, as the monitor heard last
-        self._limits: Limits = {}
+        self._known: StepLimits = {}  # how far actors were, as the monitor heard last
+        self._limits: StepLimits = {}
 
     @property
     def num_actors(self) -> int:
@@ -86,7 +86,7 @@ class Door:
             versions: what `installed()` gives there.
 
         Returns:
-            `ranks`, `session`, and `shared`: the pickle of a `Shared`.
+            `ranks`, `session`, and `parts`: the pickle of a `GuestParts`.
 
         Raises:
             UsageError: the run cannot be joined, or not with these versions.
@@ -110,11 +110,11 @@ class Door:
                 self._guests[token] = _Guest(self._free_ranks(num_actors), time.monotonic() + _STARTS_WITHIN)
             ranks = self._guests[token].ranks
         run = self._run
-        env = naming.env_name_or_builder(run.described.env)
-        shared = Shared(run.described, run.agent, run.actor_seed, env)
-        return {"ranks": ranks, "session": run.session, "shared": cloudpickle.dumps(shared)}
+        env = naming.env_name_or_builder(run.experiment.env)
+        parts = GuestParts(run.experiment, run.agent, run.actor_seed, env)
+        return {"ranks": ranks, "session": run.session, "parts": cloudpickle.dumps(parts)}
 
-    def attend(self, token: str, session: str, ranks: list[int], stats: list[dict[str, Any]]) -> Limits | None:
+    def attend(self, token: str, session: str, ranks: list[int], stats: list[dict[str, Any]]) -> StepLimits | None:
         """Notes that a guest is alive and what its actors say of themselves. Returns how far they may go.
 
         Returns None where the run is over.
@@ -156,14 +156,14 @@ class Door:
         """Tells all guests, when they call next, that the run is over."""
         self._over = True
 
-    def wait_for_guests(self, seconds: float) -> None:
+    def wait_until_left(self, seconds: float) -> None:
         """Waits, at most so long, until all guests that live have left."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held(only_who_called=True), seconds)
 
     def _free_ranks(self, count: int) -> list[int]:
         held, ranks = self._held(), list[int]()
-        rank = self._run.described.num_actors
+        rank = self._run.topology.num_actors
         while len(ranks) < count:
             if rank not in held:
                 ranks.append(rank)

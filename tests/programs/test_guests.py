@@ -16,15 +16,16 @@ import pytest
 
 from rlframe import SyncEnv
 from rlframe.actors import Actor
-from rlframe.engines.launching.ports import check_free
+from rlframe.engines.launchpad import check_free
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.programs import door, join
-from rlframe.programs.door import Door, Shared, installed
+from rlframe.programs import guests as entry
+from rlframe.programs import join
 from rlframe.programs.experiment import make_experiment
+from rlframe.programs.guests import GuestParts, GuestRegistry, installed
 from rlframe.programs.join import Admission, Guest, guests
-from rlframe.programs.run import train
-from rlframe.programs.topologies import Run
+from rlframe.programs.run import Run
+from rlframe.programs.session import train
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
 from tests.ports import free_port
 
@@ -37,12 +38,12 @@ def make_run(**changes) -> Run:
     return dataclasses.replace(run, **changes)
 
 
-def ranks(at: Door, token: str, num_actors: int) -> list[int]:
+def ranks(at: GuestRegistry, token: str, num_actors: int) -> list[int]:
     return at.admit(token, num_actors, installed())["ranks"]
 
 
 def test_ranks_follow_those_of_the_runs_own_actors_and_are_the_same_when_asked_again():
-    at = Door(make_run())
+    at = GuestRegistry(make_run())
     assert ranks(at, "a", 2) == [3, 4]
     assert ranks(at, "b", 1) == [5]
     assert ranks(at, "a", 2) == [3, 4]
@@ -51,7 +52,7 @@ def test_ranks_follow_those_of_the_runs_own_actors_and_are_the_same_when_asked_a
 
 
 def test_a_guest_of_an_earlier_session_is_refused_since_its_steps_are_counted_already():
-    at = Door(make_run(began=2.0))
+    at = GuestRegistry(make_run(began=2.0))
     with pytest.raises(UsageError, match="ended, and started or resumed since: join again"):
         at.attend("a", make_run(began=1.0).session, [3], [STATS])
     assert at.heard() == []
@@ -71,7 +72,7 @@ class Wiring:
 
 def test_a_guests_actors_have_the_seed_of_the_runs_own_which_is_another_in_each_session(monkeypatch):
     def seeds(run: Run) -> set[int]:
-        monkeypatch.setattr(Admission, "monitor", lambda *_: Door(run))
+        monkeypatch.setattr(Admission, "monitor", lambda *_: GuestRegistry(run))
         wiring = Wiring()
         guests(wiring, Admission("localhost:7000", 2, 60.0), num_inferencers=1)
         return {options["seed"] for options in wiring.of_actors}
@@ -82,14 +83,14 @@ def test_a_guests_actors_have_the_seed_of_the_runs_own_which_is_another_in_each_
 
 
 def test_a_guest_that_is_silent_loses_its_ranks_and_comes_back_to_them_only_while_they_are_free(monkeypatch):
-    monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
-    at = Door(make_run())
+    monkeypatch.setattr(entry, "_LAPSES_AFTER", 0.0)
+    at = GuestRegistry(make_run())
     assert ranks(at, "a", 2) == [3, 4]
     assert at.attend("a", make_run().session, [3, 4], []) == {}
     monkeypatch.undo()
     assert at.attend("a", make_run().session, [3, 4], []) == {}  # it was away, and nobody else came
     assert ranks(at, "b", 1) == [5]
-    monkeypatch.setattr(door, "_LAPSES_AFTER", 0.0)
+    monkeypatch.setattr(entry, "_LAPSES_AFTER", 0.0)
     at.attend("a", make_run().session, [3, 4], [])
     assert ranks(at, "c", 1) == [3]
     with pytest.raises(UsageError, match=r"ranks \[3\] were given to another program"):
@@ -97,7 +98,7 @@ def test_a_guest_that_is_silent_loses_its_ranks_and_comes_back_to_them_only_whil
 
 
 def test_what_guests_did_is_kept_until_it_is_fetched():
-    at = Door(make_run())
+    at = GuestRegistry(make_run())
     ranks(at, "a", 1)
     at.attend("a", make_run().session, [3], [STATS])
     at.attend("a", make_run().session, [3], [{**STATS, "env_steps": 20}])
@@ -106,7 +107,7 @@ def test_what_guests_did_is_kept_until_it_is_fetched():
 
 
 def test_a_guests_actors_go_as_far_as_the_run_lets_them_and_then_wait(monkeypatch):
-    at = Door(make_run())
+    at = GuestRegistry(make_run())
     monkeypatch.setattr(Admission, "monitor", lambda *_: at)
     monkeypatch.setattr(join, "ATTEND_EVERY", 0.01)
     admission, wiring = Admission("localhost:7000", 1, 60.0), Wiring()
@@ -133,7 +134,7 @@ def test_a_guests_actors_go_as_far_as_the_run_lets_them_and_then_wait(monkeypatc
 
 
 def test_how_far_a_guests_actors_may_go_is_counted_from_what_the_monitor_knew():
-    at = Door(make_run())
+    at = GuestRegistry(make_run())
     assert at.attend("a", make_run().session, [3], [{**STATS, "incarnation": 2}]) == {}
     at.heard()
     at.lead(7)
@@ -142,7 +143,7 @@ def test_how_far_a_guests_actors_may_go_is_counted_from_what_the_monitor_knew():
 
 
 def test_the_actors_of_guests_that_are_alive_are_counted():
-    at = Door(make_run())
+    at = GuestRegistry(make_run())
     ranks(at, "a", 2)
     ranks(at, "b", 1)
     assert at.num_actors == 3
@@ -151,7 +152,7 @@ def test_the_actors_of_guests_that_are_alive_are_counted():
 
 
 def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
-    at = Door(make_run())
+    at = GuestRegistry(make_run())
     ranks(at, "never called", 1)
     at.wait_for_guests(60.0)
     at.attend("a", make_run().session, [4], [])
@@ -171,8 +172,8 @@ def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
 
 
 def test_a_door_that_was_restarted_hears_of_its_guests_before_it_admits_others(monkeypatch):
-    monkeypatch.setattr(door, "_SETTLE", 60.0)
-    at = Door(make_run(), settles=True)
+    monkeypatch.setattr(entry, "_SETTLE", 60.0)
+    at = GuestRegistry(make_run(), settles=True)
     assert at.attend("a", make_run().session, [3, 4], []) == {}
     with pytest.raises(UnavailableError):
         ranks(at, "b", 1)
@@ -181,25 +182,25 @@ def test_a_door_that_was_restarted_hears_of_its_guests_before_it_admits_others(m
 
 def test_other_versions_are_refused_by_name():
     with pytest.raises(UsageError, match=r"run is of rlframe .* on Python 3.*; the machine .* has rlframe 0.0 on"):
-        Door(make_run()).admit("a", 1, {**installed(), "rlframe": "0.0"})
+        GuestRegistry(make_run()).admit("a", 1, {**installed(), "rlframe": "0.0"})
 
 
 def test_a_run_that_does_not_listen_cannot_be_joined():
     with pytest.raises(UsageError, match="started without --listen"):
-        ranks(Door(make_run(listen=None)), "a", 1)
+        ranks(GuestRegistry(make_run(listen=None)), "a", 1)
 
 
 def test_a_users_own_environment_crosses_without_its_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def make_env():\n    return 'an environment'\n")
-    at = Door(make_run(described=dataclasses.replace(DESCRIBED, env=f"{file}:make_env")))
-    pickled = at.admit("a", 1, installed())["shared"]
+    at = GuestRegistry(make_run(experiment=dataclasses.replace(DESCRIBED, env=f"{file}:make_env")))
+    pickled = at.admit("a", 1, installed())["parts"]
     file.unlink()
     for name in [name for name in sys.modules if name.startswith("rlframe_file_own")]:
         del sys.modules[name]
-    shared: Shared = cloudpickle.loads(pickled)
-    assert shared.env() == "an environment"
-    assert shared.described.env == f"{file}:make_env"
+    parts: GuestParts = cloudpickle.loads(pickled)
+    assert parts.env() == "an environment"
+    assert parts.experiment.env == f"{file}:make_env"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.errors import CheckpointError
-from rlframe.programs.census import Census
+from rlframe.programs.actor_counts import ActorCounts
 
 
 def stats(rank: int, incarnation: int, steps: int) -> dict[str, float]:
@@ -18,39 +18,39 @@ def stats(rank: int, incarnation: int, steps: int) -> dict[str, float]:
 
 
 def test_what_an_actor_says_twice_counts_once_and_what_it_said_before_its_death_stays(tmp_path):
-    census = Census(tmp_path / "progress.json", "first")
-    assert census.total() == {"env_steps": 0, "episodes": 0, "return_sum": 0, "length_sum": 0}
-    census.add(stats(0, 0, 10))
-    census.add(stats(0, 0, 15))
-    census.add(stats(1, 0, 7))
-    census.add(stats(0, 1, 100))  # restarted
-    assert census.total() == {"env_steps": 122, "episodes": 3, "return_sum": 244.0, "length_sum": 122}
+    counts = ActorCounts(tmp_path / "progress.json", "first")
+    assert counts.total() == {"env_steps": 0, "episodes": 0, "return_sum": 0, "length_sum": 0}
+    counts.add(stats(0, 0, 10))
+    counts.add(stats(0, 0, 15))
+    counts.add(stats(1, 0, 7))
+    counts.add(stats(0, 1, 100))  # restarted
+    assert counts.total() == {"env_steps": 122, "episodes": 3, "return_sum": 244.0, "length_sum": 122}
 
 
 def test_a_restarted_monitor_goes_on_counting_the_same_actors(tmp_path):
-    census = Census(tmp_path / "progress.json", "first")
-    census.add(stats(0, 0, 10))
-    census.save()
-    again = Census(tmp_path / "progress.json", "first")
+    counts = ActorCounts(tmp_path / "progress.json", "first")
+    counts.add(stats(0, 0, 10))
+    counts.save()
+    again = ActorCounts(tmp_path / "progress.json", "first")
     again.add(stats(0, 0, 12))
     assert again.total()["env_steps"] == 12
-    assert again.goes_on and not Census(tmp_path / "progress.json", "second").goes_on
+    assert again.goes_on and not ActorCounts(tmp_path / "progress.json", "second").goes_on
 
 
 def test_when_the_newest_evaluation_began_is_kept(tmp_path):
-    census = Census(tmp_path / "progress.json", "first")
-    assert census.evaluated == 0
-    census.evaluated = 300
-    census.save()
-    assert Census(tmp_path / "progress.json", "second").evaluated == 300
+    counts = ActorCounts(tmp_path / "progress.json", "first")
+    assert counts.evaluated is None
+    counts.evaluated = 300
+    counts.save()
+    assert ActorCounts(tmp_path / "progress.json", "second").evaluated == 300
 
 
 def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tmp_path):
-    census = Census(tmp_path / "progress.json", "first")
-    census.add(stats(0, 0, 10))
-    census.add(stats(1, 0, 10))
-    census.save()
-    resumed = Census(tmp_path / "progress.json", "second")
+    counts = ActorCounts(tmp_path / "progress.json", "first")
+    counts.add(stats(0, 0, 10))
+    counts.add(stats(1, 0, 10))
+    counts.save()
+    resumed = ActorCounts(tmp_path / "progress.json", "second")
     assert resumed.total()["env_steps"] == 20
     resumed.add(stats(0, 0, 5))
     assert resumed.total() == {"env_steps": 25, "episodes": 3, "return_sum": 50.0, "length_sum": 25}
@@ -64,10 +64,10 @@ def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tm
 def test_a_damaged_file_is_named_with_what_to_do(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it: .* counted from 0"):
-        Census(tmp_path / "progress.json", "first")
+        ActorCounts(tmp_path / "progress.json", "first")
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    census = Census(tmp_path / "gone" / "progress.json", "first")
+    counts = ActorCounts(tmp_path / "gone" / "progress.json", "first")
     with pytest.raises(CheckpointError, match=r"Cannot write .*progress\.json: No such file or directory"):
-        census.save()
+        counts.save()

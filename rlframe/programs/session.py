@@ -1,0 +1,274 @@
+"""`train`: one session of a run, whatever learns and wherever its nodes are, from its start to its result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rlframe import extras
+from rlframe.engines import Engine, EngineOptions, logs
+from rlframe.engines.base import GRACE
+from rlframe.envs.names import split
+from rlframe.errors import ProgramError, UsageError
+from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
+from rlframe.programs import naming
+from rlframe.programs.actor_counts import ActorCounts
+from rlframe.programs.control import Control, serve_control_of
+from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
+from rlframe.programs.guests import OPEN_GROUPS
+from rlframe.programs.profile import Profile
+from rlframe.programs.resume_point import settle
+from rlframe.programs.run import Run
+from rlframe.programs.run_dir import Result, RunDir, default_path, rows_after
+from rlframe.programs.run_lock import RunLock
+from rlframe.programs.run_status import StatusFile
+from rlframe.programs.topologies import Topology
+from rlframe.programs.topologies.config import ProgramConfig
+from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.updates import say_updates
+
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 0.5  # seconds between two looks at the rows that the monitor has written
+
+
+def train(
+    experiment: Experiment,
+    *,
+    run_dir: str | os.PathLike | None = None,
+    resume: bool = False,
+    resume_from: int | None = None,
+    take_over: bool = False,
+    stop_at: int | None = None,
+    callback: Callable[[int, dict[str, Any]], Any] | None = None,
+    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
+    progress: Logger | None = None,
+    profile: Profile | None = None,
+    notes: dict[str, Any] | None = None,
+    listen: int | None = None,
+    control: Control | None = None,
+) -> Result:
+    """Trains an experiment's agent to its last step, and evaluates the final policy.
+
+    The first Ctrl-C (or SIGTERM) finishes the step under way, saves everything and returns without
+    an evaluation; a second one leaves at once.
+
+    Args:
+        experiment: what to run; on resume what ran before, perhaps with other `steps` (see `continued`).
+        run_dir: where everything is written; None: a new directory under `runs/`.
+        resume: go on from the latest checkpoint in `run_dir`; a run that ended before its first one starts again.
+        resume_from: the checkpoint to go on from, by its name; newer ones are moved aside. None: the newest.
+        take_over: end the process that writes to `run_dir` now, if there is one, and go on in its place.
+        stop_at: the step at which this session stops and saves; schedules still end at `experiment.steps`.
+        callback: `callback(step, values)` is called with each row of the logs.
+        open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
+        progress: a logger that is also written to, without values, a few times a second, by a single process.
+        profile: measures where the time of a single process goes.
+        notes: kept in `config.json` for a reader.
+        listen: of the topology distributed, the port at which programs on other machines may `join` the run.
+        control: where the run is shown, and can be told what to do, over HTTP; None: nowhere.
+
+    Returns:
+        See `Result`.
+
+    Raises:
+        UsageError: the experiment or the directory cannot be.
+        ProgramError: a node failed more often than it may, or did not save when the program was stopped.
+        RlframeError: the run failed; what was saved is kept.
+    """
+    check_extras(experiment, with_control=control is not None)
+    config, is_program = experiment.topology, isinstance(experiment.topology, ProgramConfig)
+    if listen is not None and not (config.joinable and "ports" in naming.engine_class(config.engine).options):
+        raise UsageError(
+            "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "
+            f"got {config.name} and {config.engine}."
+        )
+    if profile is not None and is_program:
+        raise UsageError(f"A profile is of a single process; the topology is {config.name}.")
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
+        experiment, directory = opened.enter_context(
+            open_session(experiment, run_dir, resume, stop_at, take_over, resume_from)
+        )
+        opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
+        if not resume:
+            undo.callback(directory.remove)  # until its nodes are made
+            directory.write_config(experiment, notes or {})  # first: a run that is killed early can be resumed
+        loggers = [*([progress] if progress else []), *([CallbackLogger(callback)] if callback else [])]
+        run = Run(
+            experiment,
+            make_agent(experiment),
+            directory.path.absolute(),
+            until=min(experiment.steps, stop_at or experiment.steps),
+            began=time.time(),
+            resumes=resume,
+            resumed_at=int(ActorCounts(directory.progress, "").total()["env_steps"]),
+            listen=listen,
+            profile=profile,
+        )
+        if not resume and config.learns_from == "steps":
+            say_updates(experiment, run.agent.replay_spec, progress)
+        engine = make_engine(experiment, directory.logs, listen)
+        loggers += opened.enter_context(_closing(open_loggers(directory.path) if open_loggers is not None else []))
+        if engine.in_process:
+            run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
+        wire = naming.topology(config.name, config.learns_from)
+        following = wire(engine, run)
+        if resume:
+            directory.write_config(experiment, notes or {})
+        coordinator = engine.handle_of(config.control) if config.control is not None else None
+        opened.enter_context(serve_control_of(directory.path, control, coordinator))
+        undo.pop_all()
+        directory.result.unlink(missing_ok=True)
+        status = StatusFile(directory, experiment, run.until + config.steps_before(experiment))
+        with status.until_the_end():
+            try:
+                with _followed(directory.metrics, [] if engine.in_process else loggers):
+                    number = _run_programs(engine, following, run, status)
+            except ProgramError as error:
+                raise ProgramError(f"{error}\n{directory.what_is_saved()}") from error
+        result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
+        directory.write_result(result)
+        status.end(result)
+        if directory.metrics.exists():  # not where it was stopped at once
+            plot_learning_curve(directory.path, directory.learning_curve)
+        return result
+
+
+def _run_programs(engine: Engine, following: Topology | None, run: Run, status: StatusFile) -> int | None:
+    """Runs a program, and those that are to follow it; returns the number of the signal that ended one, or None."""
+    number = engine.run(status.watch)
+    while following is not None and number is None:
+        engine = make_engine(run.experiment, run.directory.logs, run.listen)
+        following = following(engine, run)
+        number = engine.run(status.watch)
+    return number
+
+
+def _read_result(directory: RunDir, run: Run) -> Result:
+    if directory.result.exists():
+        return Result.read(directory.result)
+    # The program was told to stop before its monitor had begun.
+    env_steps = int(ActorCounts(directory.progress, run.session).total()["env_steps"])
+    return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
+
+
+def make_engine(experiment: Experiment, logs: pathlib.Path | None, listen: int | None = None) -> Engine:
+    """The engine that the experiment asks for.
+
+    Args:
+        experiment: the experiment.
+        logs: the directory in which the nodes' lines are kept; None: nowhere.
+        listen: port of the first of the nodes that other machines may call, whose ports follow each other.
+    """
+    config = experiment.topology
+    ports = {} if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
+    told = {
+        name: getattr(config, name)
+        for name in ("max_restarts", "hang_timeout", "grace_seconds")
+        if name in vars(config)
+    }
+    return naming.engine_class(config.engine)(EngineOptions(**told, ports=ports, logs=logs))  # type: ignore[call-arg]
+
+
+def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
+    """Raises UsageError where the run needs an extra that is not installed: before its directory is made.
+
+    Args:
+        experiment: what is to run.
+        with_control: whether it is to be shown over HTTP.
+    """
+    if split(experiment.env)[0] == "dm_control":
+        extras.require(f"--env {experiment.env}", "dm_control")
+    config = experiment.topology
+    if with_control and config.control is None:  # where it is not by itself
+        extras.require("--http", "trajectories")
+    needed = [*naming.engine_class(config.engine).requires, *config.requires(experiment)]
+    needed += ["trajectories"] if with_control else []
+    without = "or leave its control out by --http None" if with_control else ""
+    extras.require(config.asked_by(experiment), *needed, otherwise=without)
+
+
+@contextlib.contextmanager
+def open_session(
+    experiment: Experiment,
+    run_dir: str | os.PathLike | None,
+    resume: bool,
+    stop_at: int | None,
+    take_over: bool = False,
+    resume_from: int | None = None,
+) -> Iterator[tuple[Experiment, RunDir]]:
+    """The experiment and the directory of a session, a new one or the one to go on in: ours in the context.
+
+    Raises:
+        UsageError: the directory, or what a resumed run would change, cannot be; or another process writes there; or
+            the checkpoint to go on from is damaged.
+    """
+    experiment = complete(experiment)
+    directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
+    if stop_at is not None and stop_at < 1:
+        raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
+    if resume:
+        directory.check_holds_run()
+    elif take_over or resume_from is not None:
+        raise UsageError("take_over and resume_from are of a run to go on with: they need resume.")
+    else:
+        directory.create()
+    grace = getattr(experiment.topology, "grace_seconds", GRACE)
+    with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
+        if resume:
+            experiment = continued(load_experiment(directory.config), experiment)
+            replays = (directory.replay, directory.checkpoints / "replay")
+            settle(directory.checkpoints, replays, directory.path / "aside", resume_from)
+        else:
+            directory.create()  # again: it may have been another's meanwhile
+        yield experiment, directory
+
+
+@contextlib.contextmanager
+def _closing(loggers: Iterable[Logger]) -> Iterator[list[Logger]]:
+    opened = list(loggers)
+    try:
+        yield opened
+    finally:
+        MultiLogger(opened).close()
+
+
+@contextlib.contextmanager
+def _followed(path: pathlib.Path, loggers: list[Logger]) -> Iterator[None]:
+    """Hands the rows that a monitor in another process writes to a file on to loggers, until the context ends."""
+    logger, over = MultiLogger(loggers), threading.Event()
+    at = path.stat().st_size if path.exists() else 0
+
+    def read() -> None:
+        nonlocal at
+        try:
+            at = min(at, path.stat().st_size)  # a restarted monitor may take its last row back
+            for row, position in rows_after(path, at):
+                at = position
+                logger.write(row.pop("step"), row)
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # a tracker that fails does not end the run, nor hide how it ended
+            _log.warning("A logger failed: %s", error)
+
+    def follow() -> None:
+        while not over.wait(_LOOK_EVERY):
+            read()
+
+    thread = threading.Thread(target=follow, name="rlframe rows", daemon=True)
+    if loggers:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if loggers:
+            thread.join()
+            read()

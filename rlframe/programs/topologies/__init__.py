@@ -1,0 +1,18 @@
+"""Topologies: which objects a program is made of, each wiring on a screen.
+
+A topology is a function `(engine, run)` that adds nodes to an engine (`rlframe.engines`). What it can be told is a
+dataclass of its own, beside it; `configured_by` says which.
+"""
+
+from __future__ import annotations
+
+from rlframe.programs.topologies.config import (
+    GameConfig,
+    GameProgram,
+    ProgramConfig,
+    Topology,
+    TopologyConfig,
+    configured_by,
+)
+
+__all__ = ["GameConfig", "GameProgram", "ProgramConfig", "Topology", "TopologyConfig", "configured_by"]

@@ -1,0 +1,202 @@
+"""What topologies can be told: a dataclass for each, made of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
+
+from rlframe.engines.base import GRACE
+from rlframe.errors import UsageError
+from rlframe.interprocess.heartbeat import TIMEOUT
+from rlframe.programs import naming
+
+if TYPE_CHECKING:
+    from rlframe.programs.experiment import Experiment
+
+# Adds the nodes of a program to an engine (engine, run); returns what is to run when that has ended well, if anything.
+Topology = Callable[[Any, Any], Any]
+
+EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The least value of fields, where they are not None.
+_AT_LEAST = {
+    1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers slots",
+    0: "eval_every checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts hang_timeout "
+    "grace_seconds max_staleness",
+}
+
+
+def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Function]:
+    """Says which dataclass holds what a topology can be told: a decorator of the function that wires it."""
+
+    def mark(function: Function) -> Function:
+        function.config_cls = config_cls  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def check_least(config: Any) -> None:
+    """Raises UsageError where a number of an experiment, or of a topology's config, is too small."""
+    for least, names in _AT_LEAST.items():
+        for name in names.split():
+            value = getattr(config, name, None)
+            if value is not None and value < least:
+                raise UsageError(f"{name} must be at least {least}, got {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyConfig:
+    """What every topology can be told: nothing but which one it is.
+
+    Attributes:
+        learns_from: the agents that it is for, by their `Agent.learns_from`.
+        joinable: whether programs on other machines can join such a run.
+        control: the group of the node that shows and steers the run over HTTP; None: the session does.
+        unit: what the steps of a run are.
+        defaults: of fields of `Experiment`, where the topology has others.
+    """
+
+    learns_from: ClassVar[str] = "steps"
+    joinable: ClassVar[bool] = False
+    control: ClassVar[str | None] = None
+    unit: ClassVar[str] = "env steps"
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    name: str = ""  # as the command line has it
+
+    def __post_init__(self) -> None:
+        check_least(self)
+
+    def check(self, experiment: Experiment) -> None:
+        """Raises UsageError where this does not fit the rest of the experiment."""
+
+    def steps_before(self, experiment: Experiment) -> int:
+        """Steps that rows count, and come before those that `experiment.steps` are about."""
+        del experiment
+        return 0
+
+    def requires(self, experiment: Experiment) -> list[str]:
+        """The extras that a run needs beside those of its engine."""
+        del experiment
+        return []
+
+    def asked_by(self, experiment: Experiment) -> str:
+        """The option by which a user asked for these extras."""
+        del experiment
+        return f"--topology {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramConfig(TopologyConfig):
+    """A program of several nodes."""
+
+    engine: str = "launchpad"  # what runs the nodes; threads: all in this process; or file.py:Class
+    max_restarts: int = 3  # how often each node of the engine launchpad may die and be started again
+    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
+    grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read = naming.engine_class(self.engine).options
+        for name in ("max_restarts", "hang_timeout", "grace_seconds"):
+            value, default = getattr(self, name), getattr(ProgramConfig, name)
+            if value != default and name not in read:
+                by = [each for each in naming.ENGINES if name in naming.engine_class(each).options]
+                raise UsageError(
+                    f"{name}={value} is for the engine {' or '.join(by)}: the engine {self.engine} does not read it. "
+                    f"Leave it at {default}, or choose another engine."
+                )
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether nodes that hang are killed: no other one need ever give them up."""
+        return self.hang_timeout > 0 and "hang_timeout" in naming.engine_class(self.engine).options
+
+
+@dataclasses.dataclass(frozen=True)
+class GameConfig(TopologyConfig):
+    """An agent that learns from its own steps: how its environments run, what it acts by, where its experience lies.
+
+    Attributes:
+        replays: what experience may be kept in, first what the topology is meant for.
+    """
+
+    replays: ClassVar[tuple[str, ...]] = ("shared_memory", "reverb")
+
+    replay: str = "auto"  # where experience lies; auto: as the topology is meant; or file.py:Class
+    env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop (process, if async)
+    num_workers: Union[int, None] = None  # threads or processes of the pool; None: as many as there are cores
+    async_envs: bool = False  # act on the environments that answer first; not for agents that learn on-policy
+    wait_num: Union[int, None] = None  # of async_envs: environments of each pool to wait for; None: a third of them
+    answer_timeout: float = 600.0  # seconds that an environment may take for a step before it counts as hung
+    check_finite: Union[bool, None] = None  # whether NaN of an environment ends the run; None: unless it is EnvPool's
+    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
+    eval_episodes: int = 20
+    network: Union[str, None] = None  # mlp, nature_cnn or file.py:make_net; None: what suits the observation
+    schedule_steps: int = 0  # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
+    network_config: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.answer_timeout > 0:
+            raise UsageError(f"answer_timeout must be more than 0 s, got {self.answer_timeout}.")
+        if self.wait_num is not None and not self.async_envs:
+            raise UsageError(f"wait_num={self.wait_num} is for asynchronous environments: add --async (async_envs).")
+        if self.async_envs and self.env_type == "loop":
+            raise UsageError(
+                "A loop steps its environments one after another, so none of them can answer before the others: "
+                "use env_type thread, process or envpool with --async (async_envs)."
+            )
+        if self.replay not in ("auto", *self.replays) and ":" not in self.replay:
+            raise UsageError(
+                f"The topology {self.name} keeps its experience in {' or '.join(self.replays)}, got replay="
+                f"{self.replay!r}. A replay of your own is named as file.py:Class."
+            )
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """How many actors share the environments, and how many pools share those of each."""
+        return 1, 1
+
+    @property
+    def replay_kind(self) -> str:
+        """Where experience lies: local, shared_memory, reverb, or a class of the user's own."""
+        return self.replays[0] if self.replay == "auto" else self.replay
+
+    def check(self, experiment: Experiment) -> None:
+        """See `TopologyConfig`."""
+        num_actors, num_pools = self.shares
+        if experiment.num_envs % (num_actors * num_pools):
+            raise UsageError(
+                f"num_envs={experiment.num_envs} cannot be shared evenly by num_actors={num_actors} with num_pools="
+                f"{num_pools} each. Give num_envs a multiple of {num_actors * num_pools}."
+            )
+        if not 1 <= experiment.waits_for <= experiment.envs_per_pool:
+            raise UsageError(
+                f"wait_num must be between 1 and {experiment.envs_per_pool}, the environments of a pool, got "
+                f"{self.wait_num}."
+            )
+
+    def requires(self, experiment: Experiment) -> list[str]:
+        """See `TopologyConfig`."""
+        del experiment
+        return ["reverb"] if self.replay_kind == "reverb" else []
+
+    def asked_by(self, experiment: Experiment) -> str:
+        """See `TopologyConfig`."""
+        return super().asked_by(experiment) + (" --replay reverb" if self.replay == "reverb" else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class GameProgram(ProgramConfig, GameConfig):
+    """A program of several nodes in which actors share the environments."""
+
+    num_actors: int = 2  # of a topology of several processes; of elastic to begin with
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """See `GameConfig`."""
+        return self.num_actors, 1

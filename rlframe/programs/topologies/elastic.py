@@ -1,0 +1,226 @@
+"""The topology elastic: a coordinator's job, whose workers come and go while it runs.
+
+The coordinator is the program's one node. Its workers are processes that it has spawned, but that outlive it; the
+memory of replay and parameters is the launcher's, which nothing that may be killed holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import time
+from typing import Any, Union
+
+from rlframe.actors import Actor
+from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.config import CoordinatorConfig, Limits
+from rlframe.coordinator.coordinator import Coordinator
+from rlframe.coordinator.param_store_shared import SharedParamStore
+from rlframe.coordinator.workers.collector import CollectorWorker
+from rlframe.coordinator.workers.learner import LearnerWorker
+from rlframe.coordinator.workers.process import SILENCE
+from rlframe.coordinator.workers.records import save_workers
+from rlframe.engines import Engine
+from rlframe.engines.launching.launcher import ON_CPU
+from rlframe.errors import UsageError
+from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.programs import naming
+from rlframe.programs.actor_counts import ActorCounts
+from rlframe.programs.evaluation import Evaluations
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.rows import RowWriter
+from rlframe.programs.run import Run
+from rlframe.programs.topologies.config import GameProgram, configured_by
+from rlframe.programs.topologies.parts import (
+    add_reverb,
+    add_shared_memory,
+    env_builder,
+    learner_config,
+    replay_capacity,
+)
+
+POLICY = "main"
+
+
+@dataclasses.dataclass(frozen=True)
+class Elastic(GameProgram):
+    """What elastic can be told."""
+
+    control = "coordinator"
+
+    name: str = "elastic"
+    min_actors: int = 1  # of elastic: there are never fewer
+    max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
+    until_learner_steps: Union[int, None] = None  # of elastic: updates at which it ends, if not before
+    until_seconds: Union[float, None] = None  # of elastic: wall time at which it ends, if not before
+    until_return: Union[float, None] = None  # of elastic: mean return of an evaluation at which it ends
+    mean_staleness: Union[float, None] = None  # of elastic: versions above which there are fewer actors; None: no bound
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("mean_staleness", "until_learner_steps", "until_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} must be more than 0, got {value}.")
+        if self.max_actors < self.min_actors:
+            raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
+        if naming.engine_class(self.engine).operator is None:
+            raise UsageError(
+                f"The engine {self.engine} has no operator, which starts the workers of the topology elastic: choose "
+                "another engine."
+            )
+
+    def check(self, experiment: Experiment) -> None:
+        """See `TopologyConfig`."""
+        super().check(experiment)
+        if self.until_return is not None and not experiment.eval_every:
+            raise UsageError(
+                "until_return is of evaluations during the run: say by eval_every how often there are some."
+            )
+
+
+@configured_by(Elastic)
+def elastic(engine: Engine, run: Run) -> None:
+    """Add a coordinator, which has collectors come and go as the learner needs them."""
+    replay_buffer = add_replay(engine, run)
+    param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
+    accelerators = {name: os.environ.get(name) for name in ON_CPU}  # of the learner, as this process would have them
+    engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, this_process(), accelerators)
+
+
+def add_replay(engine: Engine, run: Run) -> Any:
+    """The replay that the experiment asks for: an object that finds it from any process of the run."""
+    most = run.topology.max_actors
+    # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
+    # another topology, and many keep more.
+    capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology.num_actors
+    if run.topology.replay_kind == "reverb":
+        from rlframe.replay.reverb import ReverbReplayBuffer
+
+        add_reverb(engine, run, capacity)
+        return ReverbReplayBuffer(run.agent, engine.address_of("replay"))
+    # A pause takes as long as it takes: a learner that hangs is the coordinator's to see. Run ahead: keys for one call.
+    options: dict[str, Any] = {"timeout": math.inf, "run_ahead": Limits.grant, "come_and_go": True}
+    return add_shared_memory(engine, run, most, capacity, **options)
+
+
+def make_coordinator(
+    run: Run, replay_buffer: Any, param_store: Any, owner: ProcessId, learner_env: dict[str, str | None]
+) -> Coordinator:
+    """The node of the program: in the launcher's first try, and whenever it is started again.
+
+    Args:
+        run: the session.
+        replay_buffer: in the launcher's memory.
+        param_store: the same.
+        owner: the launcher, with which all workers end.
+        learner_env: environment variables of the learner that this node has not, or has others of.
+    """
+    experiment, agent, path = run.experiment, run.agent, coordinator_dir(run.path)
+    config = run.topology
+    save_workers(
+        path,
+        {
+            "learner": functools.partial(LearnerWorker, learner_config(run), agent, replay_buffer, param_store),
+            "collector": functools.partial(
+                CollectorWorker,
+                functools.partial(make_actor, experiment, replay_buffer, run.actor_seed),
+                agent,
+                param_store,
+                seed=experiment.seed,
+            ),
+            "evaluator": functools.partial(
+                CollectorWorker, None, agent, param_store, evaluations=functools.partial(Evaluations, experiment)
+            ),
+        },
+    )
+    counts = ActorCounts(run.directory.progress, run.session)
+    cfg = CoordinatorConfig(
+        path=str(path),
+        job_id=run.session,
+        before=counts.counts,
+        collectors=min(max(config.num_actors, config.min_actors), config.max_actors),
+        min_collectors=config.min_actors,
+        max_collectors=config.max_actors,
+        max_staleness=config.mean_staleness,
+        stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
+        describes={
+            "id": run.path.name,
+            "run_dir": str(run.path),
+            "agent": experiment.agent,
+            "env": experiment.env,
+            "until": run.until,
+        },
+        limits=limits_of(experiment),
+    )
+    commander = TrainOne(
+        POLICY,
+        env_steps=run.until,
+        learner_steps=config.until_learner_steps,
+        seconds=config.until_seconds,
+        eval_return=config.until_return,
+        eval_every=experiment.eval_every,
+    )
+    silence = SILENCE + 2.0 * config.hang_timeout  # a coordinator that hangs, and is started again, finds them yet
+    logs = run.directory.logs
+    operator_cls = naming.operator_class(naming.engine_class(config.engine).operator or "local")
+    operator = operator_cls(path, owner=owner, silence=silence, env={"learner": learner_env}, logs=logs)
+    return Coordinator(commander, operator, replay_buffer, param_store, cfg, _Records(run, counts))
+
+
+def limits_of(experiment: Experiment) -> Limits:
+    """The coordinator's deadlines: workers that hang are its to see, as nodes are the launcher's."""
+    config = experiment.topology
+    silent = config.hang_timeout
+    limits = Limits(row_every=experiment.row_every, max_failures=config.max_restarts)
+    if not silent:
+        return dataclasses.replace(limits, lost_after=math.inf, lost_after_starting=math.inf)
+    return dataclasses.replace(
+        limits,
+        ping_every=min(limits.ping_every, silent / 6),
+        suspect_after=min(limits.suspect_after, silent / 3),
+        lost_after=silent,
+        lost_after_starting=max(limits.lost_after_starting, 4.0 * silent),
+    )
+
+
+def make_actor(experiment: Experiment, replay_buffer: Any, seed: int, inferencer: Any, rank: int) -> Actor:
+    """The Actor of a collector."""
+    return Actor(env_builder(experiment), inferencer, replay_buffer, rank, seed=seed)
+
+
+def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
+    """Where the coordinator of a run keeps its journal, and its workers their logs."""
+    return run_dir / "coordinator"
+
+
+class _Records:
+    """A run's files, as the other topologies write them: the coordinator makes the rows."""
+
+    def __init__(self, run: Run, counts: ActorCounts) -> None:
+        self._run, self._counts = run, counts
+        self._rows: Any = None
+
+    def begin(self, env_steps: int) -> None:
+        """Takes back the rows that a coordinator wrote which then was killed before it wrote them down."""
+        self._rows = RowWriter(self._run, self._run.directory.open_logs(env_steps), env_steps)
+
+    def write(self, env_steps: int, values: dict[str, Any], counts: dict[str, list[float]]) -> None:
+        """Takes a row of metrics, and what all collectors have done."""
+        if "steps_per_second" in values:
+            self._rows.note(env_steps)
+            values = {**values, "wall_seconds": time.time() - self._run.began}
+        self._counts.replace(counts)
+        self._counts.try_to_save()
+        self._rows.logger.write(env_steps, values)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Writes the result."""
+        self._rows.logger.close()
+        self._counts.save()
+        if not summary["failed"]:
+            result = self._rows.result(summary["env_steps"], summary, summary["evaluation"])
+            self._run.directory.write_result(result)

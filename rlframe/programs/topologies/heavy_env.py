@@ -1,0 +1,39 @@
+"""The topology heavy_env: for environments that are worth a process each. An inferencer beside each actor.
+
+actor + inferencer ──steps──▶ replay ──batches──▶ learner
+        ▲                                           │
+        └───────────────parameters──────────────────┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlframe.actors import Actor
+from rlframe.engines import Engine
+from rlframe.inferencers import Inferencer
+from rlframe.learners import Learner
+from rlframe.programs.monitor import GameMonitor
+from rlframe.programs.run import Run
+from rlframe.programs.topologies.config import GameProgram, configured_by
+from rlframe.programs.topologies.parts import actor_options, add_replay, env_builder, inferencer_config, learner_config
+
+
+@dataclasses.dataclass(frozen=True)
+class HeavyEnv(GameProgram):
+    """What heavy_env can be told."""
+
+    name: str = "heavy_env"
+
+
+@configured_by(HeavyEnv)
+def heavy_env(engine: Engine, run: Run) -> None:
+    """Add the nodes: a learner, actors with an inferencer each, and the monitor."""
+    replay_buffer = add_replay(engine, run)
+    learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
+    actors = []
+    for rank in range(run.experiment.topology.num_actors):
+        inferencer = Inferencer(inferencer_config(run), run.agent, learner)
+        builder = env_builder(run.experiment)
+        actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(run)))
+    engine.add("monitor", GameMonitor, run, learner, actors)

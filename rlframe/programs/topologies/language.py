@@ -1,0 +1,167 @@
+"""The topology in which a language model learns: light_env for an agent that learns from trajectories.
+
+environments ──groups──▶ trajectory service ──batches──▶ learner
+     ▲                                                     │
+     └──────completions────── policy server ◀──parameters──┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+from typing import Any, ClassVar, Union
+
+from rlframe.engines import Engine
+from rlframe.errors import UsageError
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.run import Run
+from rlframe.programs.topologies.config import ProgramConfig, Topology, configured_by
+
+HOST = "127.0.0.1"  # all of a program's services are on one machine
+ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of environments, for those that save something
+
+
+@dataclasses.dataclass(frozen=True)
+class Language(ProgramConfig):
+    """What it can be told."""
+
+    learns_from = "trajectories"
+    unit = "learner steps"
+    defaults: ClassVar[dict[str, Any]] = {
+        "env": "examples/llm/reverse.py:Reverse",
+        "steps": 500,
+        "num_envs": 1,
+        "checkpoint_every": 100,
+        "log_every": 1,
+    }
+
+    name: str = "light_env"
+    tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; None: that of the weights, or byte
+    max_staleness: Union[int, None] = None  # policy versions that a group may be behind the learner; None: any
+    slots: int = 32  # sequences that the policy server decodes at once
+    service_port: int = 0  # of the trajectory service and its live page; 0: one that is free
+    policy_port: int = 0  # of the policy server; 0: one that is free
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("service_port", "policy_port"):
+            if not 0 <= getattr(self, name) < 2**16:
+                raise UsageError(f"{name} must be from 0 to 65535, got {getattr(self, name)}.")
+
+    @property
+    def service_url(self) -> str:
+        """Of the trajectory service."""
+        return f"http://{HOST}:{self.service_port}"
+
+    @property
+    def policy_url(self) -> str:
+        """Of the policy server, without `/v1`."""
+        return f"http://{HOST}:{self.policy_port}"
+
+    def tokenizer_name(self, agent_config: Any) -> str:
+        """What `load_tokenizer` takes."""
+        return self.tokenizer or agent_config.weights or "byte"
+
+    def steps_before(self, experiment: Experiment) -> int:
+        """Supervised updates, which come first, and are counted first in the logs."""
+        return experiment.agent_config.supervised_steps
+
+    def requires(self, experiment: Experiment) -> list[str]:
+        """See `TopologyConfig`."""
+        # The warm-up writes the weights that it leads to in the published format.
+        config = experiment.agent_config
+        published = self.tokenizer_name(config) != "byte" or config.weights or self.steps_before(experiment)
+        return ["trajectories", "envs", *(["lm"] if published else [])]
+
+    def asked_by(self, experiment: Experiment) -> str:
+        """See `TopologyConfig`."""
+        return f"--agent {experiment.agent}"
+
+
+@configured_by(Language)
+def language(engine: Engine, run: Run) -> Topology | None:
+    """Add all four services, and who watches them; before that, as a program of its own, the supervised warm-up."""
+    from rlframe.language.decoding import EngineConfig
+    from rlframe.language.server import PolicyServer, PolicyServerConfig
+    from rlframe.programs.language.environment import MODEL, Environment, check_environment
+    from rlframe.programs.language.monitor import LanguageMonitor
+    from rlframe.programs.language.warmup import WarmUp
+    from rlframe.programs.topologies.parts import make_agent
+    from rlframe.trajectories.service.serving import TrajectoryServer
+    from rlframe.trajectories.service.settings import Settings
+
+    run = _with_ports(run)
+    check_environment(run)
+    experiment, config = run.experiment, run.topology
+    tokenizer = config.tokenizer_name(experiment.agent_config)
+    if config.steps_before(experiment):
+        if not run.directory.warmup.exists():
+            engine.add("learner", WarmUp, run)  # with the learner's cores and accelerators
+            return language
+        weights = dataclasses.replace(experiment.agent_config, weights=str(run.directory.warmup))
+        run = dataclasses.replace(run, agent=make_agent(dataclasses.replace(experiment, agent_config=weights)))
+    settings = Settings(store=f"sqlite:{run.path / 'trajectories.db'}")
+    engine.add("trajectories", TrajectoryServer, settings, HOST, config.service_port)
+    learner = engine.add("learner", make_learner, run)
+    policy_config = PolicyServerConfig(
+        HOST,
+        config.policy_port,
+        model_name=MODEL,
+        engine=EngineConfig(slots=config.slots, length=experiment.agent_config.max_tokens),
+        seed=experiment.seed,
+        learner_deadline=run.peer_deadline,
+    )
+    model_config = run.agent.model_config  # type: ignore[attr-defined]
+    policy = engine.add("policy", PolicyServer, policy_config, model_config, tokenizer, learner)
+    environments = [engine.add("environment", Environment, run, rank) for rank in range(experiment.num_envs)]
+    engine.add("monitor", LanguageMonitor, run, learner, policy, environments)
+    return None
+
+
+def make_learner(run: Run) -> Any:
+    """The ordinary Learner, from batches of the trajectory service, where it registers as the trainer."""
+    from rlframe.learners import Learner, LearnerConfig
+    from rlframe.programs.language.environment import FOR_EVER
+    from rlframe.programs.run_dir import CHECKPOINTS_KEPT
+    from rlframe.trajectories import Client, TrajectoryBuffer
+
+    experiment, max_staleness = run.experiment, run.topology.max_staleness
+    with Client(run.topology.service_url) as client:
+        client.register(
+            batch_size=experiment.agent_config.batch_size,
+            max_token_len=experiment.agent_config.max_tokens,
+            checkpoint_dir=str(run.path),
+            save_checkpoint_interval=ENV_CHECKPOINT_EVERY,
+            num_steps=FOR_EVER,  # the monitor ends the run; other steps would be another registration
+            max_staleness=max_staleness,
+            stale="discard" if max_staleness is not None else None,
+        )
+    cfg = LearnerConfig(
+        seed=experiment.seed,
+        max_learner_steps=run.until,  # whatever becomes of the monitor, which ends the program
+        ends_program=False,
+        checkpoint_dir=str(run.directory.checkpoints),
+        checkpoint_every=experiment.checkpoint_every or experiment.steps,
+        checkpoints_kept=CHECKPOINTS_KEPT,
+        resume=True,
+    )
+    return Learner(cfg, run.agent, TrajectoryBuffer(run.topology.service_url))
+
+
+def _with_ports(run: Run) -> Run:
+    """The run with the ports that were asked for, or free ones in place of 0. Raises UsageError if one is in use."""
+    config, found = run.topology, {}
+    with contextlib.ExitStack() as opened:
+        for name in ("service_port", "policy_port"):
+            listener = opened.enter_context(socket.socket())
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((HOST, getattr(config, name)))
+            except OSError as error:
+                raise UsageError(
+                    f"Port {getattr(config, name)} of {HOST} cannot be listened at: {error.strerror}."
+                ) from error
+            found[name] = listener.getsockname()[1]
+    topology = dataclasses.replace(config, **found)
+    return dataclasses.replace(run, experiment=dataclasses.replace(run.experiment, topology=topology))

@@ -1,0 +1,70 @@
+"""The topology light_env: for environments that are cheap beside the network. Services infer for batches of actors.
+
+actors ──steps──▶ replay ──batches──▶ learner
+ ▲  │                                   │
+ │  └──observations──▶ inferencers ◀────┘ parameters
+ └─────────actions─────────┘
+
+`distributed` is the same with Reverb in place of shared memory: other machines can join it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlframe.actors import Actor
+from rlframe.engines import Engine
+from rlframe.inferencers import Inferencer
+from rlframe.learners import Learner
+from rlframe.programs.monitor import GameMonitor
+from rlframe.programs.run import Run
+from rlframe.programs.topologies.config import GameProgram, configured_by
+from rlframe.programs.topologies.parts import actor_options, add_replay, env_builder, inferencer_config, learner_config
+
+
+@dataclasses.dataclass(frozen=True)
+class LightEnv(GameProgram):
+    """What light_env can be told."""
+
+    name: str = "light_env"
+    num_inferencers: int = 1  # services, of light_env and distributed
+    num_pools: int = 1  # of each actor's environments; of 2 one steps while a service answers for the other
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """See `GameConfig`."""
+        return self.num_actors, self.num_pools
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributed(LightEnv):
+    """What distributed can be told."""
+
+    replays = ("reverb",)
+    joinable = True
+
+    name: str = "distributed"
+
+
+@configured_by(LightEnv)
+def light_env(engine: Engine, run: Run) -> None:
+    """Add the nodes: a learner, inference services, actors that call them, and the monitor."""
+    config = run.experiment.topology
+    replay_buffer = add_replay(engine, run)
+    learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
+    inferencers = [
+        engine.add("inferencer", Inferencer, inferencer_config(run), run.agent, learner)
+        for _ in range(config.num_inferencers)
+    ]
+    options = {**actor_options(run), "num_pools": config.num_pools}
+    actors = [
+        engine.add("actor", Actor, env_builder(run.experiment), inferencers, replay_buffer, rank, **options)
+        for rank in range(config.num_actors)
+    ]
+    engine.add("monitor", GameMonitor, run, learner, actors)
+
+
+@configured_by(Distributed)
+def distributed(engine: Engine, run: Run) -> None:
+    """As `light_env`, whose replay `Distributed` keeps in Reverb."""
+    light_env(engine, run)

@@ -1,0 +1,172 @@
+"""The calls that topologies of games are made of: each makes one object of the design from an experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from rlframe.actors.actor import env_seed
+from rlframe.agents import Agent
+from rlframe.engines import Engine
+from rlframe.envs import AsyncEnv, SyncEnv, default_type
+from rlframe.errors import UsageError
+from rlframe.inferencers import InferencerConfig
+from rlframe.learners import LearnerConfig
+from rlframe.programs import naming
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.run import Run
+from rlframe.programs.run_dir import CHECKPOINTS_KEPT
+from rlframe.programs.updates import total_learner_steps
+from rlframe.replay import ReplayBuffer, SharedMemReplayBuffer
+from rlframe.types import ReplaySpec, Sequence
+
+# --- environments and actors
+
+
+def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any], seed: int, env: Any = None) -> Any:
+    """A pool of `num_envs` of an experiment's environments; `env` is what `experiment.env` means, where it is known."""
+    config = experiment.topology
+    what = naming.env_name_or_builder(experiment.env) if env is None else env
+    options: dict[str, Any] = {"type": pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
+    options.update({name: getattr(config, name) for name in ("num_workers", "answer_timeout", "check_finite")})
+    if config.async_envs:
+        return AsyncEnv(what, num_envs, experiment.waits_for, seed=seed, **options)
+    return SyncEnv(what, num_envs, seed=seed, **options)
+
+
+def pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
+    """How a pool of so many environments runs: loop, thread, process or envpool."""
+    config = experiment.topology
+    return default_type(what, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
+
+
+def env_builder(experiment: Experiment, env: Any = None) -> functools.partial[Any]:
+    """What builds a pool of an actor, given its `seed`; `env` as for `make_pool`."""
+    return functools.partial(make_pool, experiment, experiment.envs_per_pool, experiment.env_kwargs, env=env)
+
+
+def actor_options(run: Run) -> dict[str, Any]:
+    """The keyword arguments of each Actor of a program."""
+    return {"seed": run.actor_seed, "deadline": run.peer_deadline, "budget": run.budget}
+
+
+# --- agent, inferencer, learner
+
+
+def make_agent(experiment: Experiment, observation_spec: Any = None, action_spec: Any = None) -> Agent:
+    """The agent of an experiment, its schedules set to end where the experiment does.
+
+    Args:
+        experiment: the experiment.
+        observation_spec: of its environments; None: they are read from one that is opened and closed.
+        action_spec: the same.
+    """
+    agent_cls: Any = naming.agent_class(experiment.agent)
+    config, topology = experiment.agent_config, experiment.topology
+    if agent_cls.learns_from != "steps":
+        return agent_cls(config)
+    if observation_spec is None:
+        pool = make_pool(experiment.synchronous, 1, experiment.env_kwargs, env_seed(experiment.seed, 0, 0))
+        observation_spec, action_spec = pool.observation_spec, pool.action_spec
+        pool.close()
+    net_factory = naming.network_factory(topology.network, topology.network_config)
+
+    def make(cfg: Any) -> Agent:
+        agent = agent_cls(cfg, observation_spec, action_spec, net_factory)
+        if topology.async_envs:
+            check_learns_from_async(experiment.agent, agent.replay_spec)
+        return agent
+
+    if getattr(config, "total_learner_steps", 0) is not None:
+        return make(config)
+    steps = topology.schedule_steps or experiment.steps
+    total = total_learner_steps(make(config).replay_spec, steps, experiment.num_envs)
+    return make(dataclasses.replace(config, total_learner_steps=total))
+
+
+def check_learns_from_async(name: str, spec: ReplaySpec) -> None:
+    """Raises UsageError for an agent that needs all environments in step."""
+    if spec.max_staleness is not None:
+        why = f"max_staleness={spec.max_staleness}: actors wait for new parameters when an unroll is complete"
+    elif spec.kind == "queue" and spec.batch_size is None:
+        why = "batch_size=None: each batch has one item of every environment"
+    else:
+        return
+    raise UsageError(
+        f"The agent {name} cannot learn from asynchronous environments, which complete their unrolls at different "
+        f"times: its replay_spec has {why}. Leave --async (async_envs) out, or use an agent that learns off-policy, as "
+        "impala and dqn do."
+    )
+
+
+def inferencer_config(run: Run) -> InferencerConfig:
+    """The options of each Inferencer of a program."""
+    return InferencerConfig(seed=run.experiment.seed, learner_deadline=run.peer_deadline)
+
+
+def learner_config(run: Run) -> LearnerConfig:
+    """The options of the Learner of a program: what the experiment counts in environment steps, in learner steps."""
+    experiment, spec = run.experiment, run.agent.replay_spec
+    steps, every = experiment.steps, experiment.checkpoint_every or experiment.steps
+    updates = total_learner_steps(spec, steps + every, experiment.num_envs)
+    updates -= total_learner_steps(spec, steps, experiment.num_envs)  # without those that the first items wait for
+    return LearnerConfig(
+        seed=experiment.seed,
+        checkpoint_dir=str(run.directory.checkpoints),
+        checkpoint_every=max(1, updates),
+        checkpoints_kept=CHECKPOINTS_KEPT,
+        resume=True,  # after its restart, and in a resumed run
+    )
+
+
+# --- replay
+
+
+def add_replay(engine: Engine, run: Run) -> Any:
+    """The replay that the experiment asks for: an object, or the handle to a server."""
+    experiment, kind = run.experiment, run.topology.replay_kind
+    capacity = replay_capacity(run.agent.replay_spec, experiment)
+    if kind == "reverb":
+        return add_reverb(engine, run, capacity)
+    if kind == "shared_memory":
+        return add_shared_memory(engine, run, run.topology.num_actors, capacity, timeout=max(600.0, run.peer_deadline))
+    replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
+    return engine.own(replay_cls(run.agent, seed=experiment.seed, capacity=capacity))
+
+
+def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int, **options: Any) -> Any:
+    """A replay in memory that all nodes of this machine share."""
+    experiment = run.experiment
+    replay_buffer = SharedMemReplayBuffer(
+        run.agent,
+        num_writers=num_writers,
+        seed=experiment.seed,
+        max_envs=experiment.envs_per_actor,
+        in_threads=engine.in_process,
+        capacity=capacity,
+        **options,
+    )
+    return engine.own(replay_buffer)
+
+
+def add_reverb(engine: Engine, run: Run, capacity: int) -> Any:
+    """A Reverb server of `capacity` steps: the handle to it."""
+    from rlframe.replay.reverb import ReverbReplayBuffer
+
+    experiment, spec = run.experiment, run.agent.replay_spec
+    # Environments in step complete their unrolls with the same step: they are sent as one item.
+    in_step = spec.kind == "queue" and not run.topology.async_envs
+    block = experiment.envs_per_pool if in_step else 1
+    tables = ReverbReplayBuffer.tables(run.agent, block=block, capacity=capacity)
+    return engine.add_reverb("replay", tables, str(run.directory.reverb))
+
+
+def replay_capacity(spec: ReplaySpec, experiment: Experiment) -> int:
+    """Steps that a buffer keeps; a queue is as long as what the environments can have in it."""
+    if spec.kind == "queue" and isinstance(spec.item, Sequence):
+        # What the environments are acting, what they have just completed, and what was too little for a batch. Where
+        # they do not wait for each other, one that takes four times as long as the others completes its unroll too.
+        unrolls = 4 if experiment.topology.async_envs else 2
+        return (unrolls * experiment.num_envs + (spec.batch_size or 0)) * spec.item.length
+    return spec.capacity

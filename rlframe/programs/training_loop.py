@@ -1,0 +1,318 @@
+"""The loop of a run in one process, with logs, evaluations and checkpoints around it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from rlframe.actors import Actor
+from rlframe.engines.stopping import StopSignal
+from rlframe.errors import CheckpointError, CutShortError, EnvError
+from rlframe.inferencers import Inferencer
+from rlframe.learners import Learner
+from rlframe.learners.checkpoints import Checkpointer
+from rlframe.learners.replay_files import ReplayFiles
+from rlframe.metrics import MultiLogger
+from rlframe.programs.evaluation import Evaluations
+from rlframe.programs.rows import EVALUATED, RowWriter, next_multiple
+from rlframe.programs.run import Run
+from rlframe.programs.run_dir import CHECKPOINTS_KEPT, RunDir
+from rlframe.programs.updates import first_update
+from rlframe.types import Logs
+
+_log = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 0.25
+
+
+class TrainingLoop:
+    """Steps an actor and a learner in turn: one session of a run, from its start or a checkpoint to its stop.
+
+    Args:
+        run: the session.
+        env_builder: of the actor's pool.
+        inferencer, replay_buffer, learner: objects of this process; they are closed with the loop.
+
+    Attributes:
+        actor: made from them, or restored.
+        pool: its environments.
+    """
+
+    actor: Actor
+    pool: Any
+
+    def __init__(
+        self, run: Run, env_builder: Any, inferencer: Inferencer, replay_buffer: Any, learner: Learner
+    ) -> None:
+        self.inferencer, self.replay_buffer, self.learner = inferencer, replay_buffer, learner
+        self._run, self._directory, self._env_builder = run, run.directory, env_builder
+        experiment = self._experiment = run.experiment
+        self._evaluations = Evaluations(experiment, run.agent, learner)
+        self._stop = StopSignal()
+        spec = replay_buffer.spec
+        self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
+        self._learner_logs: Logs | None = None  # of the newest update since the last row
+        self._resumed = run.resumes and bool(Checkpointer(self._directory.checkpoints).steps())
+        if run.resumes and not self._resumed:
+            _log.warning("The run in %s ended before its first checkpoint: it starts again.", self._directory.path)
+        self._replay_saved_at = 0
+        try:
+            if self._resumed:
+                self._replay_saved_at = restore_checkpoint(self, self._directory)
+            else:
+                self.make_actor()
+        except BaseException:
+            if hasattr(self, "actor"):
+                self.actor.close()
+            raise
+        self._first_step = self._saved_at = self.actor.env_steps
+        self._due = {
+            "row": self._next(experiment.row_every),
+            "evaluation": self._next(experiment.eval_every),
+            "checkpoint": self._next(experiment.checkpoint_every),
+        }
+
+    def make_actor(self, rank: int | None = None) -> Actor:
+        """Makes the Actor. A resumed one claims its rank from a buffer that is filled first."""
+
+        def build(seed: int) -> Any:
+            self.pool = self._env_builder(seed=seed)
+            return self.pool
+
+        self.actor = Actor(build, self.inferencer, self.replay_buffer, rank, seed=self._experiment.seed)
+        return self.actor
+
+    def run(self) -> int | None:
+        """Trains until the session's last step or a signal, saves, evaluates, and writes the result.
+
+        Returns:
+            The number of the signal that ended it, or None.
+        """
+        run = self._run
+        files = self._directory.open_logs(self._first_step if run.resumes else None)
+        shown = [run.progress] if run.progress is not None else []
+        logger = MultiLogger([files, *shown, *run.loggers])
+        counts = self.actor.stats()
+        self._rows = RowWriter(run, logger, self._first_step, _counters(counts), counts["logged"])
+        try:
+            with self._stop:
+                evaluation = self._to_end()
+        except KeyboardInterrupt:
+            if self._saved_at == self.actor.env_steps:
+                raise
+            raise CutShortError(f"Cut short before it had saved. {self._directory.what_is_saved()}") from None
+        finally:
+            logger.close()
+        learned = {"learner_steps": self.learner.learner_steps, "params_version": self.learner.params_version}
+        result = self._rows.result(self.actor.env_steps, learned, evaluation, signal=self._stop.number)
+        self._directory.write_result(result)
+        return self._stop.number
+
+    def stop(self) -> None:
+        """Does nothing: signals end the loop."""
+
+    def close(self) -> None:
+        """Closes the environments, and all that it was given."""
+        self.actor.close()
+        self.learner.close()
+
+    def _to_end(self) -> Logs | None:
+        """Returns the evaluation; None where it was told to stop."""
+        profile = self._run.profile
+        if profile is not None:
+            profile.attach(self)
+        self._rows.note(self._first_step)
+        try:
+            self._loop(self._run.until)
+        except EnvError:
+            save_checkpoint(self, self._directory, with_envs=False, with_replay=True, final=True)
+            raise
+        finally:
+            if profile is not None:
+                profile.stop()
+        self._rows.note(self.actor.env_steps)
+        self._write_row()
+        self._save(final=True)
+        if self._stop.number is not None:
+            return None
+        if self.learner.learner_steps == 0:
+            self._say_nothing_was_learned()
+        evaluation = self._evaluate()
+        if evaluation is None and self._stop.number is None:
+            raise KeyboardInterrupt
+        return evaluation
+
+    def _loop(self, until: int) -> None:
+        actor, stop, progress = self.actor, self._stop, self._run.progress
+        shown = time.monotonic()
+        due = min(self._due.values())
+        now = actor.env_steps
+        while now < until and stop.number is None:
+            actor.step()
+            update = self._learn()
+            if update is not None:
+                self._learner_logs = update
+            now = actor.env_steps
+            if now >= due:
+                self._periodic(now, until)
+                due = min(self._due.values())
+            if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
+                shown = time.monotonic()
+                progress.write(now, {})
+
+    def _learn(self) -> Logs | None:
+        """Takes the updates that are due: a queue's until it is empty, others' as `samples_per_insert` says."""
+        logs, batch = None, self.replay_buffer.sample()
+        while batch is not None:
+            logs = self.learner.step(batch)
+            batch = None if self._learns_once else self.replay_buffer.sample()
+        return logs
+
+    def _say_nothing_was_learned(self) -> None:
+        _log.warning(
+            "No update was made in %d environment steps: the first one needs %d. Run for more steps, or let learning "
+            "begin earlier.",
+            self.actor.env_steps,
+            first_update(self.replay_buffer.spec, self._experiment.num_envs),
+        )
+
+    def _periodic(self, now: int, until: int) -> None:
+        if now >= self._due["row"]:
+            self._write_row()
+            self._due["row"] = self._next(self._experiment.row_every)
+        if now >= until:  # what follows is done at the end in any case
+            return
+        began = time.monotonic()
+        if now >= self._due["evaluation"]:
+            self._evaluate()
+            self._due["evaluation"] = self._next(self._experiment.eval_every)
+        if now >= self._due["checkpoint"]:
+            self._save(final=False)
+            self._due["checkpoint"] = self._next(self._experiment.checkpoint_every)
+        self._rows.leave_out(time.monotonic() - began)
+
+    def _next(self, every: int) -> float:
+        """The next multiple of `every` environment steps; never, where that is 0."""
+        return next_multiple(every, self.actor.env_steps)
+
+    def _write_row(self) -> None:
+        counts = self.actor.stats()
+        self._rows.write(self.actor.env_steps, self._values, _counters(counts), counts["logged"])
+
+    def _values(self) -> dict[str, Any]:
+        # Only the newest update's logs are fetched from the device, and only here.
+        logs, self._learner_logs = self._learner_logs or {}, None
+        return {
+            **{name: float(np.asarray(value).reshape(())) for name, value in logs.items()},
+            "learner_steps": self.learner.learner_steps,
+            "params_version": self.learner.params_version,
+            "replay_items": self.replay_buffer.size,  # as `Learner.stats` names it
+        }
+
+    def _evaluate(self) -> Logs | None:
+        self._stop.interruptible(True)
+        try:
+            values = self._evaluations.evaluate()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            self._stop.interruptible(False)
+        self._rows.logger.write(self.actor.env_steps, {name: values[name] for name in EVALUATED})
+        return values
+
+    def _save(self, *, final: bool) -> None:
+        now = self.actor.env_steps
+        if self._resumed and now == self._first_step:
+            return  # nothing has happened since the checkpoint that this session began with
+        every = self._run.topology.replay_checkpoint_every
+        with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
+        try:
+            saved_replay = save_checkpoint(self, self._directory, with_envs=True, with_replay=with_replay, final=final)
+        except CheckpointError as error:
+            if final:
+                raise CheckpointError(f"{error} {self._directory.what_is_saved()}") from error
+            _log.warning("%s The run goes on; the next checkpoint is another try.", error)
+            return
+        self._saved_at = now
+        if saved_replay:
+            self._replay_saved_at = now
+
+
+def _counters(stats: dict[str, Any]) -> dict[str, float]:
+    return {name: stats[name] for name in ("env_steps", "episodes", "return_sum", "length_sum")}
+
+
+# --- one consistent checkpoint: learner, actor, and the replay where it is due
+#
+# The learner's checkpoint carries the actor's state and names the file of the replay, which is complete before the
+# checkpoint is written: a run that dies in between goes on from the checkpoint before.
+
+
+def save_checkpoint(loop: TrainingLoop, directory: RunDir, *, with_envs: bool, with_replay: bool, final: bool) -> bool:
+    """Writes a checkpoint of everything.
+
+    Args:
+        loop: the run.
+        directory: of the run.
+        with_envs: False where the environments have failed: a resumed run resets them.
+        with_replay: whether a large replay is written too; without it the last one written counts.
+        final: nothing follows in this session.
+
+    Returns:
+        Whether the replay was saved.
+
+    Raises:
+        CheckpointError: it could not be written; what was saved before is kept.
+    """
+    files, env_steps = _replay_files(directory), loop.actor.env_steps
+    with_replay = with_replay or files.is_small(loop.replay_buffer)
+    if with_replay:
+        files.save(loop.replay_buffer, env_steps)
+    extras = {
+        "actor": loop.actor.get_state(with_envs=with_envs),
+        "env_steps": env_steps,
+        "incarnation": loop.actor.incarnation,
+        "inferencer": loop.inferencer.get_state(),
+        "replay": files.newest(),
+    }
+    loop.learner.save(extras, final=final)
+    files.prune()
+    return with_replay
+
+
+def restore_checkpoint(loop: TrainingLoop, directory: RunDir) -> int:
+    """Takes over the latest checkpoint, and makes the Actor.
+
+    Returns:
+        The environment steps at which the replay was saved; 0 where there is none, and learning waits
+        until it has filled again.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    extras = loop.learner.restore()
+    loop.inferencer.set_state(extras["inferencer"])
+    env_steps, actor_state = extras["env_steps"], extras["actor"]
+    files = _replay_files(directory)
+    files.drop_after(env_steps)
+    saved_at, path = extras["replay"], files.find(extras["replay"])
+    if path is not None and saved_at == env_steps and actor_state["env"] is not None:
+        # The environments go on in mid-episode, and so do the fragments that they have open in the buffer.
+        actor = loop.make_actor()
+        loop.replay_buffer.restore(path)
+    else:
+        # The same rank again, its next incarnation: open fragments are dropped, and seeds are new.
+        if path is not None:
+            loop.replay_buffer.restore(path)
+        while loop.replay_buffer.claim_rank(rank=0)[1] < extras["incarnation"]:
+            pass
+        actor = loop.make_actor(rank=0)
+    actor.set_state(actor_state)
+    return saved_at if path is not None else 0
+
+
+def _replay_files(directory: RunDir) -> ReplayFiles:
+    return ReplayFiles(directory.replay, CHECKPOINTS_KEPT)

@@ -1,0 +1,99 @@
+"""Topologies, engines and replays of a user's own: each is a name in a file, as agents and environments are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlframe.cli.main import main
+from rlframe.cli.train import read_arguments
+from rlframe.errors import UsageError
+from rlframe.programs import load_experiment, make_experiment
+
+OWN = """
+import dataclasses
+import pathlib
+
+from rlframe.actors import Actor
+from rlframe.engines.threads import ThreadsEngine
+from rlframe.inferencers import Inferencer
+from rlframe.learners import Learner
+from rlframe.programs.monitor import GameMonitor
+from rlframe.programs.topologies import GameProgram, configured_by
+from rlframe.programs.topologies.parts import actor_options, add_replay, env_builder, inferencer_config, learner_config
+from rlframe.replay import ReplayBuffer
+
+
+class Noting(ThreadsEngine):
+    def add(self, group, constructor, *args, **kwargs):
+        with (pathlib.Path(__file__).parent / "nodes").open("a") as file:
+            file.write(f"{group}\\n")
+        return super().add(group, constructor, *args, **kwargs)
+
+
+class Store(ReplayBuffer):
+    def __init__(self, agent, **options):
+        (pathlib.Path(__file__).parent / "store").write_text(str(options["capacity"]))
+        super().__init__(agent, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Twice(GameProgram):
+    name: str = "twice"
+    inferencers_per_actor: int = 1
+
+
+@configured_by(Twice)
+def twice(engine, run):
+    replay_buffer = add_replay(engine, run)
+    learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
+    actors = []
+    for rank in range(run.topology.num_actors):
+        for _ in range(run.topology.inferencers_per_actor):
+            inferencer = engine.add("inferencer", Inferencer, inferencer_config(run), run.agent, learner)
+        builder = env_builder(run.experiment)
+        actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(run)))
+    engine.add("monitor", GameMonitor, run, learner, actors)
+"""
+SMALL = "--agent impala --env-type loop --num-envs 4 --steps 400 --unroll-length 8 --batch-size 4 --eval-episodes 1"
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def test_a_run_of_a_topology_an_engine_and_a_replay_that_a_file_names(own, tmp_path, capsys):
+    named = ["--topology", f"{own}:twice", "--engine", f"{own}:Noting", "--replay", f"{own}:Store"]
+    options = [*SMALL.split(), "--network", "mlp", "--network.hidden", "8", "--inferencers-per-actor", "2"]
+    run_dir = tmp_path / "run"
+    assert main(["train", *options, *named, "--run-dir", str(run_dir), "--quiet", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["env_steps"] >= 400 and result["learner_steps"] > 5
+    nodes = (tmp_path / "nodes").read_text().split()
+    assert nodes == ["learner", *["inferencer", "inferencer", "actor"] * 2, "monitor"]
+    assert (tmp_path / "store").exists()
+    topology = load_experiment(run_dir).topology
+    assert (topology.name, topology.inferencers_per_actor) == (f"{own}:twice", 2)
+    repeated, _, _ = read_arguments(["--config", str(run_dir / "config.json")])
+    assert repeated == load_experiment(run_dir)
+
+
+def test_an_option_of_ones_own_topology_is_refused_where_it_is_not_read(own):
+    with pytest.raises(UsageError, match="There is no option --inferencers-per-actor"):
+        read_arguments(["--inferencers-per-actor", "2"])
+    with pytest.raises(UsageError, match=f"replay_checkpoint_every=5 is for the topology single_process: {own}:twice"):
+        make_experiment("impala", topology=f"{own}:twice", replay_checkpoint_every=5)
+
+
+def test_a_name_that_means_nothing_is_explained(own):
+    with pytest.raises(UsageError, match="own.py defines no 'thrice'"):
+        make_experiment("impala", topology=f"{own}:thrice")
+    with pytest.raises(UsageError, match="There is no engine 'thread'.*Did you mean 'threads'"):
+        make_experiment("impala", topology="heavy_env", engine="thread")
+    with pytest.raises(UsageError, match="is no rlframe.engines.Engine"):
+        make_experiment("impala", topology="heavy_env", engine=f"{own}:Store")
+    with pytest.raises(UsageError, match="for agents that learn from steps; this one learns from trajectories"):
+        make_experiment("grpo", topology=f"{own}:twice")
