@@ -170,7 +170,8 @@ def _label(run: RunCurve, groups: list[list[RunCurve]]) -> str:
     others = [members[0] for members in groups if (members[0].agent, members[0].env) == (run.agent, run.env)]
     names = sorted({name for other in others for name in other.config})
     differing = [name for name in names if len({repr(other.config.get(name)) for other in others}) > 1]
-    shown = [f"{name.rpartition('.')[2]} {run.config.get(name)}" for name in differing[:_MAX_LABEL_DIFFERENCES]]
+    said = {name: name.removesuffix(".name").rpartition(".")[2] for name in differing[:_MAX_LABEL_DIFFERENCES]}
+    shown = [f"{said[name]} {run.config.get(name)}" for name in said]
     more = [f"+{len(differing) - len(shown)} more"] if len(differing) > len(shown) else []
     return f"{run.agent} ({', '.join(shown + more)})" if shown else run.agent
 
