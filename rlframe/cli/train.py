@@ -154,7 +154,11 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     """
     classes = config_classes(defaults.agent, peek(arguments, "topology") or defaults.topology.name)
     widest = [cls for cls in dict.fromkeys(classes.values()) if not _is_base(cls, classes.values())]
-    choices = {"topology": classes, "engine": naming.ENGINES, "replay": ("auto", *naming.REPLAYS)}
+    choices: dict[str, Iterable[str]] = {
+        "topology": classes,
+        "engine": naming.ENGINES,
+        "replay": ("auto", *naming.REPLAYS),
+    }
     hidden = Annotated[Any, tyro.conf.Suppress]
     # `async` alone is a word that Python keeps for itself.
     annotations: dict[str, Any] = {

@@ -154,7 +154,7 @@ def test_the_actors_of_guests_that_are_alive_are_counted():
 def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
     at = GuestRegistry(make_run())
     ranks(at, "never called", 1)
-    at.wait_for_guests(60.0)
+    at.wait_until_left(60.0)
     at.attend("a", make_run().session, [4], [])
     at.end()
     leaving = threading.Event()
@@ -165,7 +165,7 @@ def test_the_end_waits_for_guests_that_are_alive_and_for_no_others():
         at.leave("a")
 
     threading.Timer(0.2, leave).start()
-    at.wait_for_guests(60.0)
+    at.wait_until_left(60.0)
     assert leaving.is_set()
     with pytest.raises(UsageError, match="The run is over"):
         ranks(at, "b", 1)

@@ -71,7 +71,7 @@ def test_a_run_of_a_topology_an_engine_and_a_replay_that_a_file_names(own, tmp_p
     run_dir = tmp_path / "run"
     assert main(["train", *options, *named, "--run-dir", str(run_dir), "--quiet", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["env_steps"] >= 400 and result["learner_steps"] > 5
+    assert result["env_steps"] >= 400 and result["learner_steps"] > 0
     nodes = (tmp_path / "nodes").read_text().split()
     assert nodes == ["learner", *["inferencer", "inferencer", "actor"] * 2, "monitor"]
     assert (tmp_path / "store").exists()
