@@ -206,7 +206,7 @@ class Remote:
             return str(error)
         raised = f"{self._who(address)} raised in {method}(): "
         if isinstance(error, RemoteError):
-            raise RemoteError(f"{raised}{error}") from None
+            raise type(error)(f"{raised}{error}") from None
         if isinstance(error.__cause__, RemoteError):
             raise error from RemoteError(f"{raised}{error.__cause__}")
         raise error

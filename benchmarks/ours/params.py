@@ -37,7 +37,7 @@ def _measure(way: str, reads: int) -> dict[str, float]:
     import portpicker
 
     from rlframe.handles import resolve
-    from rlframe.learners.shared_params import LearnerClient
+    from rlframe.params.publication import LearnerClient
 
     port = portpicker.pick_unused_port()
     here, there = multiprocessing.Pipe()

@@ -13,11 +13,13 @@ import numpy as np
 from rlframe import handles
 from rlframe.actors.lanes import make_lane
 from rlframe.actors.pace import Pace
+from rlframe.actors.writing import claim_rank
 from rlframe.envs import as_pool
-from rlframe.errors import StoppedError, UsageError
+from rlframe.errors import NoMethodError, StoppedError, UsageError
+from rlframe.inferencers.base import Inference, StatelessInference, as_inference
 from rlframe.inferencers.shared_calls import InferencerClient
 from rlframe.metrics.sums import Sums, add_up
-from rlframe.replay import BaseReplayBuffer, as_replay_buffer
+from rlframe.replay import BaseReplayBuffer, ReplayWriter, as_replay_buffer
 from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
 
 _LOOK = 0.1  # seconds between two looks at whether it is to stop, while it may not go on
@@ -29,11 +31,11 @@ class Actor:
     Args:
         env_builder: an environment pool, one gymnasium or dm_env environment, or a callable that gives
             one of these; it gets `seed=`, drawn from (seed, rank, incarnation), where it takes that.
-        inferencer: anything with `inference(env_ids, timestep, state)` and `initial_state(batch_size)`; a handle to a
-            node that has them; or a list of handles to several. Of these the Actor calls number `rank` (modulo how
-            many there are), and the others while that one does not answer.
-        replay_buffer: anything with `claim_rank`, `open_segment` and `add`, or a handle to it; or a `reverb.Client`,
-            for which the inferencer's `specs()` say what the items are.
+        inferencer: an `Inference`, or anything with `inference(env_ids, timestep)` alone; a handle to a node that is
+            one; or a list of handles to several. Of these the Actor calls number `rank` (modulo how many there are),
+            and the others while that one does not answer.
+        replay_buffer: a `ReplayWriter`, or anything with `add(env_ids, step)` alone; a handle to it; or a
+            `reverb.Client`, for which the inferencer's `specs()` say what the items are.
         rank: which actor this is, from 0; None claims the next free rank of the buffer.
         seed: of the whole run.
         num_pools: how many pools to build. With two synchronous ones, `run()` steps one while an inferencer in
@@ -46,8 +48,8 @@ class Actor:
     def __init__(
         self,
         env_builder: Any,
-        inferencer: Any,
-        replay_buffer: Any,
+        inferencer: Inference | Any,
+        replay_buffer: ReplayWriter | Any,
         rank: int | None = None,
         *,
         seed: int = 0,
@@ -66,12 +68,14 @@ class Actor:
             ).specs()
 
         replay_buffer = as_replay_buffer(given, specs)
-        self._replay_buffer = replay_buffer
         self._made_buffer = replay_buffer is not given
-        self.rank, self.incarnation = replay_buffer.claim_rank(rank=rank)
+        replay_buffer, self.rank, self.incarnation = claim_rank(replay_buffer, rank)
+        self._replay_buffer = replay_buffer
         # It is not called before the first step, but for specs: a node's constructor does not wait for another node's.
-        self._inferencer = handles.resolve(
-            inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, wrap=InferencerClient
+        self._inferencer = as_inference(
+            handles.resolve(
+                inferencer, "inferencer", deadline=deadline, stop=self._stop, first=self.rank, wrap=InferencerClient
+            )
         )
         # Environment steps that it may take in all; and that it has taken at most, which is cheaper than `env_steps`.
         self._limit = budget if self.incarnation == 0 or budget == math.inf else 0
@@ -241,7 +245,7 @@ class Actor:
 
     def _begin(self) -> None:
         for lane in self._lanes:
-            lane.begin(self._inferencer.initial_state(lane.env.num_envs))
+            lane.begin(self._initial_state(lane.env.num_envs))
         buffer = self._replay_buffer
         is_remote = isinstance(buffer, handles.Remote)
         spec = self._inferencer.specs().replay_spec if is_remote else getattr(buffer, "spec", None)
@@ -249,6 +253,13 @@ class Actor:
             self._max_staleness = spec.max_staleness
             self._paces = {lane: Pace(spec) for lane in self._lanes if lane.env.is_sync}
         self._begun = True
+
+    def _initial_state(self, batch_size: int) -> AgentState:
+        try:
+            return self._inferencer.initial_state(batch_size)
+        except NoMethodError:  # of a node that has `inference` alone
+            self._inferencer = StatelessInference(self._inferencer)
+            return self._inferencer.initial_state(batch_size)
 
     def _begin_with_pace(self) -> None:
         if not self._begun:

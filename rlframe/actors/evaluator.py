@@ -11,6 +11,7 @@ from rlframe.actors.actor import env_seed
 from rlframe.actors.lanes import stepping, zero_at_first
 from rlframe.envs import as_pool
 from rlframe.errors import EnvError, StoppedError, UsageError
+from rlframe.inferencers.base import Inference, as_inference
 from rlframe.interprocess.progress import STARTING
 from rlframe.types import LAST, Logs, global_env_ids
 
@@ -38,7 +39,7 @@ class Evaluator:
     def __init__(
         self,
         env_builder: Any,
-        inferencer: Any,
+        inferencer: Inference | Any,
         episodes: int = 20,
         *,
         seed: int = 0,
@@ -50,7 +51,7 @@ class Evaluator:
             self._env = as_pool(env_builder, seed=env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:
             raise UsageError("Evaluator needs a synchronous pool (SyncEnv); its env_builder gave an asynchronous one.")
-        self._inferencer = inferencer
+        self._inferencer = as_inference(inferencer)
         self._episodes = episodes
         self._max_episode_length = max_episode_length
         self._stop = threading.Event()

@@ -7,15 +7,15 @@ from typing import Any
 
 # Resolved on first use: the commands that only talk to a coordinator do not wait for JAX.
 _PUBLIC = {
-    "Attempt": "rlframe.coordinator.param_store",
+    "Attempt": "rlframe.params.store",
     "CollectorWorker": "rlframe.coordinator.workers.collector",
     "Coordinator": "rlframe.coordinator.coordinator",
     "CoordinatorConfig": "rlframe.coordinator.config",
-    "FileParamStore": "rlframe.coordinator.param_store_files",
+    "FileParamStore": "rlframe.params.files",
     "LearnerWorker": "rlframe.coordinator.workers.learner",
     "Limits": "rlframe.coordinator.config",
     "LocalOperator": "rlframe.coordinator.operators.local",
-    "SharedParamStore": "rlframe.coordinator.param_store_shared",
+    "SharedParamStore": "rlframe.params.shared",
     "StaticOperator": "rlframe.coordinator.operators.static",
     "TrainOne": "rlframe.coordinator.commander",
     "save_workers": "rlframe.coordinator.workers.records",

@@ -33,7 +33,7 @@ class ReplayThread:
 
     Args:
         replay: the buffer. Where it gives no keys, it is only asked for its counters.
-        param_store: see `rlframe.coordinator.param_store`.
+        param_store: see `rlframe.params`.
         happened: is called with `BatchesDrawn` and `Pinned`.
         directory: where a buffer that is drawn from here is saved, and found again.
 

@@ -13,13 +13,15 @@ import jax
 import numpy as np
 
 from rlframe import compilation, handles
+from rlframe.agents.base import Agent
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.refreshing import Refresher
 from rlframe.inferencers.shared_calls import CallReader
 from rlframe.interprocess.memory import Name
 from rlframe.interprocess.progress import COMPUTING
-from rlframe.packing import Packing
+from rlframe.params.packing import PackedParams, Packing
+from rlframe.params.source import ParamSource
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)
@@ -58,12 +60,11 @@ class Inferencer:
     Args:
         cfg: see `InferencerConfig`.
         agent: the `Agent` that acts.
-        learner: anything with `get_params(known_version) -> (version, tree or None)` and, for on-policy agents,
-            `wait_for_version(known_version, timeout) -> version`; or a handle to a node that has them, which is looked
-            up at the first call.
+        learner: a `ParamSource` (a Learner, a policy of a param store), or a handle to a node that is one, which is
+            looked up at the first call.
     """
 
-    def __init__(self, cfg: InferencerConfig, agent: Any, learner: Any) -> None:
+    def __init__(self, cfg: InferencerConfig, agent: Agent, learner: ParamSource | Any) -> None:
         self._cfg = cfg
         self._agent = agent
         self._learner_or_handle = learner
@@ -122,14 +123,17 @@ class Inferencer:
         """The agent's recurrent state at FIRST, as numpy: a tree of [batch_size, ...]."""
         return jax.tree.map(np.asarray, self._agent.initial_state(batch_size))
 
-    def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
+    def inference(
+        self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState = ()
+    ) -> tuple[AgentOutput, AgentState]:
         """Acts on a batch of timesteps. Any thread may call it, and any call may be repeated.
 
         Args:
             env_ids: [B] int64, the global ids of the environments. State travels with the call, so any inferencer can
                 answer for any environment; the rank of the first decides the stream of random numbers.
             timestep: [B, ...], see `rlframe.types`.
-            state: the recurrent state that the call before gave for these environments, [B, ...].
+            state: the recurrent state that the call before gave for these environments, [B, ...]; not needed for an
+                agent without one.
 
         Returns:
             (output, state), all numpy; `output.params_version` is the version that acted.
@@ -244,12 +248,12 @@ class Inferencer:
         """Takes over what `get_state` gave."""
         self._calls = state["calls"]
         if state["params"] is not None:
-            self._take(state["version"], state["params"])
+            self._take(state["version"], PackedParams.of(state["params"]))
 
-    def _take(self, version: int, params: Tree) -> None:
+    def _take(self, version: int, packed: PackedParams) -> None:
         if self._params_packing is None:
-            self._params_packing = Packing(params)
-        acting = version, self._upload(self._params_packing.pack_numpy(params))
+            self._params_packing = packed.packing
+        acting = version, self._upload(packed.arrays)
         with self._new_version:
             self._acting = acting
             self._new_version.notify_all()

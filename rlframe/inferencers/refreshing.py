@@ -11,8 +11,9 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
-from rlframe.learners.shared_params import LearnerClient
-from rlframe.types import Tree
+from rlframe.params.packing import PackedParams
+from rlframe.params.publication import LearnerClient
+from rlframe.params.source import PackedSource, ParamSource, as_packed_source
 
 _log = logging.getLogger(__name__)
 
@@ -23,11 +24,9 @@ class Refresher:
     """Asks a learner for parameters: by shared memory where they lie there, else by calls.
 
     Args:
-        learner: anything with `get_params(known_version) -> (version, tree or None)` and, for who waits for them,
-            `wait_for_version(known_version, timeout) -> version`; or a handle to a node that has them, which is looked
-            up at the first question.
+        learner: a `ParamSource`, or a handle to a node that is one, which is looked up at the first question.
         known: gives the version that is known; -1 is none.
-        take: is called with (version, params) of another one.
+        take: is called with (version, packed parameters) of another one.
         deadline: seconds that a learner in another process may be out of reach.
         stop: ends the waiting for it, and `follow`.
 
@@ -38,9 +37,9 @@ class Refresher:
 
     def __init__(
         self,
-        learner: Any,
+        learner: ParamSource | Any,
         known: Callable[[], int],
-        take: Callable[[int, Tree], None],
+        take: Callable[[int, PackedParams], None],
         deadline: float,
         stop: threading.Event,
     ) -> None:
@@ -51,9 +50,11 @@ class Refresher:
         self.problem = ""
 
     @functools.cached_property
-    def _learner(self) -> Any:
-        return handles.resolve(
-            self._learner_or_handle, "learner", deadline=self._deadline, stop=self._stop, wrap=LearnerClient
+    def _learner(self) -> PackedSource:
+        return as_packed_source(
+            handles.resolve(
+                self._learner_or_handle, "learner", deadline=self._deadline, stop=self._stop, wrap=LearnerClient
+            )
         )
 
     def refresh(self) -> None:
@@ -63,10 +64,10 @@ class Refresher:
             PeerError: the learner is in another process, and did not answer for `deadline`.
             StoppedError: `stop` was set, or the program ended, while it did not answer.
         """
-        version, params = self._learner.get_params(self._known())
+        version, packed = self._learner.get_packed(self._known())
         self.heard_at, self.problem = time.monotonic(), ""
-        if params is not None:
-            self._take(version, params)
+        if packed is not None:
+            self._take(version, packed)
 
     def wait_for_version(self, known_version: int, timeout: float) -> None:
         """Waits for the learner to have a version above `known_version`. Raises as `refresh`."""

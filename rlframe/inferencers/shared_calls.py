@@ -102,7 +102,7 @@ class InferencerClient:
 
     def _note(self, given: Answer | str) -> Answer:
         answer: Answer = _given(given)
-        if self._answer is None:
+        if self._answer is None and self._method != "inference":
             output, state = answer
             self._answer = jax.tree.map(lambda leaf: leaf[:0], (output._replace(params_version=None), state))
         return answer

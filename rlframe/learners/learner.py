@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe import compilation, handles
-from rlframe.agents.base import LearnerState
+from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
-from rlframe.interprocess.memory import Name
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.learners.checks import check_are_numbers, check_loss, check_params
 from rlframe.learners.config import LearnerConfig
 from rlframe.learners.freed_memory import keep_freed_memory
-from rlframe.learners.publication import Publication
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
-from rlframe.packing import Packing
-from rlframe.replay import BaseReplayBuffer, as_replay_buffer
+from rlframe.params.packing import PackedParams, Packing
+from rlframe.params.publication import Publication
+from rlframe.params.store import PolicySource
+from rlframe.replay import BaseReplayBuffer, ReplayReader, as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
 
 _log = logging.getLogger(__name__)
@@ -38,21 +38,28 @@ class Learner:
     Args:
         cfg: see `LearnerConfig`.
         agent: the `Agent` that learns.
-        replay_buffer: where `run()` takes its batches and where priorities go: an object in this process, or a
+        replay_buffer: where `run()` takes its batches and where priorities go: a `ReplayReader` in this process, or a
             `reverb.Client`.
         logger: anything with `write(step, values)`, used by `run()`; None logs nothing.
         may_write: called before anything is written under `cfg.checkpoint_dir`: what it raises is raised, and nothing
             is written. For a learner whose successor may be writing there already; None: it always may.
+        above_version: the first version that is published is above it. For a learner that follows another one whose
+            versions somebody knows, but which left no checkpoint.
+
+    Attributes:
+        saver: writes what `run()` does between two updates, for who calls `step` in its place; None where nothing is
+            saved.
     """
 
     def __init__(
         self,
         cfg: LearnerConfig,
-        agent: Any,
-        replay_buffer: Any,
+        agent: Agent,
+        replay_buffer: ReplayReader | Any,
         logger: Any = None,
         *,
         may_write: Callable[[], None] | None = None,
+        above_version: int = -1,
     ) -> None:
         keep_freed_memory()
         self._cfg = cfg
@@ -83,22 +90,26 @@ class Learner:
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
         self._params = agent.initial_params(init_rng)
         self._learner_state = agent.initial_learner_state(self._params)
-        if isinstance(self._learner_state, LearnerState):
+        if "rng" in getattr(self._learner_state, "_fields", ()):
             self._learner_state = self._learner_state._replace(rng=learner_rng)
         # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
         self._params, self._learner_state = _copy((self._params, self._learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._copy_for_actors = jax.jit(self._pack_for_actors)
-        self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
+        self._update: Callable[..., Any] = self._update_and_copy
+        if agent.jit_learner_step:
+            self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
         published = self._copy_for_actors(self._params, self._learner_state)
         self._publication = Publication(self._packing, self._versions.value, published)
         self._replay_stats = Snapshot(self._replay_buffer.stats if self._is_buffer else dict)
-        self._saver: Saver | None = None
+        self.saver: Saver | None = None
         if cfg.checkpoint_dir:
-            lock, kept = self._update_lock, cfg.checkpoints_kept
-            self._saver = Saver(self, lock, self._replay_buffer, cfg.checkpoint_dir, kept, may_write)
+            self.saver = Saver(cfg, self, self._update_lock, self._replay_buffer, may_write)
         if cfg.resume:
             self._resume()
+        if above_version >= self.params_version:
+            self._versions.skip(above_version)
+            self._publish()
         if self._is_buffer:
             self._replay_buffer.note_update((), self.params_version)
 
@@ -132,8 +143,8 @@ class Learner:
     def _step(self, batch: Batch) -> Logs:
         self._check_loss()
         keys, staleness = batch.keys, self.params_version - _mean_version(batch.params_version)
-        params, learner_state, logs, published = self._run_update(batch._replace(keys=(), params_version=()))
-        self._params, self._learner_state = params, learner_state
+        batch = batch._replace(keys=(), params_version=())
+        self._params, self._learner_state, logs, published = self._update(self._params, self._learner_state, batch)
         self._learner_steps += 1
         version = self._versions.next()
         if self._max_staleness is not None:
@@ -148,7 +159,7 @@ class Learner:
             self._replay_buffer.note_update(keys, version)
         if priorities is not None:
             self._check_loss()  # they are fetched here in any case, and a buffer takes no NaN
-            self._replay_buffer.update_priorities(keys, np.asarray(priorities))
+            self._needed("update_priorities", "The agent logs priorities")(keys, np.asarray(priorities))
         return logs
 
     def run(self) -> None:
@@ -170,12 +181,13 @@ class Learner:
         except StoppedError:  # while it waited for the replay's server
             if not self._stop.is_set():
                 raise
-        self.save_where_due(final=True)
+        if self.saver is not None:
+            self.saver.save_if_due(final=True)
 
     def _learn_from_dataset(self) -> None:
         if self._max_staleness is not None:
             self._replay_buffer.forget_before(self.params_version - self._max_staleness)
-        self._dataset = dataset = self._replay_buffer.make_dataset()
+        self._dataset = dataset = self._needed("make_dataset", "run() takes batches from it")()
         # Before there was a dataset that they could close; or this learner was resumed from its last checkpoint.
         if self._stop.is_set() or self._finish.is_set() or self._is_done:
             dataset.close()
@@ -188,36 +200,23 @@ class Learner:
                     continue
                 if self._logger is not None and self._learner_steps % self._cfg.log_every == 0:
                     self._logger.write(self._learner_steps, logs)
-                self.save_where_due()
+                if self.saver is not None:
+                    self.saver.save_if_due()
                 if self._is_done:
                     break
         finally:
             dataset.close()
 
+    def _needed(self, method: str, why: str) -> Callable[..., Any]:
+        """A method of the replay buffer."""
+        if not hasattr(self._replay_buffer, method):
+            kind = type(self._replay_buffer).__name__
+            raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {method}(). {why}.")
+        return getattr(self._replay_buffer, method)
+
     @property
     def _is_done(self) -> bool:
         return self._cfg.max_learner_steps is not None and self._learner_steps >= self._cfg.max_learner_steps
-
-    def save_where_due(self, *, now: bool = False, final: bool = False) -> None:
-        """Writes what `run()` writes between two updates: a checkpoint with its replay, where one is due.
-
-        For who calls `step` in its place. Without a `checkpoint_dir` it does nothing.
-
-        Args:
-            now: one is due.
-            final: nothing is published after this; see `save`.
-
-        Raises:
-            CheckpointError: the final one could not be written; the ones before are untouched.
-            NonFiniteLossError: the parameters hold NaN or infinity; nothing was written.
-        """
-        saver = self._saver
-        if saver is None:
-            return
-        saver.wait()
-        is_due = self._learner_steps % self._cfg.checkpoint_every == 0 or saver.seconds >= self._cfg.checkpoint_seconds
-        if is_due or now or final:
-            saver.save(final=final)
 
     def settle(self) -> dict[str, float]:
         """Waits for the newest update, and gives its logs as numbers: none before the first.
@@ -228,18 +227,6 @@ class Learner:
         with self._update_lock:
             self._check_loss()
         return {name: float(np.asarray(value).reshape(())) for name, value in self._logs.items()}
-
-    def publish_above(self, version: int) -> None:
-        """Publishes the newest parameters anew, above `version`, where what is published is not.
-
-        For a learner that follows another one whose versions somebody knows, but which left no checkpoint.
-        """
-        with self._update_lock:
-            if version >= self.params_version:
-                self._versions.skip(version)
-                self._publication.publish(
-                    self._versions.value, self._copy_for_actors(self._params, self._learner_state)
-                )
 
     def finish(self) -> None:
         """Ends learning and saves, while `get_params` goes on answering until `stop()`. Any thread may call it."""
@@ -278,12 +265,16 @@ class Learner:
         """The newest version, as soon as it is above `known_version`, or after `timeout` seconds (1 at most)."""
         return self._publication.wait_for_version(known_version, timeout)
 
-    def shared_params(self) -> Name | None:
-        """Where processes of this machine read what `get_params` gives; see `rlframe.learners.shared_params`.
+    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """As `get_params`, packed: what an Inferencer asks for."""
+        return self._publication.get_packed(known_version)
+
+    def shared_params(self) -> PolicySource | None:
+        """Where processes of this machine read what `get_packed` gives: what an Inferencer asks another process for.
 
         None where there is no such memory, or the Learner was closed.
         """
-        return self._publication.shared_params()
+        return self._publication.shared()
 
     def save(self, extras: Any = None, *, final: bool = False) -> None:
         """Writes a checkpoint of parameters, learner state and counters under `cfg.checkpoint_dir`.
@@ -315,9 +306,9 @@ class Learner:
 
         For a node that asks from afar: it returns at once, and may be repeated. `run()` raises what comes of it.
         """
-        if self._saver is None:
+        if self.saver is None:
             raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
-        self._saver.save_soon()
+        self.saver.save_soon()
 
     def restore(self, step: int | None = None) -> Any:
         """Takes over a checkpoint (the latest by default) and returns the extras saved with it.
@@ -336,14 +327,17 @@ class Learner:
         return saved["extras"]
 
     def _resume(self) -> None:
-        assert self._checkpointer is not None and self._saver is not None  # the config has seen to it
+        assert self._checkpointer is not None and self.saver is not None  # the config has seen to it
         if self._checkpointer.steps():
-            self._saver.restore()
+            self.saver.restore()
         else:  # others may know the versions of a learner that died before its first checkpoint
             self._publish_past(self.params_version)
 
     def _publish_past(self, version: int) -> None:
         self._versions.resume(version)
+        self._publish()
+
+    def _publish(self) -> None:
         self._publication.publish(self._versions.value, self._copy_for_actors(self._params, self._learner_state))
 
     def close(self) -> None:
@@ -370,15 +364,9 @@ class Learner:
         )
         return True
 
-    def _run_update(self, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
-        if self._agent.jit_learner_step:
-            return self._update(self._params, self._learner_state, batch)
-        params, learner_state, logs = self._agent.learner_step(self._params, self._learner_state, batch)
-        return params, learner_state, dict(logs), self._copy_for_actors(params, learner_state)
-
     def _update_and_copy(self, params: Tree, learner_state: Tree, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
-        return params, learner_state, dict(logs), self._pack_for_actors(params, learner_state)
+        return params, learner_state, dict(logs), self._copy_for_actors(params, learner_state)
 
     def _pack_for_actors(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copies: what actors read must outlive the update that the learner's own arrays are donated to.

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.progress import SAVING
+from rlframe.learners.config import LearnerConfig
 from rlframe.learners.replay_files import ReplayFiles
 from rlframe.replay import BaseReplayBuffer
 
@@ -27,39 +28,50 @@ class Saver:
     good.
 
     Args:
+        cfg: of the learner; replays go into `replay` below its `checkpoint_dir`.
         learner: what is saved.
         lock: held by it while it updates.
         replay_buffer: what it samples.
-        directory: of its checkpoints; replays go into `replay` below.
-        keep: how many checkpoints stay.
         may_write: called before anything is written: what it raises, `save` raises, and nothing is written.
     """
 
     def __init__(
         self,
+        cfg: LearnerConfig,
         learner: Any,
         lock: Any,
         replay_buffer: Any,
-        directory: str,
-        keep: int,
         may_write: Callable[[], None] | None = None,
     ) -> None:
-        self._may_write = may_write or (lambda: None)
+        assert cfg.checkpoint_dir is not None
+        self._cfg, self._may_write = cfg, may_write or (lambda: None)
         self._learner, self._lock, self._replay_buffer = learner, lock, replay_buffer
         self._carries_replay = isinstance(replay_buffer, BaseReplayBuffer) and replay_buffer.is_saved_by_learner
-        self._files = ReplayFiles(pathlib.Path(directory) / "replay", keep)
+        self._files = ReplayFiles(pathlib.Path(cfg.checkpoint_dir) / "replay", cfg.checkpoints_kept)
         self._large_due = self._tried_at = time.monotonic()
         self._saved_step = learner.learner_steps
         self._starting = threading.Lock()
         self._thread = threading.Thread()  # of `save_soon`; this one never ran
         self._failure: Exception | None = None
 
-    @property
-    def seconds(self) -> float:
-        """How long ago the last checkpoint was written, or could not be."""
-        return time.monotonic() - self._tried_at
+    def save_if_due(self, *, now: bool = False, final: bool = False) -> None:
+        """Writes a checkpoint with its replay between two updates, where one is due.
 
-    def save(self, *, final: bool = False) -> None:
+        Args:
+            now: one is due.
+            final: nothing is published after this; see `Learner.save`.
+
+        Raises:
+            CheckpointError: the final one could not be written; the ones before are untouched.
+            NonFiniteLossError: the parameters hold NaN or infinity; nothing was written.
+        """
+        self._wait()
+        cfg, seconds = self._cfg, time.monotonic() - self._tried_at
+        is_due = self._learner.learner_steps % cfg.checkpoint_every == 0 or seconds >= cfg.checkpoint_seconds
+        if is_due or now or final:
+            self._save_or_warn(final)
+
+    def _save_or_warn(self, final: bool) -> None:
         """Writes a checkpoint, unless there is one of this learner step already.
 
         One that cannot be written (the disk is full, say) is warned of, and tried again when the next is due: the ones
@@ -93,13 +105,13 @@ class Saver:
             self._files.prune()
 
     def save_soon(self) -> None:
-        """Has a thread `save`, between two updates, and returns at once; `wait` raises what it raises."""
+        """Has a thread save, between two updates, and returns at once; `save_if_due` raises what it raises."""
         with self._starting:
             if not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._save_in_thread, name="rlframe checkpoint", daemon=True)
                 self._thread.start()
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Waits for the end of what `save_soon` began. (A lock alone could be taken again and again by the updates.)"""
         if self._thread.is_alive():
             self._thread.join()
@@ -108,7 +120,7 @@ class Saver:
 
     def _save_in_thread(self) -> None:
         try:
-            self.save()
+            self._save_or_warn(final=False)
         except Exception as error:
             self._failure = error
             self._learner.stop()  # it may be waiting for a batch

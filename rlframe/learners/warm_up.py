@@ -39,7 +39,7 @@ def warm_up(
     `GRPOConfig.weights`: then that is what GRPO starts from, and its reference.
 
     Args:
-        agent: whose parameters, optimiser and `supervised_*` settings.
+        agent: whose parameters, optimizer and `supervised_*` settings.
         demonstrate: `f(source of chance, count)` gives so many prompts and right answers, fresh ones with each call;
             `BaseEnv.demonstrations`.
         tokenizer: of the model. The answers end with its eos token.

@@ -14,6 +14,7 @@ from rlframe.actors import Actor
 from rlframe.errors import PeerError, UsageError
 from rlframe.handles import resolve
 from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.types import AgentOutput
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
 from tests.ports import free_address
 from tests.serving import CHILD_DEADLINE, Child, client, fixed_inferencer, running, serving
@@ -151,3 +152,29 @@ def test_an_actor_goes_on_with_another_inferencer_when_its_own_is_killed():
     assert (answered_by[0], answered_by[-1]) == (0.75, 0.25)  # rank 1 begins with number 1
     counts = [int(step.timestep.observation[0, 0]) for _, step in buffer.steps]
     assert counts == [number % 4 for number in range(len(counts))]  # and no environment noticed
+
+
+class OnlyInference:
+    """No Inferencer, nor anything like one but for this."""
+
+    def inference(self, env_ids, timestep):
+        return AgentOutput(np.zeros(len(env_ids), np.int32), {"w": np.full(len(env_ids), 0.5, np.float32)})
+
+
+class OnlyAdds:
+    def __init__(self):
+        self.rewards = []
+
+    def add(self, env_ids, step):
+        self.rewards.append(float(step.next_timestep.reward.sum()))
+
+
+def test_nodes_that_have_only_inference_and_only_add_will_do():
+    addresses, buffer = [free_address(), free_address()], OnlyAdds()
+    with serving(OnlyInference(), addresses[0]), serving(buffer, addresses[1]):
+        actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), *map(client, addresses))
+        for _ in range(4):
+            actor.step()
+        assert (actor.rank, actor.env_steps) == (0, 6)
+        assert buffer.rewards[:4] == [2.0, 2.0, 2.0, 0.0]
+        actor.close()

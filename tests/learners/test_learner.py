@@ -263,16 +263,16 @@ def test_a_learner_goes_on_while_its_disk_is_full_and_fails_if_its_last_checkpoi
     config = LearnerConfig(checkpoint_dir=str(small_disk.path / "checkpoints"))
     learner = Learner(config, counting_agent(prioritised=True), filled_buffer(prioritised=True))
     learner.step(reward_batch([1.0]))
-    learner.save_where_due(now=True)
+    learner.saver.save_if_due(now=True)
     small_disk.fill()
     learner.step(reward_batch([1.0]))
-    learner.save_where_due(now=True)
+    learner.saver.save_if_due(now=True)
     assert "Learning goes on; the next checkpoint is another try." in caplog.text
     assert checkpoints(small_disk.path / "checkpoints") == replays(small_disk.path / "checkpoints") == [1]
     with pytest.raises(CheckpointError, match="could not be saved|Cannot write checkpoint"):
-        learner.save_where_due(final=True)
+        learner.saver.save_if_due(final=True)
     small_disk.free()
-    learner.save_where_due(final=True)
+    learner.saver.save_if_due(final=True)
     assert checkpoints(small_disk.path / "checkpoints") == replays(small_disk.path / "checkpoints") == [1, 2]
     learner.close()
 
@@ -430,6 +430,16 @@ def test_a_log_that_is_no_number_is_named_by_the_update_and_not_by_who_asks(valu
     with pytest.raises(UsageError, match=f"logs 'errors' as {what}; a log is one number"):
         learner.step(reward_batch([1, 1, 1, 1]))
     assert learner.stats()["learner_steps"] == 1
+
+
+def test_what_a_replay_buffer_lacks_is_named():
+    class Nothing:
+        pass
+
+    with pytest.raises(UsageError, match=r"a Nothing, needs make_dataset\(\)\. run\(\) takes batches from it"):
+        Learner(LearnerConfig(), counting_agent(), Nothing()).run()
+    with pytest.raises(UsageError, match=r"needs update_priorities\(\)\. The agent logs priorities"):
+        Learner(LearnerConfig(), counting_agent(prioritised=True), Nothing()).step(reward_batch([1.0]))
 
 
 def test_a_snapshot_gives_the_newest_answer_that_came():

@@ -11,7 +11,9 @@ from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import waiting_for
-from rlframe.types import Logs, Tree
+from rlframe.params.source import FixedParams, ParamSource
+from rlframe.params.store import ParamStore
+from rlframe.types import Logs
 
 _POLL = 0.2  # seconds that the param store is waited for at once
 
@@ -45,7 +47,7 @@ class CollectorWorker(TaskWorker):
         make_actor: `f(inferencer, rank)` gives the Actor of a `collect` task; the rank is the worker's index, so that a
             replacement takes its exploration and its place in the buffer. None: this worker collects nothing.
         agent: the `Agent` that acts.
-        param_store: see `rlframe.coordinator.param_store`.
+        param_store: see `rlframe.params`.
         worker_id, index, incarnation: see `TaskWorker`.
         seed: of the actions.
         evaluations: `f(agent, learner)` gives what evaluates. None: this worker evaluates nothing.
@@ -55,7 +57,7 @@ class CollectorWorker(TaskWorker):
         self,
         make_actor: Callable[[Inferencer, int], Actor] | None,
         agent: Any,
-        param_store: Any,
+        param_store: ParamStore,
         worker_id: str,
         index: int,
         incarnation: int,
@@ -67,7 +69,7 @@ class CollectorWorker(TaskWorker):
         self._agent, self._store, self._seed = agent, param_store, seed
         self._actor: Actor | None = None
         self._inferencer: Inferencer | None = None
-        self._one_version = _OneVersion()
+        self._one_version = FixedParams()
         self._evaluations: VersionEvaluator | None = None
         self._evaluated: Evaluated | None = None
         self._is_evaluating = False
@@ -91,13 +93,13 @@ class CollectorWorker(TaskWorker):
         version = self._inferencer.params_version
         return Started({"params_version": version, "rank": actor.rank, "num_envs": actor.num_envs})
 
-    def _wait_for_params(self, source: Any) -> None:
+    def _wait_for_params(self, source: ParamSource) -> None:
         self._waits_for = "params"
         with waiting_for("the first parameters"):
             self._wait_for_a_version(source)
         self._waits_for = ""
 
-    def _wait_for_a_version(self, source: Any) -> None:
+    def _wait_for_a_version(self, source: ParamSource) -> None:
         while source.wait_for_version(-1, _POLL) < 0:
             if self._stop.is_set():
                 raise StoppedError(f"{self.worker_id} was told to stop while it waited for the first parameters.")
@@ -111,7 +113,7 @@ class CollectorWorker(TaskWorker):
                 f"Version {version} of policy {task.policy_id!r} cannot be evaluated: the param store has {there}. "
                 "Pin a version until it is evaluated."
             )
-        self._one_version.version, self._one_version.params = found.version, found.params
+        self._one_version.version, self._one_version.packed = found.version, found.packed
         self._evaluated, self._is_evaluating = None, True
         if self._evaluations is None:
             assert self._make_evaluations is not None
@@ -160,14 +162,3 @@ class CollectorWorker(TaskWorker):
         stats = actor.stats()
         actor.close()
         return stats
-
-
-class _OneVersion:
-    """A learner that has one version of its parameters: the one that is to be evaluated."""
-
-    def __init__(self) -> None:
-        self.version = -1
-        self.params: Tree = None
-
-    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        return self.version, (None if self.version == known_version else self.params)

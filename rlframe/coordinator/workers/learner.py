@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask, Update
-from rlframe.coordinator.param_store import Attempt
 from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
+from rlframe.params.store import Attempt, ParamStore
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Step
 
@@ -33,7 +33,7 @@ class LearnerWorker(TaskWorker):
         cfg: of the Learner.
         agent: the `Agent` that learns.
         replay_buffer: an object that this process can sample, or fetch from by keys; or a `reverb.Client`.
-        param_store: see `rlframe.coordinator.param_store`.
+        param_store: see `rlframe.params`.
         worker_id, index, incarnation: see `TaskWorker`.
         batches: that it asks for at once. On-policy it asks for what it may learn from before the next version.
         hparams: what goes into the param store with the parameters: plain numbers and words.
@@ -46,7 +46,7 @@ class LearnerWorker(TaskWorker):
         cfg: LearnerConfig,
         agent: Any,
         replay_buffer: Any,
-        param_store: Any,
+        param_store: ParamStore,
         worker_id: str,
         index: int,
         incarnation: int,
@@ -71,8 +71,8 @@ class LearnerWorker(TaskWorker):
         self._noted = NotedReplay(self._buffer)
         resumed = self._cfg.resume and bool(self._checkpoints())
         may_write = functools.partial(self._store.check, task.policy_id, fence)
-        self._learner = learner = Learner(self._cfg, self._agent, self._noted, may_write=may_write)
-        learner.publish_above(max(self._store.newest(task.policy_id), task.options.get("min_version", -1)))
+        known = max(self._store.newest(task.policy_id), task.options.get("min_version", -1))
+        self._learner = learner = Learner(self._cfg, self._agent, self._noted, may_write=may_write, above_version=known)
         if self._max_staleness is not None:
             self._noted.forget_before(learner.params_version - self._max_staleness)
         self._published, self._published_at = -1, 0.0
@@ -95,8 +95,8 @@ class LearnerWorker(TaskWorker):
             dropped, logs = self._learn_from_grant(learner, request.count, request.seconds)
         else:
             dropped, logs = self._learn_from_keys(learner, request.batches)
-        if request.save:
-            learner.save_where_due(now=True)
+        if request.save and learner.saver is not None:
+            learner.saver.save_if_due(now=True)
         self._publish(learner)
         updates = self._noted.take_updates()
         if not updates and not dropped:
@@ -128,7 +128,8 @@ class LearnerWorker(TaskWorker):
         # Where versions may not be old, actors wait for this one.
         if self._max_staleness is not None or time.monotonic() > self._published_at + _PUBLISH_EVERY:
             self._publish(learner)
-        learner.save_where_due()
+        if learner.saver is not None:
+            learner.saver.save_if_due()
         return False
 
     def _draw(self, until: float) -> Batch | None:
@@ -150,10 +151,10 @@ class LearnerWorker(TaskWorker):
     def _publish(self, learner: Learner) -> None:
         """Puts the newest version into the store, unless its update's loss is not finite."""
         learner.settle()
-        version, params = learner.get_params(self._published)
-        if params is not None:
+        version, packed = learner.get_packed(self._published)
+        if packed is not None:
             hparams = {**self._hparams, "learner_steps": learner.learner_steps}
-            self._store.put(self._policy_id, version, params, hparams, attempt=self._fence)
+            self._store.put(self._policy_id, version, packed, hparams, attempt=self._fence)
             self._published, self._published_at = version, time.monotonic()
 
     def _steps_within(self) -> int:
@@ -167,7 +168,8 @@ class LearnerWorker(TaskWorker):
             if learner is None:
                 return {}
             if final:
-                learner.save_where_due(final=True)
+                if learner.saver is not None:
+                    learner.saver.save_if_due(final=True)
                 self._publish(learner)
             steps, version, saved = learner.learner_steps, learner.params_version, self._checkpoints()
             return {"learner_steps": steps, "params_version": version, "checkpoint": saved[-1] if saved else None}

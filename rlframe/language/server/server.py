@@ -90,7 +90,13 @@ class PolicyServer:
         self._engine: Engine | None = None
         self._seen, self._refreshes, self._taken_at = -1, 0, 0.0  # of the learner's versions
         self._learner, self._params = learner, params
-        self._refresher = Refresher(learner, lambda: self._seen, self._take, cfg.learner_deadline, self._stop)
+        self._refresher = Refresher(
+            learner,
+            lambda: self._seen,
+            lambda version, packed: self._take(version, packed.unpack()),
+            cfg.learner_deadline,
+            self._stop,
+        )
         self._failure: BaseException | None = None
         self._url = ""
 

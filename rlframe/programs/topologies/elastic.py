@@ -18,7 +18,6 @@ from rlframe.actors import Actor
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
-from rlframe.coordinator.param_store_shared import SharedParamStore
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.coordinator.workers.process import SILENCE
@@ -27,6 +26,7 @@ from rlframe.engines import Engine
 from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.params.shared import SharedParamStore
 from rlframe.programs import naming
 from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.evaluation import Evaluations

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from rlframe.coordinator.messages import Learn
-from rlframe.coordinator.param_store_files import FileParamStore
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.learners import LearnerConfig
+from rlframe.params.files import FileParamStore
 from tests.coordinator.workers.calling import Caller
 from tests.coordinator.workers.test_learner import filled, start
 from tests.fakes import counting_agent

@@ -11,10 +11,10 @@ import pytest
 from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
 from rlframe.coordinator.messages import Closed, Collected, Evaluated, Failed, GetData, NotReady, Started, StartTask
-from rlframe.coordinator.param_store_files import FileParamStore
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
+from rlframe.params.files import FileParamStore
 from rlframe.programs.evaluation import Evaluations
 from rlframe.programs.experiment import make_experiment
 from rlframe.replay import ReplayBuffer

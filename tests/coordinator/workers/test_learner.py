@@ -16,13 +16,13 @@ import pytest
 from rlframe.actors import Actor
 from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
 from rlframe.coordinator.messages import CallRefused, Closed, Demand, Learn, NotReady, Started, StartTask
-from rlframe.coordinator.param_store import Attempt
-from rlframe.coordinator.param_store_files import FileParamStore
 from rlframe.coordinator.workers import learner as learner_module
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.envs import SyncEnv
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import LearnerConfig
+from rlframe.params.files import FileParamStore
+from rlframe.params.store import Attempt
 from rlframe.replay import ReplayBuffer
 from tests.coordinator.workers.calling import PATIENCE, Caller
 from tests.fakes import CountingEnv, FixedParams, counting_agent
@@ -119,8 +119,8 @@ def filled(kind=Drawn, prioritised=False):
 def test_a_start_publishes_the_first_version(make, store):
     started = start(make(filled()))
     assert started.info == {"learner_steps": 0, "params_version": 1, "resumed": False}
-    version, params, hparams = store.get(POLICY)
-    assert (version, params, hparams) == (1, {"w": 0.0}, {"learner_steps": 0})
+    found = store.get(POLICY)
+    assert (found.version, found.params, found.hparams) == (1, {"w": 0.0}, {"learner_steps": 0})
 
 
 @pytest.mark.parametrize(("in_store", "min_version"), [(7, -1), (-1, 7), (5, 7), (7, 5)])

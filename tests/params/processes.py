@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.coordinator.param_store import Attempt
-from rlframe.coordinator.param_store_files import FileParamStore
 from rlframe.errors import RlframeError
+from rlframe.params import Attempt, FileParamStore, PackedParams
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0  # seconds for whatever a test waits for
@@ -41,7 +40,7 @@ class Process:
     """A new interpreter that runs a function of this module on a pickled store and says things, a JSON per line."""
 
     def __init__(self, function: Any, *args: Any) -> None:
-        command = [sys.executable, "-m", "tests.coordinator.param_processes"]
+        command = [sys.executable, "-m", "tests.params.processes"]
         self.popen = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.popen.stdin is not None
         self.popen.stdin.write(pickle.dumps((function.__name__, args)))
@@ -114,13 +113,12 @@ def stand_in_a_put(store: Any, version: int) -> None:
         say("in the middle")
         time.sleep(DEADLINE)
 
+    packed = PackedParams.of(params(version))
     if isinstance(store, FileParamStore):
         os.fsync = stand
     else:  # the last of the arrays never comes
-        packing = store._memory.packing
-        pack = packing.pack_numpy
-        packing.pack_numpy = lambda tree: [*pack(tree)[:-1], Stands()]
-    store.put("main", version, params(version), {"version": version})
+        packed.arrays[-1] = Stands()
+    store.put("main", version, packed, {"version": version})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What both param stores promise, in one process and between several."""
+"""What all param stores promise, in one process and between several."""
 
 from __future__ import annotations
 
@@ -16,31 +16,49 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.coordinator import param_store_files, param_store_shared
-from rlframe.coordinator.param_store import HPARAMS_BYTES, Attempt, ParamStore
-from rlframe.coordinator.param_store_files import FileParamStore
-from rlframe.coordinator.param_store_shared import SharedParamStore
 from rlframe.errors import CheckpointError, FencedError, PeerError, StoppedError, UnavailableError, UsageError
-from tests.coordinator import param_processes
-from tests.coordinator.param_processes import DEADLINE, Process, numbers_in, params
+from rlframe.params import Attempt, FileParamStore, LocalParamStore, PackedParams, ParamStore, SharedParamStore
+from rlframe.params import store as store_module
+from rlframe.params.store import HPARAMS_BYTES
+from tests.params import processes
+from tests.params.processes import DEADLINE, Process, numbers_in, params
 
 Make = Callable[..., ParamStore]
 
 
-@pytest.fixture(params=["shared", "files"])
+BETWEEN_PROCESSES = ("shared", "files")
+
+
+@pytest.fixture(params=["local", *BETWEEN_PROCESSES])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    yield from make_of(request.param, tmp_path)
+
+
+@pytest.fixture(params=BETWEEN_PROCESSES)
+def make_shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    yield from make_of(request.param, tmp_path)
+
+
+def make_of(kind: str, directory: Path) -> Iterator[Make]:
     made: list[ParamStore] = []
 
     def build(kept: int = 3) -> ParamStore:
-        if request.param == "shared":
+        if kind == "local":
+            made.append(LocalParamStore(kept=kept))
+        elif kind == "shared":
             made.append(SharedParamStore(params(0), policy_ids=("main", "rival"), kept=kept))
         else:
-            made.append(FileParamStore(tmp_path, kept=kept))
+            made.append(FileParamStore(directory, kept=kept))
         return made[-1]
 
     yield build
     for store in made:
         store.close()
+
+
+def as_elsewhere(store: ParamStore) -> ParamStore:
+    """The store, as another process has it where there may be one."""
+    return store if isinstance(store, LocalParamStore) else pickle.loads(pickle.dumps(store))
 
 
 @pytest.fixture
@@ -119,7 +137,7 @@ def test_a_version_that_does_not_rise_is_refused(make: Make, version: int) -> No
     store = make()
     store.put("main", 7, params(7))
     with pytest.raises(UsageError, match=f"Version {version} of policy 'main' was put, but version 7 is there"):
-        pickle.loads(pickle.dumps(store)).put("main", version, params(9))
+        as_elsewhere(store).put("main", version, params(9))
     assert store.versions("main") == [7]
     assert numbers_in(store.get("main").params) == {7}
     with pytest.raises(UsageError, match="start at 0"):
@@ -132,7 +150,7 @@ def test_an_older_attempt_puts_no_more_once_a_newer_one_has_opened_the_policy(ma
     assert store.opened("main") is None
     store.open("main", old)
     store.put("main", 5, params(5), attempt=old)
-    other = pickle.loads(pickle.dumps(store))  # as another process has it
+    other = as_elsewhere(store)
     other.open("main", new)
     other.open("main", new)  # a repetition
     assert store.opened("main") == new
@@ -175,12 +193,11 @@ def test_a_policy_that_nobody_opened_takes_what_anybody_puts_and_one_that_was_op
 
 
 def test_a_process_that_wakes_up_late_is_fenced_and_its_successor_goes_on(
-    make: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+    make_shared: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (param_store_shared, param_store_files):
-        monkeypatch.setattr(module, "_LOCK_TIMEOUT", 0.2)
-    store = make()
-    old = process(param_processes.wake, store, 1, (1, 0))
+    monkeypatch.setattr(store_module, "LOCK_TIMEOUT", 0.2)
+    store = make_shared()
+    old = process(processes.wake, store, 1, (1, 0))
     assert old.hear() == "puts"
     with stopped_outside_a_put(store, old):
         new = Attempt(1, 1)
@@ -264,7 +281,7 @@ def test_what_comes_back_is_the_callers_own(make: Make) -> None:
 
 def test_a_source_answers_as_a_learner_does(make: Make) -> None:
     store = make()
-    source = pickle.loads(pickle.dumps(store.source("main")))
+    source = as_elsewhere(store).source("main")
     assert source.get_params() == (-1, None)
     assert source.wait_for_version(-1, 0.01) == -1
     store.put("main", 3, params(3))
@@ -277,20 +294,31 @@ def test_a_source_answers_as_a_learner_does(make: Make) -> None:
 
 
 def test_who_waits_is_told_at_once(
-    make: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+    make_shared: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = make()
+    store = make_shared()
     store.put("main", 1, params(1))
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 100.0) == 1
     assert 0.9 < time.monotonic() - began < DEADLINE  # no longer than a learner would have it wait
-    for module in (param_store_shared, param_store_files):
-        monkeypatch.setattr(module, "LONGEST_WAIT", 2 * DEADLINE)
-    writer = process(param_processes.write, store, 2, 2)
+    monkeypatch.setattr(store_module, "LONGEST_WAIT", 2 * DEADLINE)
+    writer = process(processes.write, store, 2, 2)
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 2 * DEADLINE) == 2
     assert time.monotonic() - began < DEADLINE
     assert (writer.hear(), writer.hear()) == ("begins", [1, 2])
+
+
+def test_packed_parameters_travel_untouched(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, packed = make(), PackedParams.of(params(4))
+    for name in ("pack_numpy", "unpack_numpy"):
+        monkeypatch.setattr(f"rlframe.params.packing.Packing.{name}", lambda *_: pytest.fail("packed or unpacked"))
+    store.put("main", 4, packed)
+    version, found = as_elsewhere(store).source("main").get_packed()
+    assert version == 4 and found is not None and found.packing == packed.packing
+    for there, put in zip(found.arrays, packed.arrays):
+        assert there.dtype == put.dtype
+        np.testing.assert_array_equal(there, put)
 
 
 def test_close_ends_a_wait(make: Make) -> None:
@@ -320,39 +348,41 @@ def test_hparams_that_are_none_are_refused(make: Make, hparams: dict[str, Any]) 
         make().put("main", 1, params(1), hparams)
 
 
-def test_a_second_process_never_sees_half_a_version(make: Make, process: Callable[..., Process]) -> None:
-    store = make(kept=1)  # the one that is read is overwritten after the next
-    reader = process(param_processes.read, store, 100)
-    writer = process(param_processes.write, store, 0, 1_000_000)  # until the test ends
+def test_a_second_process_never_sees_half_a_version(make_shared: Make, process: Callable[..., Process]) -> None:
+    store = make_shared(kept=1)  # the one that is read is overwritten after the next
+    reader = process(processes.read, store, 100)
+    writer = process(processes.write, store, 0, 1_000_000)  # until the test ends
     assert (reader.hear(), writer.hear()) == ("begins", "begins")
     assert reader.hear() == [100, []]
 
 
 @pytest.mark.system
 def test_a_writer_that_dies_in_a_put_leaves_the_newest_and_another_goes_on(
-    make: Make, process: Callable[..., Process]
+    make_shared: Make, process: Callable[..., Process]
 ) -> None:
-    store = make(kept=2)
+    store = make_shared(kept=2)
     for version in (1, 2, 3):
         store.put("main", version, params(version), {"version": version})
     for version in (4, 5, 6, 7):  # more often than there is room for what they leave behind
-        dying = process(param_processes.stand_in_a_put, store, version)
+        dying = process(processes.stand_in_a_put, store, version)
         assert dying.hear() == "in the middle"
         assert store.versions("main") == [2, 3]
         dying.kill()
         assert store.versions("main") == [2, 3]
         assert numbers_in(store.get("main").params) == {3}
-    following = process(param_processes.write, store, 4, 6)
+    following = process(processes.write, store, 4, 6)
     assert (following.hear(), following.hear()) == ("begins", [5, 6])
     for version in (5, 6):
         assert numbers_in(store.get("main", version=version).params) == {version}
 
 
 @pytest.mark.system
-def test_a_writer_killed_at_any_moment_leaves_whole_versions(make: Make, process: Callable[..., Process]) -> None:
-    store, newest = make(kept=2), -1
+def test_a_writer_killed_at_any_moment_leaves_whole_versions(
+    make_shared: Make, process: Callable[..., Process]
+) -> None:
+    store, newest = make_shared(kept=2), -1
     for _ in range(4):
-        writer = process(param_processes.write, store, newest + 1, 10**6)
+        writer = process(processes.write, store, newest + 1, 10**6)
         assert writer.hear() == "begins"
         wanted, deadline = newest + 5, time.monotonic() + DEADLINE
         while (newest := store.wait_for_version("main", wanted, 1.0)) <= wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 import threading
 
 import jax
@@ -14,13 +15,13 @@ from rlframe.agents import PPO, PPOConfig
 from rlframe.errors import PeerError
 from rlframe.handles import resolve
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess.memory import SharedArrays
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.learners.shared_params import _LABEL, LearnerClient, ParamsPublisher, _fields, _SharedParams, _Slots
-from rlframe.packing import Packing
+from rlframe.params.packing import PackedParams
+from rlframe.params.publication import LearnerClient, Publication
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
 from tests.ports import free_address
 from tests.serving import CHILD_DEADLINE, Child, client, serving
+from tests.waiting import wait_until
 
 DEADLINE = 60.0
 
@@ -38,6 +39,10 @@ class CountedLearner(Learner):
         self._given += 1
         return super().get_params(known_version)
 
+    def get_packed(self, known_version=-1):
+        self._given += 1
+        return super().get_packed(known_version)
+
     def given(self):
         return self._given
 
@@ -53,8 +58,10 @@ class ElsewhereLearner(CountedLearner):
     """One whose memory is not found here, as on another machine: another process has its number."""
 
     def shared_params(self):
-        name = super().shared_params()
-        return name._replace(token=name.token + 1)
+        source = pickle.loads(pickle.dumps(super().shared_params()))
+        name = source.store._plan.name
+        source.store._plan = source.store._plan._replace(name=name._replace(token=name.token + 1))
+        return source
 
 
 def connect(address, deadline=CHILD_DEADLINE):
@@ -70,12 +77,12 @@ def child(address, *args):
         process.close()
 
 
-def test_a_learner_in_another_process_gives_its_parameters_by_courier_once_and_then_in_memory():
+def test_a_learner_in_another_process_gives_its_parameters_in_memory():
     address = free_address()
     with child(address, CountedLearner):
         learner = connect(address)
         version, params = learner.get_params()
-        given = learner.given()  # 1, or more on a busy machine, where a call is repeated
+        given = learner.given()
         assert (version, params["w"]) == (1, 0.0) and learner.get_params(1) == (1, None)
         for number in range(20):
             assert learner.learn(float(number)) == number + 2
@@ -93,10 +100,8 @@ def test_every_leaf_is_bit_for_bit_that_of_get_params():
     learner = CountedLearner(agent)
     with serving(learner, address):
         remote = connect(address)
-        remote.get_params()
-        given = learner.given()
         version, params = remote.get_params(-1)
-        assert learner.given() == given
+        assert learner.given() == 0
         expected = learner.get_params()
         assert version == expected[0]
         assert jax.tree.structure(params) == jax.tree.structure(expected[1])
@@ -166,58 +171,63 @@ def test_a_learner_that_is_closed_sends_its_readers_back_to_courier():
         assert learner.shared_params() is None
         learner.learn(1.0)
         version, params = remote.get_params(1)
-        assert (version, params["w"]) == (2, 0.5) and learner.given() >= 2
+        assert (version, params["w"]) == (2, 0.5) and learner.given() >= 1
 
 
 LEAVES = {"large": (50_000,), "small": (7,)}
 
 
-def packing():
-    return Packing({name: np.empty(shape, np.float32) for name, shape in LEAVES.items()})
-
-
 def packed(version):
-    return packing().pack_numpy({name: np.full(shape, version, np.float32) for name, shape in LEAVES.items()})
+    return PackedParams.of({name: np.full(shape, version, np.float32) for name, shape in LEAVES.items()})
 
 
-def write_at_full_speed(connection):
-    """Writes all slots over and over, whether or not somebody wants them; each array says its version."""
+def publish_at_full_speed(connection):
+    """Publishes versions over and over; each array says its version."""
     version = 1
-    publisher = ParamsPublisher(packing(), lambda: (version, []))
-    publisher._slots.write(version, packed(version))
-    publisher.announce()
-    connection.send(publisher.name)
+    publication = Publication(packed(version).packing, version, packed(version).arrays)
+    connection.send(publication.shared())
     while not connection.poll():
         version += 1
-        publisher._slots.write(version, packed(version))
-        publisher.announce()
+        publication.publish(version, packed(version).arrays)
+    publication.close()
 
 
 @pytest.mark.system
-def test_no_read_is_torn_under_a_writer_at_full_speed():
+def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_speed():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=write_at_full_speed, args=(there,))
+    process = context.Process(target=publish_at_full_speed, args=(there,))
     process.start()
     try:
         assert here.poll(CHILD_DEADLINE)
-        name = here.recv()
-        reader, slots = _SharedParams(packing(), name), _Slots(SharedArrays.attach(name, _LABEL, _fields(packing())))
-        known, whole, torn = -1, 0, 0
-        while whole < 300 or torn < 3:
-            torn += slots.read()[0] < 0  # noticed: the writer does get in between
-            answer = reader.get_params(known)
-            assert answer is not None and answer[0] >= known
-            if answer[1] is not None:
-                known, whole = answer[0], whole + 1
-                for leaf in answer[1].values():
+        source = here.recv()
+        known, whole = -1, 0
+        while whole < 300:
+            version, params = source.get_params(known)
+            assert version >= known
+            if params is not None and version > known:
+                known, whole = version, whole + 1
+                for leaf in params.values():
                     np.testing.assert_array_equal(leaf, known)
     finally:
         here.send("stop")
         process.join(DEADLINE)
-    assert process.exitcode == 0
-    with pytest.raises(OSError):
-        SharedArrays.attach(name, _LABEL, _fields(packing()))
+    assert process.exitcode == 0 and source.store.has_gone
+
+
+def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for_is_written_once():
+    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    source = pickle.loads(pickle.dumps(publication.shared()))
+    for version in range(2, 50):
+        publication.publish(version, packed(version).arrays)
+    assert source.store.versions("main") == []
+    wait_until(lambda: source.get_packed(-1)[1] is not None)
+    assert source.get_packed(49) == (49, None)
+    assert source.get_packed(-1)[0] == 49 and source.store.versions("main") == [49]
+    publication.close()
+    publication.close()
+    assert publication.shared() is None and source.store.has_gone
+    assert publication.get_packed()[0] == 49
 
 
 def read_for_ever(address, connection):

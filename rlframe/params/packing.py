@@ -7,6 +7,8 @@ cost more than it saves.
 
 from __future__ import annotations
 
+import functools
+import pickle
 from typing import Any
 
 import jax
@@ -19,17 +21,19 @@ _LARGE = 64 * 1024  # bytes
 
 
 class Packing:
-    """The layout of one tree: which leaves lie where.
+    """The layout of one tree: which leaves lie where. It pickles; two of equal trees are equal.
 
     Args:
         tree: arrays, or anything with `shape` and `dtype`, in the structure that is to be packed.
 
     Attributes:
+        template: the tree, of `jax.ShapeDtypeStruct`.
         packed_shapes: (shape, dtype) of each array that `pack` gives.
     """
 
     def __init__(self, tree: Tree) -> None:
-        leaves, self._treedef = jax.tree.flatten(tree)
+        self.template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        leaves, self._treedef = jax.tree.flatten(self.template)
         self._slots: list[Any] = []  # (start, stop, shape, dtype) in the vector; None: on its own
         self._size = 0
         for leaf in leaves:
@@ -44,6 +48,22 @@ class Packing:
         self.packed_shapes = [((self._size,), np.dtype(np.int32))]
         self.packed_shapes += [(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in others]
         self._all_small = None not in self._slots and self._size > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _packing, (self.pickled,)
+
+    @functools.cached_property
+    def pickled(self) -> bytes:
+        """The template, pickled."""
+        return pickle.dumps(self.template)
+
+    def __eq__(self, other: object) -> bool:
+        if other is self or not isinstance(other, Packing):
+            return other is self
+        same = other._treedef == self._treedef and other._slots == self._slots
+        return same and other.packed_shapes == self.packed_shapes
+
+    __hash__ = None  # type: ignore[assignment]
 
     def pack(self, tree: Tree) -> list[jax.Array]:
         """[one int32 vector, *the other leaves]; for use inside a jitted function."""
@@ -85,6 +105,46 @@ class Packing:
         rest = (np.asarray(array) for array in packed[1:])
         leaves = [np.ndarray(slot[2], slot[3], vector, 4 * slot[0]) if slot else next(rest) for slot in self._slots]
         return self._treedef.unflatten(leaves)
+
+
+class PackedParams:
+    """One version of the parameters, packed: what a learner publishes, and an inferencer uploads as it is.
+
+    It pickles with numpy arrays, whatever device they are on: each is fetched once, however often it is pickled.
+
+    Args:
+        packing: their layout.
+        arrays: as `Packing.pack` gives them. Nobody writes to them.
+    """
+
+    __slots__ = ("arrays", "packing")
+
+    def __init__(self, packing: Packing, arrays: list[Any]) -> None:
+        self.packing, self.arrays = packing, arrays
+
+    @classmethod
+    def of(cls, tree: Tree) -> PackedParams:
+        """Pack a tree of arrays."""
+        tree = jax.tree.map(np.asarray, tree)
+        packing = Packing(tree)
+        return cls(packing, packing.pack_numpy(tree))
+
+    def unpack(self) -> Tree:
+        """The tree, of numpy arrays."""
+        return self.packing.unpack_numpy(self.arrays)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Bytes and arrays, which every transport has a short way for; Courier has none for what a template holds.
+        return _packed_params, (self.packing.pickled, [np.asarray(array) for array in self.arrays])
+
+
+def _packed_params(pickled: bytes, arrays: list[np.ndarray]) -> PackedParams:
+    return PackedParams(_packing(pickled), arrays)
+
+
+@functools.lru_cache(maxsize=8)
+def _packing(pickled: bytes) -> Packing:
+    return Packing(pickle.loads(pickled))
 
 
 def _fetch(vector: Any) -> np.ndarray:

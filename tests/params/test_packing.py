@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.packing import Packing
+from rlframe.params.packing import Packing
 
 
 def tree():

@@ -1,0 +1,93 @@
+"""The protocol of what answers timesteps with actions, and the one adapter to it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlframe import handles
+from rlframe.errors import UsageError
+from rlframe.types import AgentOutput, AgentState, TimeStep
+
+
+class Inference(Protocol):
+    """Answers timesteps with actions: an Inferencer, a handle to one, or an object of your own.
+
+    The recurrent state travels with the call, so any of several may answer for any environment, a call may be
+    repeated, and one that is restarted has lost nothing.
+
+    Only what needs them asks for more: `wait_for_version`, as of a `ParamSource`, an Actor of an on-policy agent;
+    `specs()`, an Actor whose replay is on another node; `refresh()`, an Evaluator, before it begins.
+    """
+
+    def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
+        """(output, next state) for `env_ids` [B] at `timestep` [B, ...] in `state` [B, ...]."""
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        """The recurrent state at FIRST, a tree of [batch_size, ...]; `()` where there is none."""
+
+
+def as_inference(target: Any) -> Any:
+    """The target itself where it is an `Inference`; else an adapter of one without recurrent state.
+
+    Args:
+        target: whose `inference` takes (env_ids, timestep), and perhaps the state, and gives an `AgentOutput`, or
+            (`AgentOutput`, state).
+
+    Raises:
+        UsageError: it has no `inference`.
+    """
+    if isinstance(target, handles.Remote) or (hasattr(target, "inference") and hasattr(target, "initial_state")):
+        return target
+    if not callable(getattr(target, "inference", None)):
+        node = type(target).__module__.startswith("launchpad")
+        hint = " Give the handle that program.add_node(node) returns." if node else ""
+        raise UsageError(
+            f"A {type(target).__name__} was given as the inferencer: it needs inference(env_ids, timestep, state) -> "
+            f"(AgentOutput, state) and initial_state(batch_size), or inference(env_ids, timestep) alone.{hint}"
+        )
+    return StatelessInference(target)
+
+
+class StatelessInference:
+    """An `Inference` without recurrent state, of an object that has `inference` alone.
+
+    Args:
+        target: the object, or a handle to a node that is one.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._takes_state = False
+        if not isinstance(target, handles.Remote):
+            parameters = inspect.signature(target.inference).parameters.values()
+            positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+            self._takes_state = len(positional) > 2
+
+    def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
+        """See `Inference`. Its version is -1 where the object says none."""
+        answer = self._target.inference(env_ids, timestep, *([state] if self._takes_state else []))
+        output = answer[0] if isinstance(answer, tuple) and not isinstance(answer, AgentOutput) else answer
+        if not isinstance(output, AgentOutput):
+            raise UsageError(
+                f"{type(self._target).__name__}.inference gave a {type(answer).__name__}; it must be an AgentOutput, "
+                "or (AgentOutput, state)."
+            )
+        return (output if output.params_version is not None else output._replace(params_version=-1)), ()
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        """See `Inference`."""
+        return ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return getattr(self._target, name)
+        except AttributeError:
+            raise UsageError(
+                f"The inferencer is a {type(self._target).__name__}, which has no {name}(), as an Inferencer has: this "
+                "use of it needs that."
+            ) from None

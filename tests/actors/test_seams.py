@@ -1,0 +1,140 @@
+"""What an Actor takes: whatever has `inference`, whatever has `add`; and what it says of things that have neither."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.actors import Actor, Evaluator
+from rlframe.agents import PPO, PPOConfig
+from rlframe.agents.base import zero_timestep
+from rlframe.errors import UsageError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.replay import ReplayBuffer
+from rlframe.types import AgentOutput
+from tests.extras import needs
+from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingEnv, FixedParams, counting_agent
+
+
+class OnlyInference:
+    """Answers the step type, so that what was answered can be told from what was asked."""
+
+    def inference(self, env_ids, timestep):
+        return AgentOutput(timestep.step_type.astype(np.int32), {"w": np.ones(len(env_ids), np.float32)})
+
+
+class WithState(OnlyInference):
+    def inference(self, env_ids, timestep, state):
+        assert state == ()
+        return super().inference(env_ids, timestep)._replace(params_version=7), state
+
+
+class Adds:
+    def __init__(self):
+        self.added = []
+
+    def add(self, env_ids, step):
+        self.added.append((env_ids, step))
+
+
+class AddsData:
+    def __init__(self):
+        self.added = []
+
+    def add(self, data):
+        self.added.append(data)
+
+
+@pytest.mark.parametrize(("inferencer", "version"), [(OnlyInference(), -1), (WithState(), 7)])
+@pytest.mark.parametrize("make", [Adds, AddsData])
+def test_an_object_with_inference_alone_acts_into_one_with_add_alone(inferencer, version, make):
+    buffer = make()
+    actor = Actor(CountingEnv(length=2), inferencer, buffer)
+    for _ in range(5):
+        actor.step()
+    assert (actor.rank, actor.incarnation, actor.env_steps, actor.episodes) == (0, 0, 4, 2)
+    assert [env_ids.tolist() for env_ids, _ in buffer.added] == [[0]] * 5
+    for _, step in buffer.added:
+        assert step.agent_output.action == step.timestep.step_type
+        assert (step.params_version, step.agent_state) == (version, ())
+    assert [int(step.next_timestep.step_type[0]) for _, step in buffer.added] == [1, 2, 0, 1, 2]
+    actor.close()
+
+
+def test_an_actor_keeps_the_rank_that_it_was_told_where_the_buffer_gives_none():
+    buffer = Adds()
+    actor = Actor(CountingEnv(), OnlyInference(), buffer, rank=3)
+    actor.step()
+    assert actor.rank == 3 and buffer.added[0][0].tolist() == [3_000_000]
+    actor.close()
+
+
+def test_an_inferencer_needs_no_state_of_an_agent_without_one():
+    agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    inferencer = Inferencer(InferencerConfig(), agent, FixedParams(params))
+    output, state = inferencer.inference(np.array([0]), zero_timestep(OBSERVATION_SPEC, 1))
+    assert output.action.shape == (1,) and state == ()
+
+
+@pytest.mark.parametrize(
+    ("inferencer", "buffer", "match"),
+    [
+        (object(), Adds(), r"A object was given as the inferencer: it needs inference\(env_ids, timestep, state\)"),
+        (
+            OnlyInference(),
+            object(),
+            r"A object was given as the replay buffer of an Actor: it needs add\(",
+        ),
+    ],
+)
+def test_what_is_missing_is_said(inferencer, buffer, match):
+    with pytest.raises(UsageError, match=match):
+        Actor(CountingEnv(), inferencer, buffer)
+
+
+def test_an_answer_that_is_no_agent_output_is_named():
+    class Bare:
+        def inference(self, env_ids, timestep):
+            return np.zeros(len(env_ids), np.int32)
+
+    actor = Actor(CountingEnv(), Bare(), Adds())
+    with pytest.raises(UsageError, match="Bare.inference gave a ndarray; it must be an AgentOutput"):
+        actor.step()
+    actor.close()
+
+
+def test_an_on_policy_actor_says_that_its_inferencer_cannot_be_waited_for():
+    agent = PPO(PPOConfig(unroll_length=1), OBSERVATION_SPEC, ACTION_SPEC)
+
+    class Acts:
+        def inference(self, env_ids, timestep):
+            zeros = np.zeros(len(env_ids), np.float32)
+            return AgentOutput(np.zeros(len(env_ids), np.int32), {"log_prob": zeros, "value": zeros}, 1)
+
+    actor = Actor(CountingEnv(), Acts(), ReplayBuffer(agent))
+    with pytest.raises(UsageError, match=r"is a Acts, which has no wait_for_version\(\), as an Inferencer has"):
+        actor.run()
+    actor.close()
+
+
+def test_an_evaluator_says_what_it_needs_of_an_inferencer():
+    with pytest.raises(UsageError, match=r"has no refresh\(\)"):
+        Evaluator(CountingEnv(), OnlyInference(), episodes=1).evaluate()
+
+
+def test_nodes_that_are_not_in_a_program_are_named_with_what_to_write():
+    needs("launchpad")
+    import launchpad as lp
+
+    node = lp.CourierNode(OnlyInference)
+    for inferencer, buffer in ((node, Adds()), (OnlyInference(), node)):
+        with pytest.raises(UsageError, match=r"A CourierNode was given .* the handle that program.add_node\(node\)"):
+            Actor(CountingEnv(), inferencer, buffer)
+
+
+@pytest.mark.parametrize("learner", [object(), None])
+def test_an_inferencer_says_what_its_learner_lacks(learner):
+    with pytest.raises(UsageError, match=r"it needs get_params\(known_version\)"):
+        Inferencer(InferencerConfig(), counting_agent(), learner).refresh()

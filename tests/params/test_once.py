@@ -1,0 +1,110 @@
+"""From a learner's update to an inferencer's call, by every way that a topology has: packed once, unpacked once."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+
+from rlframe.agents.base import zero_timestep
+from rlframe.handles import Remote
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.interprocess import memory
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.params import FileParamStore, LocalParamStore, SharedParamStore
+from rlframe.params.packing import Packing
+from rlframe.params.publication import LearnerClient
+from tests.fakes import OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
+from tests.in_process import InProcess
+
+UPDATES = 4
+
+
+class Elsewhere(Learner):
+    """One whose memory is not found."""
+
+    def shared_params(self):
+        return None
+
+
+def in_one_process(learner, tmp_path, stack):
+    return learner, lambda: None
+
+
+def by_a_handle(learner, tmp_path, stack):
+    transport = InProcess()
+    methods = {name: getattr(learner, name) for name in ("get_packed", "get_params", "shared_params")}
+    server = transport.serve(methods)
+    stack.append(server.stop)
+    return Remote([server.address], "learner", transport=transport, wrap=LearnerClient), lambda: None
+
+
+def by_a_store(make):
+    def connect(learner, tmp_path, stack):
+        store = make(learner, tmp_path)
+        stack.append(store.close)
+
+        def publish():  # as a LearnerWorker does
+            version, packed = learner.get_packed(store.newest("main"))
+            if packed is not None:
+                store.put("main", version, packed)
+
+        return store.source("main"), publish
+
+    return connect
+
+
+WAYS = {
+    "in one process": (Learner, in_one_process),
+    "shared memory": (Learner, by_a_handle),
+    "calls": (Elsewhere, by_a_handle),
+    "local store": (Learner, by_a_store(lambda learner, tmp_path: LocalParamStore())),
+    "shared store": (Learner, by_a_store(lambda learner, tmp_path: SharedParamStore.of(counting_agent()))),
+    "files": (Learner, by_a_store(lambda learner, tmp_path: FileParamStore(tmp_path))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(way, tmp_path, monkeypatch):
+    if not memory.SUPPORTED and "shared" in way:
+        pytest.skip("no such memory here")
+    cls, connect = WAYS[way]
+    agent, stack, counts = counting_agent(), [], collections.Counter()
+    learner = cls(LearnerConfig(), agent, RecordingBuffer())
+    params = Packing(learner.get_params()[1])
+
+    def count(name):
+        method = getattr(Packing, name)
+
+        def counted(self, *args):
+            counts[name] += self == params
+            return method(self, *args)
+
+        monkeypatch.setattr(Packing, name, counted)
+
+    for name in ("pack", "unpack", "pack_numpy", "unpack_numpy"):
+        count(name)
+    learned, traced = [], {}
+    try:
+        source, publish = connect(learner, tmp_path, stack)
+        inferencer = Inferencer(InferencerConfig(), agent, source)
+        for reward in range(UPDATES):
+            learner.step(reward_batch([float(reward)] * 4))
+            publish()
+            env_ids, state = np.arange(1), inferencer.initial_state(1)
+            output, _ = inferencer.inference(env_ids, zero_timestep(OBSERVATION_SPEC, 1), state)
+            learned.append((output.params_version, float(output.extras["w"][0])))
+            traced = traced or dict(counts)
+    finally:
+        for close in stack:
+            close()
+        learner.close()
+    expected, w = [], 0.0
+    for reward in range(UPDATES):
+        w += 0.5 * (reward - w)
+        expected.append((reward + 2, w))
+    assert learned == expected
+    # In the two jitted calls, which were traced for the first version; and nowhere between them.
+    assert counts["unpack"] > 0 and counts == traced
+    assert not counts["pack_numpy"] and not counts["unpack_numpy"]
