@@ -6,7 +6,9 @@ batch is. An algorithm that needs more overrides `learner_step` or the three par
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, suggest
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree, specs
 
 NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
@@ -24,12 +26,15 @@ PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `r
 
 
 class LearnerState(NamedTuple):
-    """What learning needs beside the parameters. The Learner sets `rng` from its seed."""
+    """What learning needs beside the parameters.
+
+    An agent that needs more (target parameters, statistics of observations) has a NamedTuple of its own, with these
+    three and more fields. The Learner sets `rng` from its seed.
+    """
 
     opt_state: Any
     steps: Any  # [] int32: learner steps done
     rng: Any  # a key of jax.random
-    extra: Any = ()  # a pytree: target parameters, statistics of observations
 
 
 class Agent:
@@ -37,6 +42,9 @@ class Agent:
 
     Every method is a pure function of its arguments, so a caller may jit it, repeat it or run it
     elsewhere. An agent is its class and its constructor arguments: that is what is pickled.
+
+    A subclass whose method is nearly one of these (`update_learnerstate`), or takes other arguments, is refused with a
+    UsageError when it is made: nothing would call it. Begin the names of methods of your own otherwise, or with `_`.
 
     Args:
         cfg: an instance of `config_cls`.
@@ -55,13 +63,24 @@ class Agent:
     network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, member in vars(cls).items():
+            if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                _check_hook(cls, name, member)
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
+        accepted = inspect.signature(cls.__init__).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        for name in kwargs:
+            if name not in accepted and not takes_all:
+                raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
         agent = super().__new__(cls)
         agent._constructed_with = (args, kwargs)
         return agent
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Networks and optimisers are closures, which do not pickle; their factories do.
+        # Networks and optimizers are closures, which do not pickle; their factories do.
         args, kwargs = self._constructed_with
         return _construct, (type(self), args, kwargs)
 
@@ -130,7 +149,7 @@ class Agent:
         raise NotImplementedError
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        """The optimiser behind `self.optimizer`: Adam with `cfg.learning_rate`, unless overridden."""
+        """The optimizer behind `self.optimizer`: Adam with `cfg.learning_rate`, unless overridden."""
         return optax.adam(self.cfg.learning_rate)
 
     @functools.cached_property
@@ -138,17 +157,15 @@ class Agent:
         """Built once, when it is first needed."""
         return self.make_optimizer()
 
-    def initial_learner_state(self, params: Params) -> LearnerState:
-        """The state of learning at step 0."""
+    def initial_learner_state(self, params: Params) -> Any:
+        """The state of learning at step 0: a `LearnerState`, or an agent's own with more fields."""
         return LearnerState(self.optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(0))
 
-    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: Any, batch: Batch) -> tuple[jax.Array, Logs]:
         """The scalar that `compute_gradients` differentiates, and what to log beside it."""
         raise NotImplementedError
 
-    def learner_step(
-        self, params: Params, learner_state: LearnerState, batch: Batch
-    ) -> tuple[Params, LearnerState, Logs]:
+    def learner_step(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Params, Any, Logs]:
         """One update.
 
         Returns:
@@ -160,22 +177,22 @@ class Agent:
         learner_state = self.update_learner_state(params, opt_state, learner_state)
         return params, learner_state, {**logs, **more}
 
-    def compute_gradients(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[Logs, Params]:
+    def compute_gradients(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Logs, Params]:
         """(logs, gradients) of `loss`."""
         (loss, logs), grads = jax.value_and_grad(self.loss, has_aux=True)(params, learner_state, batch)
         return {"loss": loss, **logs}, grads
 
-    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
-        """(params, optimiser state, logs) after one step of `self.optimizer`."""
+    def apply_gradients(self, params: Params, grads: Params, learner_state: Any) -> tuple[Params, Any, Logs]:
+        """(params, optimizer state, logs) after one step of `self.optimizer`."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
         return optax.apply_updates(params, updates), opt_state, {}
 
-    def update_learner_state(self, params: Params, opt_state: Any, learner_state: LearnerState) -> LearnerState:
+    def update_learner_state(self, params: Params, opt_state: Any, learner_state: Any) -> Any:
         """The learner state after an update that gave `params`."""
         del params
         return learner_state._replace(opt_state=opt_state, steps=learner_state.steps + 1)
 
-    def actor_params(self, params: Params, learner_state: LearnerState) -> Tree:
+    def actor_params(self, params: Params, learner_state: Any) -> Tree:
         """What acting needs and training changes: the parameters, and schedules or statistics."""
         del learner_state
         return params
@@ -231,6 +248,34 @@ def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:
                 f"{owner}: {what}{name} should be [{_dims(('B', *leaf_spec.shape))}] {np.dtype(leaf_spec.dtype)}, "
                 f"got [{_dims(leaf.shape)}] {np.dtype(leaf.dtype)}."
             )
+
+
+def _check_hook(cls: type[Agent], name: str, member: Any) -> None:
+    """Raises UsageError for a method that is nearly one of `Agent`'s, or is one with other arguments."""
+    hooks = {hook: theirs for hook, theirs in vars(Agent).items() if inspect.isfunction(theirs)}
+    if name not in vars(Agent):
+        near = difflib.get_close_matches(name, vars(Agent), n=1, cutoff=0.9)
+        if near:
+            raise UsageError(
+                f"{cls.__name__} defines {name}, which nothing calls. The method of an Agent is {near[0]}"
+                f"{_arguments(hooks.get(near[0]))}. If it is another one, give it another name, or one that begins "
+                "with an underscore."
+            )
+    elif name in hooks and inspect.isfunction(member):
+        wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
+        try:
+            inspect.signature(member).bind(None, *wanted)
+            fits = given == wanted or set(given) != set(wanted)  # not the same ones in another order
+        except TypeError:
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"{cls.__name__}.{name} takes ({', '.join(given)}); it is called with ({', '.join(wanted)})."
+            )
+
+
+def _arguments(hook: Any) -> str:
+    return f"({', '.join(list(inspect.signature(hook).parameters)[1:])})" if hook is not None else ""
 
 
 def _construct(cls: type[Agent], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Agent:

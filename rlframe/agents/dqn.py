@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.errors import UsageError
 from rlframe.types import (
@@ -88,6 +88,15 @@ class ActorParams(NamedTuple):
     epsilon: Any  # [] float32
 
 
+class DQNState(NamedTuple):
+    """A `LearnerState`, with the target network's parameters."""
+
+    opt_state: Any
+    steps: Any
+    rng: Any
+    target_params: Params
+
+
 class Repetition(NamedTuple):
     """The state of an actor that repeats its random actions."""
 
@@ -161,7 +170,7 @@ class DQN(Agent):
     ) -> tuple[AgentOutput, AgentState]:
         return AgentOutput(self._greedy(params.params, timestep.observation), {}), state
 
-    def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:
+    def actor_params(self, params: Params, learner_state: DQNState) -> ActorParams:
         cfg = self.cfg
         done = jnp.minimum(learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1)), 1.0)
         epsilon = cfg.epsilon_begin + done * (cfg.epsilon_end - cfg.epsilon_begin)
@@ -194,13 +203,14 @@ class DQN(Agent):
         clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
         return optax.chain(clip, optimizer)
 
-    def initial_learner_state(self, params: Params) -> LearnerState:
-        return super().initial_learner_state(params)._replace(extra=params)  # the target network
+    def initial_learner_state(self, params: Params) -> DQNState:
+        opt_state, steps, rng = super().initial_learner_state(params)
+        return DQNState(opt_state, steps, rng, target_params=params)
 
-    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
         data = batch.data
         values = self._values(params, data.observation)
-        next_values = self._values(learner_state.extra, data.next_observation)
+        next_values = self._values(learner_state.target_params, data.next_observation)
         selectors = self._values(params, data.next_observation) if self.cfg.double else next_values
         errors = losses.td_errors(values, data.action, data.reward, data.discount, next_values, selectors)
         elementwise = losses.huber(errors, self.cfg.huber_threshold)
@@ -211,10 +221,12 @@ class DQN(Agent):
             logs["priorities"] = jnp.abs(errors) + 1e-6  # Schaul et al. 2016, section 3.3: never 0
         return jnp.mean(elementwise), logs
 
-    def update_learner_state(self, params: Params, opt_state: Any, learner_state: LearnerState) -> LearnerState:
+    def update_learner_state(self, params: Params, opt_state: Any, learner_state: DQNState) -> DQNState:
         learner_state = super().update_learner_state(params, opt_state, learner_state)
-        target = optax.periodic_update(params, learner_state.extra, learner_state.steps, self.cfg.target_update_period)
-        return learner_state._replace(extra=target)
+        target = optax.periodic_update(
+            params, learner_state.target_params, learner_state.steps, self.cfg.target_update_period
+        )
+        return learner_state._replace(target_params=target)
 
     def _importance_exponent(self, steps: jax.Array) -> Any:
         if self.cfg.total_learner_steps is None:

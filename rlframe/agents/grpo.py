@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses_lm
-from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory, zero_timestep
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory, zero_timestep
 from rlframe.agents.grpo_config import GRPOConfig
 from rlframe.errors import UsageError
 from rlframe.language.model import transformer, weights
@@ -41,10 +41,19 @@ class KeyValueState(NamedTuple):
 
 
 class Optimised(NamedTuple):
-    """The optimiser's state."""
+    """The optimizer's state."""
 
     inner: Any  # of optax
     master: Any  # float32 parameters, where the model's are narrower; otherwise ()
+
+
+class GRPOState(NamedTuple):
+    """A `LearnerState`, with the reference."""
+
+    opt_state: Optimised
+    steps: Any
+    rng: Any
+    reference_params: Params  # the parameters as they were at first; () where the loss looks at no reference
 
 
 class _Rows(NamedTuple):
@@ -161,24 +170,23 @@ class GRPO(Agent):
         )
         return optax.chain(clip, adam)
 
-    def initial_learner_state(self, params: Params) -> LearnerState:
-        """As `Agent`'s; `extra` is the reference, `params` as they are now, where the loss looks at one."""
+    def initial_learner_state(self, params: Params) -> GRPOState:
         master = _widened(params) if self.cfg.master_weights and self.model_config.dtype != "float32" else ()
         opt_state = Optimised(self.optimizer.init(master or params), master)
         reference = params if self.cfg.has_reference else ()
-        return LearnerState(opt_state, jnp.zeros((), jnp.int32), jax.random.PRNGKey(0), reference)
+        return GRPOState(opt_state, jnp.zeros((), jnp.int32), jax.random.PRNGKey(0), reference)
 
-    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss(self, params: Params, learner_state: GRPOState, batch: Batch) -> tuple[jax.Array, Logs]:
         if self.cfg.loss == "dpo":
-            return self._preference_loss(params, learner_state.extra, batch.data)
-        return self._loss_of_rows(params, learner_state.extra, self._rows(batch.data))
+            return self._preference_loss(params, learner_state.reference_params, batch.data)
+        return self._loss_of_rows(params, learner_state.reference_params, self._rows(batch.data))
 
-    def compute_gradients(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[Logs, Params]:
+    def compute_gradients(self, params: Params, learner_state: GRPOState, batch: Batch) -> tuple[Logs, Params]:
         S, size = len(batch.data.tokens), self.cfg.micro_batch_size
         if size is None or size >= S:
             logs, grads = super().compute_gradients(params, learner_state, batch)
         else:
-            logs, grads = self._accumulate(params, learner_state.extra, self._rows(batch.data), size)
+            logs, grads = self._accumulate(params, learner_state.reference_params, self._rows(batch.data), size)
         data = batch.data
         logs |= {
             "reward": jnp.mean(data.scores),
@@ -189,7 +197,7 @@ class GRPO(Agent):
         }
         return logs, grads
 
-    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
+    def apply_gradients(self, params: Params, grads: Params, learner_state: GRPOState) -> tuple[Params, Any, Logs]:
         inner, master = learner_state.opt_state
         if not master:
             updates, inner = self.optimizer.update(grads, inner, params)

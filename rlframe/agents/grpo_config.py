@@ -42,7 +42,7 @@ class GRPOConfig:
     micro_batch_size: Union[int, None] = None  # sequences whose gradient is computed at once; None: the batch
     remat: bool = False  # compute layers a second time for the gradient, and keep less
     logits_chunk: Union[int, None] = None  # positions of a sequence whose logits are kept at once; None: all
-    master_weights: bool = True  # of a bfloat16 model: the optimiser has a float32 copy, which small updates reach
+    master_weights: bool = True  # of a bfloat16 model: the optimizer has a float32 copy, which small updates reach
     # Of the supervised warm-up before all this, see `rlframe.learners.warm_up`.
     supervised_steps: int = 0  # updates; 0: there is none
     supervised_batch_size: int = 64  # demonstrations for each

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from rlframe import compilation
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
+from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.errors import UsageError
@@ -83,16 +81,6 @@ class Rollout(NamedTuple):
     mask: jax.Array  # 0 where the environment ignored the action
 
 
-class Schedules(NamedTuple):
-    """What anneals, as of one learner step."""
-
-    learning_rate: jax.Array  # [] float32
-    clip_epsilon: jax.Array
-
-
-_Carry = tuple[jax.Array, Any]  # parameters as one vector, optimiser state
-
-
 class PPO(Agent):
     """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
 
@@ -144,10 +132,7 @@ class PPO(Agent):
 
     @property
     def jit_learner_step(self) -> bool:
-        """False for images on a CPU, where a convolution's gradient in a loop takes 18 times as long.
-
-        Unrolling the loop is as quick as jitting one minibatch, but takes a minute to compile.
-        """
+        """False for images on a CPU, where each minibatch is jitted on its own; see `MinibatchUpdates`."""
         return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
 
     def make_optimizer(self) -> optax.GradientTransformation:
@@ -155,56 +140,29 @@ class PPO(Agent):
         return optax.chain(clip, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
 
     def initial_learner_state(self, params: Params) -> LearnerState:
-        return super().initial_learner_state(_ravel(params))
+        return super().initial_learner_state(ravel(params))
 
-    def learner_step(
-        self, params: Params, learner_state: LearnerState, batch: Batch
-    ) -> tuple[Params, LearnerState, Logs]:
-        if self.jit_learner_step:
-            flat, rollout, schedules, indices, rng = self._prepare(params, learner_state, batch.data)
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+        """The loss of a minibatch: `batch.data` is a `Rollout`."""
+        cfg, rows, clip_epsilon = self.cfg, batch.data, self._clip_epsilon(learner_state.steps)
+        logits, value = self._forward(params, rows.observation)
+        ratio = jnp.exp(self.policy.log_prob(logits, rows.sample) - rows.log_prob)
+        advantage = losses.normalise(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
+        mean = functools.partial(losses.masked_mean, mask=rows.mask)
+        policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
+        value_loss = mean(losses.value_error(value, rows.value, rows.value + rows.advantage, cfg.value_clip))
+        entropy = mean(self.policy.entropy(logits))
+        loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
+        logs = {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
+            "clip_fraction": mean((jnp.abs(ratio - 1.0) > clip_epsilon).astype(jnp.float32)),
+        }
+        return loss, logs
 
-            def minibatch(carry: _Carry, index: jax.Array | None) -> tuple[_Carry, Logs]:
-                return self._minibatch_step(carry, rollout, index, schedules)
-
-            length = self.cfg.num_epochs * self.cfg.num_minibatches
-            carry, logs = jax.lax.scan(minibatch, (flat, learner_state.opt_state), indices, length=length)
-        else:
-            prepare, minibatch_step = self._jitted
-            flat, rollout, schedules, indices, rng = prepare(params, learner_state, batch.data)
-            carry = (flat, jax.tree.map(jnp.copy, learner_state.opt_state))  # what is donated must be ours
-            steps = []
-            for index in [None] * self.cfg.num_epochs if indices is None else indices:
-                carry, logs = minibatch_step(carry, rollout, index, schedules)
-                steps.append(logs)
-            logs = jax.tree.map(lambda *values: np.asarray(values), *steps)
-        flat, opt_state = carry
-        logs = {name: values.mean() for name, values in logs.items()}
-        learner_state = self.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
-        return self._unravel(flat), learner_state, {**logs, "learning_rate": schedules.learning_rate}
-
-    def _prepare(
-        self, params: Params, learner_state: LearnerState, data: SequenceBatch
-    ) -> tuple[jax.Array, Rollout, Schedules, jax.Array | None, jax.Array]:
-        """What the minibatches start from: parameters as one vector, data, rates, indices, the next rng."""
-        rng, shuffle_rng = jax.random.split(learner_state.rng)
-        rollout = self._rollout(params, data)
-        indices = self._minibatches(shuffle_rng, rollout.mask.shape[0])
-        return _ravel(params), rollout, self._schedules(learner_state.steps), indices, rng
-
-    def _minibatch_step(
-        self, carry: _Carry, rollout: Rollout, index: jax.Array | None, schedules: Schedules
-    ) -> tuple[_Carry, Logs]:
-        flat, opt_state = carry
-        rows = rollout if index is None else jax.tree.map(lambda leaf: leaf[index], rollout)
-
-        def loss(flat: jax.Array) -> tuple[jax.Array, Logs]:
-            return self._minibatch_loss(self._unravel(flat), rows, schedules.clip_epsilon)
-
-        grads, logs = jax.grad(loss, has_aux=True)(flat)
-        updates, opt_state = self.optimizer.update(grads, opt_state, flat)
-        return (flat - schedules.learning_rate * updates, opt_state), logs
-
-    def _rollout(self, params: Params, data: SequenceBatch) -> Rollout:
+    def rollout(self, params: Params, data: SequenceBatch) -> Rollout:
+        """The steps of a batch with their advantages, by the values that the actor had."""
         last_observation = jax.tree.map(lambda leaf: leaf[:, -1], data.observation)
         last_value = self._forward(params, last_observation)[1]
         value = jnp.asarray(data.extras["value"])
@@ -222,80 +180,37 @@ class PPO(Agent):
         rollout = Rollout(observation, sample, data.extras["log_prob"], value, advantage, mask)
         return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), rollout)
 
-    def _minibatches(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
-        """[epochs * minibatches, rows] indices; None where a minibatch is the whole batch.
+    def learner_step(
+        self, params: Params, learner_state: LearnerState, batch: Batch
+    ) -> tuple[Params, LearnerState, Logs]:
+        """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
+        rate = self._learning_rate(learner_state.steps)
+        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch)
+        return params, learner_state, {**logs, "learning_rate": rate}
 
-        How many environments a batch has depends on which actors are alive. So where the rows do not divide into the
-        minibatches, each epoch leaves a random few of them out.
-        """
-        cfg = self.cfg
-        size = num_rows // cfg.num_minibatches
-        if not size:
-            raise UsageError(
-                f"PPO: {num_rows} steps (environments x unroll_length) cannot fill "
-                f"num_minibatches={cfg.num_minibatches}. Change one of the three."
-            )
-        if cfg.num_minibatches == 1:
-            return None
-        order = jnp.argsort(jax.random.bits(rng, (cfg.num_epochs, num_rows)), axis=1)
-        return order[:, : size * cfg.num_minibatches].reshape(cfg.num_epochs * cfg.num_minibatches, size)
+    def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
+        """One step of Adam, on all parameters as one vector."""
+        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
+        return params - self._learning_rate(learner_state.steps) * updates, opt_state, {}
 
-    def _minibatch_loss(self, params: Params, rows: Rollout, clip_epsilon: Any) -> tuple[jax.Array, Logs]:
-        cfg = self.cfg
-        logits, value = self._forward(params, rows.observation)
-        ratio = jnp.exp(self.policy.log_prob(logits, rows.sample) - rows.log_prob)
-        advantage = losses.normalise(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
-        mean = functools.partial(losses.masked_mean, mask=rows.mask)
-        policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
-        value_loss = mean(losses.value_error(value, rows.value, rows.value + rows.advantage, cfg.value_clip))
-        entropy = mean(self.policy.entropy(logits))
-        loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
-        logs = {
-            "loss": loss,
-            "policy_loss": policy_loss,
-            "value_loss": value_loss,
-            "entropy": entropy,
-            "clip_fraction": mean((jnp.abs(ratio - 1.0) > clip_epsilon).astype(jnp.float32)),
-        }
-        return loss, logs
+    @functools.cached_property
+    def _minibatch_updates(self) -> MinibatchUpdates:
+        return MinibatchUpdates(self, self.rollout, self.cfg.num_epochs, self.cfg.num_minibatches)
 
-    def _schedules(self, steps: jax.Array) -> Schedules:
-        cfg = self.cfg
+    def _learning_rate(self, steps: jax.Array) -> jax.Array:
+        return self._annealed(self.cfg.learning_rate, steps, self.cfg.anneal_learning_rate)
+
+    def _clip_epsilon(self, steps: jax.Array) -> jax.Array:
+        return self._annealed(self.cfg.clip_epsilon, steps, self.cfg.anneal_clip)
+
+    def _annealed(self, value: float, steps: jax.Array, anneals: bool) -> jax.Array:
+        """[] float32: `value`, or what is left of it at a learner step."""
         left: Any = 1.0
-        if cfg.total_learner_steps is not None:
-            left = jnp.maximum(1.0 - steps / cfg.total_learner_steps, 0.0)
-        return Schedules(
-            learning_rate=jnp.asarray(cfg.learning_rate * (left if cfg.anneal_learning_rate else 1.0), jnp.float32),
-            clip_epsilon=jnp.asarray(cfg.clip_epsilon * (left if cfg.anneal_clip else 1.0), jnp.float32),
-        )
+        if anneals and self.cfg.total_learner_steps is not None:
+            left = jnp.maximum(1.0 - steps / self.cfg.total_learner_steps, 0.0)
+        return jnp.asarray(value * left, jnp.float32)
 
     def _forward(self, params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
         """(policy parameters [B, P], values [B])."""
         logits, value = self.network.apply(params, observation)
         return logits, value.reshape(logits.shape[0])
-
-    @functools.cached_property
-    def _unravel(self) -> Callable[[jax.Array], Params]:
-        shapes = jax.eval_shape(self.initial_params, jax.random.PRNGKey(0))
-        return _unraveller(shapes)
-
-    @functools.cached_property
-    def _jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        prepare = compilation.jit(self._prepare, differentiates=False)
-        return prepare, compilation.jit(self._minibatch_step, donate_argnums=(0,), differentiates=True)
-
-
-def _ravel(params: Params) -> jax.Array:
-    # One vector: Adam then runs as one loop, not one for each array.
-    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(params)])
-
-
-def _unraveller(shapes: Params) -> Callable[[jax.Array], Params]:
-    leaves, treedef = jax.tree.flatten(shapes)
-    ends = list(np.cumsum([leaf.size for leaf in leaves]))
-
-    def unravel(flat: jax.Array) -> Params:
-        parts = jnp.split(flat, ends[:-1])
-        return treedef.unflatten([part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
-
-    return unravel

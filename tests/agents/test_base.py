@@ -194,3 +194,54 @@ def test_an_agent_that_only_has_a_loss_learns():
         params, learner_state, logs = step(params, learner_state, batch)
     np.testing.assert_allclose(params["mean"], batch.data.reward.mean(), atol=1e-3)
     assert learner_state.steps == 200 and set(logs) == {"loss", "error"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "match"),
+    [
+        (
+            "initial_learnerstate",
+            "self, params",
+            r"Mine defines initial_learnerstate, .* is initial_learner_state\(params\)",
+        ),
+        ("update_learnerstate", "self, params", r"is update_learner_state\(params, opt_state, learner_state\)"),
+        ("compute_gradient", "self", r"is compute_gradients\(params, learner_state, batch\)"),
+        (
+            "compute_gradients",
+            "self, params, batch",
+            r"compute_gradients takes \(params, batch\); it is called with \(params, l",
+        ),
+        (
+            "loss",
+            "self, params, batch, learner_state",
+            r"loss takes \(params, batch, learner_state\); it is called with",
+        ),
+        ("actor_step", "self, rng, params, timestep", r"called with \(rng, params, timestep, state\)"),
+    ],
+)
+def test_a_method_that_is_nearly_a_hook_is_refused_when_the_class_is_made(name, arguments, match):
+    scope = {"Agent": Agent}
+    with pytest.raises(UsageError, match=match):
+        exec(f"class Mine(Agent):\n    def {name}({arguments}): ...", scope)
+
+
+def test_methods_of_ones_own_and_other_names_of_arguments_are_welcome():
+    class Mine(MeanAgent):
+        def loss(self, p, s, b, weight=1.0):
+            return super().loss(p, s, b)
+
+        def evaluate(self, anything):
+            return self._learner_steps()
+
+        def _learner_steps(self): ...
+
+        jit_learner_step = False
+
+    assert Mine(MeanConfig(), VECTOR, DISCRETE).jit_learner_step is False
+
+
+def test_misspelt_arguments_of_an_agent_are_named():
+    with pytest.raises(UsageError, match="PPO has no argument obs_spec. Did you mean 'observation_spec'?"):
+        PPO(PPO_CONFIG, obs_spec=VECTOR, action_spec=DISCRETE)
+    with pytest.raises(UsageError, match="PPO has no argument policy_factor. Did you mean 'policy_factory'?"):
+        PPO(PPO_CONFIG, VECTOR, DISCRETE, policy_factor=None)

@@ -120,7 +120,7 @@ def test_the_loss_by_hand():
     best = values(agent, target, data.next_observation).max(axis=1)
     chosen = values(agent, params, data.observation)[np.arange(16), data.action]
     expected = np.mean(0.5 * np.square(data.reward + data.discount * best - chosen))
-    loss, _ = agent.loss(params, learner_state._replace(extra=target), batch)
+    loss, _ = agent.loss(params, learner_state._replace(target_params=target), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
@@ -134,7 +134,7 @@ def test_double_takes_the_online_networks_choice():
     best = values(agent, target, data.next_observation)[np.arange(16), choice]
     chosen = values(agent, params, data.observation)[np.arange(16), data.action]
     expected = np.mean(0.5 * np.square(data.reward + data.discount * best - chosen))
-    loss, _ = agent.loss(params, learner_state._replace(extra=target), batch)
+    loss, _ = agent.loss(params, learner_state._replace(target_params=target), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_the_target_network_is_copied_every_period():
         params, learner_state, _ = learner_step(params, learner_state, batch)
         expected = params if step % 3 == 0 else first
         first = expected
-        assert_trees_equal(learner_state.extra, expected)
+        assert_trees_equal(learner_state.target_params, expected)
 
 
 def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():

@@ -101,7 +101,7 @@ def test_the_loss_is_the_papers(average, given):
         clip=(0.2, 0.28),
         cap=3.0,
         kl_cost=0.3,
-        log_reference=log_probs_of(state.extra, data.tokens),
+        log_reference=log_probs_of(state.reference_params, data.tokens),
     )
     found, logs = agent.loss(params, state, BATCH._replace(data=data))
     assert 0 < clipped < 1 and kl > 0.01
@@ -114,10 +114,10 @@ def test_the_loss_is_the_papers(average, given):
 def test_the_batchs_reference_is_taken_where_there_is_one():
     agent = make(kl_cost=0.3)
     params, state = other_params(), started(agent)[1]
-    reference = np.pad(log_probs_of(state.extra, BATCH.data.tokens), ((0, 0), (1, 0))) * BATCH.data.mask
+    reference = np.pad(log_probs_of(state.reference_params, BATCH.data.tokens), ((0, 0), (1, 0))) * BATCH.data.mask
     batch = BATCH._replace(data=BATCH.data._replace(ref_logprobs=reference.astype(np.float32)))
     expected = agent.loss(params, state, BATCH)[0]
-    np.testing.assert_allclose(agent.loss(params, state._replace(extra=None), batch)[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(agent.loss(params, state._replace(reference_params=None), batch)[0], expected, rtol=1e-5)
 
 
 def test_on_policy_the_gradient_is_that_of_reinforce():
@@ -197,7 +197,9 @@ def test_dpo_prefers_the_higher_score():
     agent = make(loss="dpo", dpo_beta=0.5)
     params, state = other_params(), started(agent)[1]
     data = BATCH.data
-    ratios = np.sum((log_probs_of(params, data.tokens) - log_probs_of(state.extra, data.tokens)) * data.mask[:, 1:], 1)
+    ratios = np.sum(
+        (log_probs_of(params, data.tokens) - log_probs_of(state.reference_params, data.tokens)) * data.mask[:, 1:], 1
+    )
     margins = [
         0.5 * (ratios[i] - ratios[j])
         for i, j in np.ndindex(5, 5)
@@ -206,7 +208,7 @@ def test_dpo_prefers_the_higher_score():
     loss, logs = agent.loss(params, state, BATCH)
     np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp(-np.array(margins)))), rtol=1e-4)
     np.testing.assert_allclose(logs["preference_accuracy"], np.mean(np.array(margins) > 0), rtol=1e-5)
-    np.testing.assert_allclose(agent.loss(state.extra, state, BATCH)[0], np.log(2), rtol=1e-5)
+    np.testing.assert_allclose(agent.loss(state.reference_params, state, BATCH)[0], np.log(2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("average", ["sequence", "token"])
@@ -217,7 +219,7 @@ def test_supervised_learning_is_cross_entropy(average):
     if average == "sequence":
         expected = -np.mean(np.sum(log_probs * mask, axis=1) / np.sum(mask, axis=1))
     np.testing.assert_allclose(make(loss="sft", average=average).loss(params, state, BATCH)[0], expected, rtol=1e-5)
-    assert state.extra == ()
+    assert state.reference_params == ()
 
 
 @pytest.mark.system

@@ -46,7 +46,7 @@ def test_the_first_pass_starts_on_policy():
     # With every ratio 1 the policy loss is minus the mean advantage.
     agent = make(normalise_advantages=False)
     params, learner_state = started(agent)
-    rollout = agent._rollout(params, batches.sequences(agent, params, learner_state).data)
+    rollout = agent.rollout(params, batches.sequences(agent, params, learner_state).data)
     expected = -np.sum(rollout.advantage * rollout.mask) / np.sum(rollout.mask)
     np.testing.assert_allclose(logs["policy_loss"], expected, rtol=1e-4)
 
@@ -75,30 +75,14 @@ def test_a_terminated_episode_does_not_bootstrap_and_a_cut_one_does():
     data = batches.sequences(agent, params, learner_state, batch_size=1, length=2).data
     data = data._replace(step_type=np.array([[1, 2, 0]], np.uint8), reward=np.array([[3.0, 9.0]], np.float32))
     value = data.extras["value"][0]
-    cut = agent._rollout(params, data._replace(discount=np.ones((1, 2), np.float32))).advantage
-    ended = agent._rollout(params, data._replace(discount=np.array([[0.0, 1.0]], np.float32))).advantage
+    cut = agent.rollout(params, data._replace(discount=np.ones((1, 2), np.float32))).advantage
+    ended = agent.rollout(params, data._replace(discount=np.array([[0.0, 1.0]], np.float32))).advantage
     np.testing.assert_allclose(cut, [3.0 + value[1] - value[0], 0.0], rtol=1e-5)
     np.testing.assert_allclose(ended, [3.0 - value[0], 0.0], rtol=1e-5)
 
 
-def test_one_epoch_visits_every_row_once():
-    agent = make(num_epochs=3, num_minibatches=4)
-    indices = np.asarray(agent._minibatches(jax.random.PRNGKey(0), 32)).reshape(3, 32)
-    for epoch in indices:
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(32))
-    assert not np.array_equal(indices[0], indices[1])
-
-
-def test_rows_that_do_not_divide_into_minibatches_leave_a_few_others_out_of_each_epoch():
-    agent = make(num_epochs=3, num_minibatches=5)
-    indices = np.asarray(agent._minibatches(jax.random.PRNGKey(0), 32)).reshape(3, 30)
-    assert all(len(set(epoch)) == 30 for epoch in indices.tolist())
-    assert len({frozenset(epoch) for epoch in indices.tolist()}) == 3
-    learned(agent)
-
-
 def test_fewer_rows_than_minibatches_are_refused():
-    with pytest.raises(UsageError, match=r"32 steps .* cannot fill num_minibatches=33"):
+    with pytest.raises(UsageError, match=r"PPO: 32 rows .* cannot fill num_minibatches=33"):
         learned(make(num_minibatches=33))
 
 
@@ -121,6 +105,58 @@ def test_the_loop_for_images_gives_what_the_scan_gives(monkeypatch):
     np.testing.assert_allclose(result[2]["loss"], scanned[2]["loss"], rtol=1e-3)
 
 
+class OnlyValues(PPO):
+    """Forgets the policy: its gradient is another one than PPO's."""
+
+    def loss(self, params, learner_state, batch):
+        _, value = self.network.apply(params, batch.data.observation)
+        return jnp.mean(jnp.square(value - 3.0)), {"value": jnp.mean(value)}
+
+
+@pytest.mark.parametrize("observation_spec", [VECTOR, IMAGE])
+def test_a_subclass_that_overrides_the_loss_trains_with_that_loss(observation_spec):
+    cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=2, learning_rate=1e-3)
+    network = SMALL if observation_spec is VECTOR else SMALL_CNN
+    params, learner_state = started(PPO(cfg, observation_spec, DISCRETE, network))
+    results = {}
+    for cls in (PPO, OnlyValues):
+        agent = cls(cfg, observation_spec, DISCRETE, network)
+        batch = batches.sequences(agent, params, learner_state)
+        results[cls], _, logs = learn(agent, params, learner_state, batch)
+    assert set(logs) == {"loss", "value", "learning_rate"}
+    batch = batches.sequences(agent, params, learner_state)
+    before, after, theirs = (
+        agent.network.apply(tree, batch.data.observation[:, 0]) for tree in (params, results[OnlyValues], results[PPO])
+    )
+    assert np.mean(np.abs(after[1] - 3.0)) < np.mean(np.abs(before[1] - 3.0))
+    assert np.any(theirs[0] != before[0])
+    if observation_spec is VECTOR:  # layers of its own: nothing taught the policy
+        np.testing.assert_array_equal(after[0], before[0])
+
+
+class Frozen(PPO):
+    def apply_gradients(self, params, grads, learner_state):
+        return params, learner_state.opt_state, {"rows": jnp.float32(grads.shape[0])}
+
+
+class Flipped(PPO):
+    def compute_gradients(self, params, learner_state, batch):
+        logs, grads = super().compute_gradients(params, learner_state, batch)
+        return logs, jax.tree.map(jnp.negative, grads)
+
+
+def test_a_subclass_may_override_each_of_the_three_parts_of_a_step():
+    agent = Frozen(CONFIG, VECTOR, DISCRETE, SMALL)
+    params, learner_state = started(agent)
+    batch = batches.sequences(agent, params, learner_state)
+    same, state, logs = learn(agent, params, learner_state, batch)
+    batches.assert_trees_equal(same, params)
+    assert state.steps == 1 and logs["rows"] == sum(leaf.size for leaf in jax.tree.leaves(params))
+    there, _, _ = learn(make(), params, learner_state, batch)
+    back, _, _ = learn(Flipped(CONFIG, VECTOR, DISCRETE, SMALL), params, learner_state, batch)
+    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a - c, c - b, atol=1e-5), there, back, params)
+
+
 def test_gradients_are_clipped_by_their_global_norm():
     agent = make(max_grad_norm=0.5)
     updates, _ = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))
@@ -132,15 +168,32 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 def test_learning_rate_and_clip_anneal_to_zero_over_the_run():
     agent = make(anneal_learning_rate=True, anneal_clip=True, total_learner_steps=10, clip_epsilon=0.2)
+    params, learner_state = started(agent)
+    batch = batches.sequences(agent, params, learner_state)
     for steps, left in [(0, 1.0), (4, 0.6), (10, 0.0), (15, 0.0)]:
-        schedules = agent._schedules(jnp.int32(steps))
-        np.testing.assert_allclose(schedules.learning_rate, 1e-2 * left, rtol=1e-5)
-        np.testing.assert_allclose(schedules.clip_epsilon, 0.2 * left, rtol=1e-5)
+        changed, _, logs = learn(agent, params, learner_state._replace(steps=jnp.int32(steps)), batch)
+        np.testing.assert_allclose(logs["learning_rate"], 1e-2 * left, rtol=1e-5)
+        if not left:
+            batches.assert_trees_equal(changed, params)
+        # Moved by 10 %, every ratio is clipped by the shrinking range, or not.
+        moved = jax.tree.map(lambda leaf: 1.1 * leaf + 0.01, params)
+        rows = batch._replace(data=agent.rollout(params, batch.data))
+        clipped = agent.loss(moved, learner_state._replace(steps=jnp.int32(steps)), rows)[1]["clip_fraction"]
+        ratio = np.abs(ratios(agent, moved, rows.data) - 1.0)
+        np.testing.assert_allclose(clipped, np.mean(ratio[rows.data.mask > 0] > 0.2 * left), rtol=1e-5)
+
+
+def ratios(agent, params, rows):
+    logits, _ = agent.network.apply(params, rows.observation)
+    return np.exp(agent.policy.log_prob(logits, rows.sample) - rows.log_prob)
 
 
 def test_without_a_total_nothing_anneals():
-    schedules = make(anneal_learning_rate=True)._schedules(jnp.int32(1000))
-    np.testing.assert_allclose(schedules.learning_rate, 1e-2)
+    agent = make(anneal_learning_rate=True)
+    params, learner_state = started(agent)
+    batch = batches.sequences(agent, params, learner_state)
+    logs = learn(agent, params, learner_state._replace(steps=jnp.int32(1000)), batch)[2]
+    np.testing.assert_allclose(logs["learning_rate"], 1e-2)
 
 
 def test_a_continuous_action_is_inside_its_bounds_and_its_sample_is_kept():

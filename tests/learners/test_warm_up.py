@@ -63,7 +63,7 @@ def test_the_model_learns_what_it_is_shown_and_grpo_starts_from_there(tmp_path):
     after = GRPO(dataclasses.replace(CONFIG, weights=str(tmp_path)))
     started = after.initial_params(jax.random.PRNGKey(1))
     assert_trees_equal(started, params)
-    assert_trees_equal(after.initial_learner_state(started).extra, params)  # the reference
+    assert_trees_equal(after.initial_learner_state(started).reference_params, params)  # the reference
 
 
 @pytest.mark.system
