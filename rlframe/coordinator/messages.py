@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any, Literal
 
 import numpy as np
@@ -44,12 +45,12 @@ class WorkerInfo:
     health: WorkerHealth = WorkerHealth.LIVE
     problem: str = ""  # why it does not start, or how it ended, where that is known
 
-    @property
+    @functools.cached_property
     def worker_id(self) -> str:
         """`collector/1`."""
         return worker_id_of(self.role, self.index)
 
-    @property
+    @functools.cached_property
     def key(self) -> WorkerKey:
         """By which it is told from all others."""
         return self.worker_id, self.incarnation

@@ -155,8 +155,9 @@ def look(job: TrainingJob) -> None:
             lose(job, worker, why)
             continue
         _ping_where_due(job, worker, starts)
-        job.wake(worker)
-        if task is not None and task.state is TaskState.RUNNING and worker.call is not None:
+        if worker.call is None:
+            job.wake(worker)
+        elif task is not None and task.state is TaskState.RUNNING:
             is_healthy = worker.moved_at - task.started_at > job.limits.healthy_after
             task.failures = 0 if is_healthy else task.failures
 
