@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -276,6 +279,35 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_again(tmp_path, ca
     assert 600 <= result.env_steps < 602
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
+
+
+KILLED_ENV = """
+import os
+import pathlib
+import signal
+
+import gymnasium
+
+def make():
+    first = pathlib.Path(__file__).with_name("first")
+    if not first.exists():
+        first.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return gymnasium.make("CartPole-v1")
+"""
+
+
+@pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
+def test_a_run_that_is_killed_while_its_parts_are_made_can_be_resumed(tmp_path, topology):
+    (tmp_path / "env.py").write_text(KILLED_ENV)
+    options = ["--agent", "impala", "--env", f"{tmp_path}/env.py:make", "--steps", "200", "--num-envs", "2"]
+    options += ["--env-type", "loop", "--unroll-length", "8", "--batch-size", "2", "--eval-episodes", "1", "--quiet"]
+    several = ["--topology", topology, "--engine", "threads"] if topology != "single_process" else []
+    command = [sys.executable, "-m", "rlframe", "train", *options, *several, "--run-dir", str(tmp_path / "run")]
+    assert subprocess.run(command, timeout=240).returncode == -signal.SIGKILL
+    experiment = load_experiment(tmp_path / "run")
+    assert (experiment.topology.name, experiment.steps) == (topology, 200)
+    assert train(experiment, run_dir=tmp_path / "run", resume=True).env_steps >= 200
 
 
 def test_a_run_in_which_nothing_was_learned_says_so(tmp_path, caplog):
