@@ -54,7 +54,7 @@ class SamplingParams:
             raise UsageError(f"stop_tokens must be token ids, got {list(self.stop_tokens)}.")
 
 
-class Rows(NamedTuple):
+class SamplingRows(NamedTuple):
     """Sampling options of each row of a batch: `SamplingParams` as arrays."""
 
     key: Array  # [B, 2] uint32, of `row_key`
@@ -77,12 +77,14 @@ def row_key(seed: int, sample: int = 0) -> np.ndarray:
     return np.random.SeedSequence([seed % 2**64, sample]).generate_state(2, np.uint32)
 
 
-def make_rows(keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[SamplingParams], max_stop: int) -> Rows:
+def make_rows(
+    keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[SamplingParams], max_stop: int
+) -> SamplingRows:
     """One row of numpy for each key `[2]` uint32 and its `sampling`, of at most `max_stop` stop tokens."""
     stop = np.full((len(sampling), max_stop), -1, np.int32)
     for row, one in zip(stop, sampling):
         row[: len(one.stop_tokens)] = one.stop_tokens
-    return Rows(
+    return SamplingRows(
         np.asarray(keys, np.uint32),
         np.array([one.temperature for one in sampling]).clip(max=_FLOAT32.max).astype(np.float32),
         np.array([one.top_p for one in sampling]).clip(_FLOAT32.tiny).astype(np.float32),  # 0 would keep no token
@@ -91,7 +93,7 @@ def make_rows(keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[Sampli
     )
 
 
-def sample(logits: jax.Array, rows: Rows, sampled: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, rows: SamplingRows, sampled: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose a token for each row.
 
     Args:
@@ -131,7 +133,7 @@ def _cut(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
     return jnp.where(logits >= last, logits, -jnp.inf)
 
 
-class Progress(NamedTuple):
+class DecodeProgress(NamedTuple):
     """Progress of each row of a batch that is decoded."""
 
     token: jax.Array  # [B] int32: the last of the row, which is not in the cache yet
@@ -144,12 +146,12 @@ def decode(
     params: Params,
     config: ModelConfig,
     cache: transformer.Cache,
-    rows: Rows,
-    progress: Progress,
+    rows: SamplingRows,
+    progress: DecodeProgress,
     *,
     steps: int,
     span: int | None = None,
-) -> tuple[transformer.Cache, Progress, jax.Array, jax.Array]:
+) -> tuple[transformer.Cache, DecodeProgress, jax.Array, jax.Array]:
     """Sample up to `steps` tokens for each row that does not rest; fewer steps are made when all rest.
 
     Args:
@@ -183,8 +185,8 @@ def decode(
 
 
 def begin(
-    rows: Rows, logits: jax.Array, lengths: jax.Array, max_tokens: jax.Array
-) -> tuple[Progress, jax.Array, jax.Array]:
+    rows: SamplingRows, logits: jax.Array, lengths: jax.Array, max_tokens: jax.Array
+) -> tuple[DecodeProgress, jax.Array, jax.Array]:
     """Sample the first token of rows whose prompts are in the cache.
 
     Args:
@@ -197,15 +199,15 @@ def begin(
     """
     none = jnp.zeros_like(lengths)
     token, log_prob = sample(logits, rows, none)
-    before = Progress(token=token, length=lengths, sampled=none, remaining=max_tokens)
+    before = DecodeProgress(token=token, length=lengths, sampled=none, remaining=max_tokens)
     return advance(rows, before, token, 0), token, log_prob
 
 
-def advance(rows: Rows, progress: Progress, token: jax.Array, cached: int) -> Progress:
+def advance(rows: SamplingRows, progress: DecodeProgress, token: jax.Array, cached: int) -> DecodeProgress:
     """`progress` after `token` `[B]` was sampled, with `cached` tokens more in the cache; rows that rest stay."""
     goes_on = progress.remaining > 0
     stopped = jnp.any(token[:, None] == rows.stop, axis=-1)
-    return Progress(
+    return DecodeProgress(
         token=jnp.where(goes_on, token, progress.token),
         length=progress.length + cached * goes_on,
         sampled=progress.sampled + goes_on,

@@ -17,7 +17,15 @@ import numpy as np
 
 from rlframe.errors import check_at_least
 from rlframe.language.decoding.requests import DecodeRequest
-from rlframe.language.decoding.sampling import Progress, Rows, SamplingParams, begin, decode, make_rows, power_of_two
+from rlframe.language.decoding.sampling import (
+    DecodeProgress,
+    SamplingParams,
+    SamplingRows,
+    begin,
+    decode,
+    make_rows,
+    power_of_two,
+)
 from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
@@ -62,9 +70,9 @@ class Slots:
         self._slots = slots = engine_config.slots
         self._cache = transformer.init_cache(config, slots, length)
         nothing = jnp.zeros(slots, jnp.int32)
-        self._progress = Progress(nothing, nothing + 0, nothing + 0, nothing + 0)
+        self._progress = DecodeProgress(nothing, nothing + 0, nothing + 0, nothing + 0)
         rows = make_rows(np.zeros((slots, 2), np.uint32), [SamplingParams()] * slots, engine_config.max_stop_tokens)
-        self._rows: Rows = jax.tree.map(jnp.asarray, rows)
+        self._rows: SamplingRows = jax.tree.map(jnp.asarray, rows)
 
     def bucket(self, prompt: Sequence[int]) -> int:
         """Tokens that the prompt is padded to."""
