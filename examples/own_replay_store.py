@@ -1,6 +1,7 @@
 """A replay store of your own on a page: `python examples/own_replay_store.py` checks it, and trains DQN from it.
 
-`rlframe train --replay` has faster ones. This one keeps whole items in a list, to do with as you like.
+So does `rlframe train --agent dqn --replay examples/own_replay_store.py:ListReplay`. The stores of rlframe are faster.
+This one keeps whole items in a list, to do with as you like; it lives in one process.
 """
 
 import collections
@@ -21,11 +22,11 @@ LEARNER_STEPS = 10_000  # 20,000 steps of the environments: a fifth of what solv
 class ListReplay(BaseReplayBuffer):
     """Uniform draws of the newest `capacity` items."""
 
-    def __init__(self, agent, seed=0):
+    def __init__(self, agent, seed=0, capacity=None):
         self.spec = agent.replay_spec
         self._assembler = ItemAssembler(agent)  # steps become items here
         self._limiter = RateLimiter(self.spec)  # and this says when a batch is due
-        self._items = collections.deque(maxlen=self.spec.capacity)
+        self._items = collections.deque(maxlen=capacity or self.spec.capacity)
         self._incarnations = collections.Counter()
         self._steps = self._added = self._sampled = 0
         self._rng = np.random.default_rng(seed)

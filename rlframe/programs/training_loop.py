@@ -258,7 +258,8 @@ def save_checkpoint(loop: TrainingLoop, directory: RunDir, *, with_envs: bool, w
         loop: the run.
         directory: of the run.
         with_envs: False where the environments have failed: a resumed run resets them.
-        with_replay: whether a large replay is written too; without it the last one written counts.
+        with_replay: whether a large replay is written too; without it the last one written counts. A store that cannot
+            be saved (see `BaseReplayBuffer.is_saved_by_learner`) never is: a resumed run fills it again.
         final: nothing follows in this session.
 
     Returns:
@@ -268,7 +269,7 @@ def save_checkpoint(loop: TrainingLoop, directory: RunDir, *, with_envs: bool, w
         CheckpointError: it could not be written; what was saved before is kept.
     """
     files, env_steps = _replay_files(directory), loop.actor.env_steps
-    with_replay = with_replay or files.is_small(loop.replay_buffer)
+    with_replay = loop.replay_buffer.is_saved_by_learner and (with_replay or files.is_small(loop.replay_buffer))
     if with_replay:
         files.save(loop.replay_buffer, env_steps)
     extras = {

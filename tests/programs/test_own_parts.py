@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import pytest
 
 from rlframe.cli.main import main
 from rlframe.cli.train import read_arguments
 from rlframe.errors import UsageError
-from rlframe.programs import load_experiment, make_experiment
+from rlframe.programs import load_experiment, make_experiment, train
 
 OWN = """
 import dataclasses
@@ -97,3 +98,21 @@ def test_a_name_that_means_nothing_is_explained(own):
         make_experiment("impala", topology="heavy_env", engine=f"{own}:Store")
     with pytest.raises(UsageError, match="for agents that learn from steps; this one learns from trajectories"):
         make_experiment("grpo", topology=f"{own}:twice")
+
+
+def test_the_replay_store_of_the_example_serves_a_run_and_is_filled_again_when_that_is_resumed(tmp_path):
+    store = pathlib.Path(__file__).parents[2] / "examples" / "own_replay_store.py"
+    small = (
+        "--agent dqn --preset none --env-type loop --num-envs 2 --min-replay-size 64 --batch-size 32 --eval-episodes 1"
+    )
+    options = [*small.split(), "--replay", f"{store}:ListReplay", "--quiet", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", *options, "--steps", "400", "--stop-at", "200"]) == 0
+    assert main(["train", "--resume", "--quiet", "--run-dir", str(tmp_path / "run")]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["env_steps"] >= 400 and result["learner_steps"] > 0
+
+
+def test_a_replay_that_is_no_buffer_is_named(tmp_path):
+    (tmp_path / "own.py").write_text("class Store: pass\n")
+    with pytest.raises(UsageError, match="Store'>, which is not a subclass of rlframe.replay.BaseReplayBuffer"):
+        train(make_experiment("dqn", replay=f"{tmp_path / 'own.py'}:Store"), run_dir=tmp_path / "run")

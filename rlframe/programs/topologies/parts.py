@@ -18,7 +18,7 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import CHECKPOINTS_KEPT
 from rlframe.programs.updates import total_learner_steps
-from rlframe.replay import ReplayBuffer, SharedMemReplayBuffer
+from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.types import ReplaySpec, Sequence
 
 # --- environments and actors
@@ -132,6 +132,11 @@ def add_replay(engine: Engine, run: Run) -> Any:
     if kind == "shared_memory":
         return add_shared_memory(engine, run, run.topology.num_actors, capacity, timeout=max(600.0, run.peer_deadline))
     replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
+    if not (isinstance(replay_cls, type) and issubclass(replay_cls, BaseReplayBuffer)):
+        raise UsageError(
+            f"--replay {kind} is {replay_cls!r}, which is not a subclass of rlframe.replay.BaseReplayBuffer. It is "
+            "made as Class(agent, seed=..., capacity=...)."
+        )
     return engine.own(replay_cls(run.agent, seed=experiment.seed, capacity=capacity))
 
 
