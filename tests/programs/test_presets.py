@@ -108,3 +108,12 @@ def test_another_network_leaves_the_presets_one():
     described = make_experiment("dqn", "CartPole-v1", network=None)
     assert described.topology.network is None and described.topology.network_config is None
     assert described.env == Experiment().env
+
+
+def test_a_subclass_in_a_file_may_take_a_preset_of_its_agent_by_name(tmp_path):
+    (tmp_path / "own.py").write_text("from rlframe.agents import PPO\nclass Own(PPO): pass\n")
+    own = f"{tmp_path / 'own.py'}:Own"
+    assert find_preset("auto", own, "CartPole-v1") is None
+    assert find_preset("ppo/cartpole", own, "CartPole-v1").name == "ppo/cartpole"
+    with pytest.raises(UsageError, match="There is no preset 'dqn/cartpole' for"):
+        find_preset("dqn/cartpole", own, "CartPole-v1")

@@ -7,6 +7,7 @@ A class's defaults are its paper's; a preset is applied on top, printed when it 
 from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
+from rlframe.programs import naming
 from rlframe.programs.presets import dqn, grpo, impala, ppo
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
@@ -18,8 +19,8 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
 
     Args:
         name: "auto" for the one that fits `agent` and `env` (None if there is none), "none", or a
-            preset's name, which must be of this agent.
-        agent: the agent's name.
+            preset's name, which must be of this agent or of one that it is a subclass of.
+        agent: the agent's name, or `file.py:Class`.
         env: the environment's name, with or without a prefix such as `envpool:`.
 
     Raises:
@@ -29,13 +30,18 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
         return None
     if name == "auto":
         return next((preset for preset in PRESETS if preset.agent == agent and preset.fits(env)), None)
-    known = {preset.name: preset for preset in PRESETS if preset.agent == agent}
+    known = {preset.name: preset for preset in PRESETS if _is_kind_of(agent, preset.agent)}
     if name not in known:
         names = ", ".join(["auto", "none", *known])
         raise UsageError(
             f"There is no preset {name!r} for {agent}; there are {names}.{suggest(name, names.split(', '))}"
         )
     return known[name]
+
+
+def _is_kind_of(agent: str, named: str) -> bool:
+    """Whether an agent is the one of this name, or a user's own subclass of it."""
+    return agent == named or (":" in agent and issubclass(naming.agent_class(agent), naming.agent_class(named)))
 
 
 __all__ = ["PRESETS", "Preset", "Setting", "find_preset", "plain_name"]
