@@ -131,13 +131,14 @@ def add_replay(engine: Engine, run: Run) -> Any:
         return add_reverb(engine, run, capacity)
     if kind == "shared_memory":
         return add_shared_memory(engine, run, run.topology.num_actors, capacity, timeout=max(600.0, run.peer_deadline))
-    replay_cls: Any = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
+    replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
     if not (isinstance(replay_cls, type) and issubclass(replay_cls, BaseReplayBuffer)):
         raise UsageError(
             f"--replay {kind} is {replay_cls!r}, which is not a subclass of rlframe.replay.BaseReplayBuffer. It is "
             "made as Class(agent, seed=..., capacity=...)."
         )
-    return engine.own(replay_cls(run.agent, seed=experiment.seed, capacity=capacity))
+    make: Any = replay_cls  # a subclass's own constructor
+    return engine.own(make(run.agent, seed=experiment.seed, capacity=capacity))
 
 
 def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int, **options: Any) -> Any:
