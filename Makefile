@@ -30,7 +30,7 @@ setup: $(ALL) ## build .venv, the reference environment (PYTHON= chooses the int
 demo: $(CORE) ## train PPO on CartPole-v1 and evaluate it
 	$(BIN)/rlframe train --agent ppo --env CartPole-v1 --seed 1
 
-# XLA optimises little here: nearly all of a small test's time is compilation. test-system compiles as users do.
+# XLA optimizes little here: nearly all of a small test's time is compilation. test-system compiles as users do.
 test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 

@@ -136,7 +136,7 @@ class Service:
         import portpicker
 
         self.inferencer, self.port = inferencer(workload, **config), portpicker.pick_unused_port()
-        self._runner = threading.Thread(target=self.inferencer.run)
+        self._runner = threading.Thread(target=self.inferencer.run, daemon=True)  # an error elsewhere ends the process
         self._runner.start()
 
     @property

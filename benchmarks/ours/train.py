@@ -54,7 +54,7 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         epsilon_begin=1.0,
         epsilon_end=0.05,
         epsilon_decay_steps=total // 2,
-        optimiser="adam",
+        optimizer="adam",
         learning_rate=2.5e-4,
         huber_threshold=None,
         **common,

@@ -86,7 +86,7 @@ def advantages_of(values, rewards, discounts, live):
     return jax.lax.scan(back, jnp.zeros_like(values[0]), steps, reverse=True)[1]
 
 
-optimiser = optax.chain(
+optimizer = optax.chain(
     optax.clip_by_global_norm(MAX_GRAD_NORM),
     optax.inject_hyperparams(optax.adam)(learning_rate=LEARNING_RATE, eps=1e-5),
 )
@@ -111,7 +111,7 @@ def update_step(params, opt_state, left, observations, actions, log_probs, value
     def epoch(carry, _):
         params, opt_state = carry
         loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimiser.update(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
     opt_state[1].hyperparams["learning_rate"] = LEARNING_RATE * left
@@ -140,7 +140,7 @@ def main():
     observation, _ = env.reset()
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = network.init(init_key, observation)
-    opt_state = optimiser.init(params)
+    opt_state = optimizer.init(params)
 
     shape = (UNROLL, NUM_ENVS)
     observations = np.empty((UNROLL + 1, NUM_ENVS, 4), np.float32)

@@ -44,7 +44,7 @@ class DQNConfig:
     # A random action is repeated for n steps with a chance proportional to n^-exponent (Dabney et al. 2020,
     # arXiv:2006.01782, who use 2): exploration that gets somewhere. None: for one step.
     exploration_duration_exponent: float | None = None
-    optimiser: Literal["rmsprop", "adam"] = "rmsprop"  # centred, decay 0.95, epsilon 0.01
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # centred, decay 0.95, epsilon 0.01
     learning_rate: float = 2.5e-4
     adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
@@ -72,8 +72,8 @@ class DQNConfig:
                 "DQNConfig.exploration_duration_exponent must be above 1 (or None), "
                 f"got {self.exploration_duration_exponent}."
             )
-        if self.optimiser not in ("rmsprop", "adam"):
-            raise UsageError(f"DQNConfig.optimiser must be 'rmsprop' or 'adam', got {self.optimiser!r}.")
+        if self.optimizer not in ("rmsprop", "adam"):
+            raise UsageError(f"DQNConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
         if self.min_replay_size > self.replay_capacity:
             raise UsageError(
                 f"DQNConfig.min_replay_size ({self.min_replay_size}) is above replay_capacity "
@@ -196,7 +196,7 @@ class DQN(Agent):
         rate: Any = cfg.learning_rate
         if cfg.anneal_learning_rate and cfg.total_learner_steps is not None:
             rate = optax.linear_schedule(cfg.learning_rate, 0.0, cfg.total_learner_steps)
-        if cfg.optimiser == "adam":
+        if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
             optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01, centered=True)

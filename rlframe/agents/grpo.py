@@ -40,7 +40,7 @@ class KeyValueState(NamedTuple):
     lengths: Any  # [B] int32: how many they are
 
 
-class Optimised(NamedTuple):
+class OptimizerState(NamedTuple):
     """The optimizer's state."""
 
     inner: Any  # of optax
@@ -50,7 +50,7 @@ class Optimised(NamedTuple):
 class GRPOState(NamedTuple):
     """A `LearnerState`, with the reference."""
 
-    opt_state: Optimised
+    opt_state: OptimizerState
     steps: Any
     rng: Any
     reference_params: Params  # the parameters as they were at first; () where the loss looks at no reference
@@ -172,7 +172,7 @@ class GRPO(Agent):
 
     def initial_learner_state(self, params: Params) -> GRPOState:
         master = _widened(params) if self.cfg.master_weights and self.model_config.dtype != "float32" else ()
-        opt_state = Optimised(self.optimizer.init(master or params), master)
+        opt_state = OptimizerState(self.optimizer.init(master or params), master)
         reference = params if self.cfg.has_reference else ()
         return GRPOState(opt_state, jnp.zeros((), jnp.int32), jax.random.PRNGKey(0), reference)
 
@@ -201,11 +201,11 @@ class GRPO(Agent):
         inner, master = learner_state.opt_state
         if not master:
             updates, inner = self.optimizer.update(grads, inner, params)
-            return optax.apply_updates(params, updates), Optimised(inner, master), {}
+            return optax.apply_updates(params, updates), OptimizerState(inner, master), {}
         updates, inner = self.optimizer.update(_widened(grads), inner, master)
         master = optax.apply_updates(master, updates)
         params = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, master)
-        return params, Optimised(inner, master), {}
+        return params, OptimizerState(inner, master), {}
 
     def _accumulate(self, params: Params, reference: Params, rows: _Rows, size: int) -> tuple[Logs, Params]:
         """As `compute_gradients`, of `size` sequences at a time: losses and logs are sums over the sequences."""

@@ -46,7 +46,7 @@ class IMPALAConfig:
     vtrace_lambda: float = 1.0  # remark 2; their code has none, which is 1
     value_cost: float = 0.5  # of half the squared error to the V-trace target (scalable_agent/experiment.py)
     entropy_cost: float = 0.01
-    optimiser: Literal["rmsprop", "adam"] = "rmsprop"  # without momentum
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # without momentum
     learning_rate: float = 6e-4
     anneal_learning_rate: bool = True  # linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
@@ -67,8 +67,8 @@ class IMPALAConfig:
                 raise UsageError(f"IMPALAConfig.{name} must be above 0, got {getattr(self, name)}.")
         if self.c_bar > self.rho_bar:  # section 4.1
             raise UsageError(f"IMPALAConfig.c_bar ({self.c_bar}) must be at most rho_bar ({self.rho_bar}).")
-        if self.optimiser not in ("rmsprop", "adam"):
-            raise UsageError(f"IMPALAConfig.optimiser must be 'rmsprop' or 'adam', got {self.optimiser!r}.")
+        if self.optimizer not in ("rmsprop", "adam"):
+            raise UsageError(f"IMPALAConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
 
 
 class IMPALA(Agent):
@@ -123,7 +123,7 @@ class IMPALA(Agent):
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg
-        if cfg.optimiser == "adam":
+        if cfg.optimizer == "adam":
             optimizer = optax.adam(self._learning_rate, eps=cfg.adam_epsilon)
         else:
             # TensorFlow's, which the paper used, begins with a mean square of 1.

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347)."""
+"""Proximal policy optimization (Schulman et al. 2017, arXiv:1707.06347)."""
 
 from __future__ import annotations
 

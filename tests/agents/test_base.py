@@ -36,7 +36,7 @@ def make(name: str) -> Agent:
         "dqn dict": lambda: DQN(DQN_CONFIG, {"vector": VECTOR}, DISCRETE),
         "impala": lambda: IMPALA(IMPALA_CONFIG, VECTOR, DISCRETE),
         "impala multi-discrete": lambda: IMPALA(IMPALA_CONFIG, VECTOR, MULTI),
-        "impala continuous": lambda: IMPALA(dataclasses.replace(IMPALA_CONFIG, optimiser="adam"), VECTOR, BOX),
+        "impala continuous": lambda: IMPALA(dataclasses.replace(IMPALA_CONFIG, optimizer="adam"), VECTOR, BOX),
         "impala images": lambda: IMPALA(IMPALA_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
         "impala dict": lambda: IMPALA(IMPALA_CONFIG, DICT, DISCRETE, SMALL_CNN),
     }[name]()

@@ -18,7 +18,7 @@ from tests.agents.batches import BOX, DISCRETE, MULTI, VECTOR, assert_trees_equa
 
 
 def make(**changes) -> DQN:
-    cfg = {"batch_size": 16, "min_replay_size": 16, "optimiser": "adam", "learning_rate": 1e-2, **changes}
+    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "learning_rate": 1e-2, **changes}
     return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu"))
 
 
@@ -196,9 +196,9 @@ def test_an_annealed_learning_rate_ends_at_zero():
     assert_trees_equal(after, params)
 
 
-@pytest.mark.parametrize("optimiser", ["adam", "rmsprop"])
-def test_it_learns_the_rewards_of_a_bandit(optimiser):
-    agent = make(optimiser=optimiser, learning_rate=3e-3)
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
+def test_it_learns_the_rewards_of_a_bandit(optimizer):
+    agent = make(optimizer=optimizer, learning_rate=3e-3)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
     reward = np.array([1.0, -1.0, 0.5], np.float32)[batch.data.action]
@@ -223,7 +223,7 @@ def test_actions_that_are_not_discrete_are_refused(spec):
         {"learning_rate": -1.0},
         {"learning_rate": float("nan")},
         {"exploration_duration_exponent": float("nan")},
-        {"optimiser": "sgd"},
+        {"optimizer": "sgd"},
         {"n_step": 0},
     ],
 )

@@ -16,7 +16,7 @@ from rlframe.types import LAST, Sequence
 from tests.agents import batches
 from tests.agents.batches import BOX, DISCRETE, VECTOR, learn, started
 
-CONFIG = IMPALAConfig(unroll_length=8, batch_size=4, optimiser="adam", learning_rate=1e-2)
+CONFIG = IMPALAConfig(unroll_length=8, batch_size=4, optimizer="adam", learning_rate=1e-2)
 
 
 def make(action_spec=DISCRETE, **changes) -> IMPALA:
@@ -163,9 +163,9 @@ def test_the_learning_rate_anneals_to_zero_over_the_run():
         np.testing.assert_allclose(constant._learning_rate(jnp.int32(9)), 1e-2)
 
 
-@pytest.mark.parametrize("optimiser", ["rmsprop", "adam"])
-def test_updates_follow_the_annealed_rate(optimiser):
-    agent = make(optimiser=optimiser, anneal_learning_rate=True, total_learner_steps=2)
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
+def test_updates_follow_the_annealed_rate(optimizer):
+    agent = make(optimizer=optimizer, anneal_learning_rate=True, total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
     step = jax.jit(agent.learner_step)
@@ -180,7 +180,7 @@ def test_updates_follow_the_annealed_rate(optimiser):
 
 
 def test_rmsprop_is_tensorflows_on_clipped_gradients():
-    agent = make(optimiser="rmsprop", learning_rate=0.1, max_grad_norm=5.0, rmsprop_epsilon=0.01)
+    agent = make(optimizer="rmsprop", learning_rate=0.1, max_grad_norm=5.0, rmsprop_epsilon=0.01)
     updates, _ = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))
     clipped = np.array([3.0, 4.0])
     np.testing.assert_allclose(updates, -0.1 * clipped / np.sqrt(0.99 + 0.01 * clipped**2 + 0.01), rtol=1e-4)
@@ -197,7 +197,7 @@ def test_rmsprop_is_tensorflows_on_clipped_gradients():
         {"rho_bar": 0.0},
         {"c_bar": 2.0},
         {"learning_rate": float("nan")},
-        {"optimiser": "sgd"},
+        {"optimizer": "sgd"},
     ],
 )
 def test_options_out_of_range_are_refused_by_name(change):

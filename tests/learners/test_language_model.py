@@ -91,7 +91,7 @@ def test_the_policy_learns_what_is_rewarded_and_goes_on_from_a_checkpoint(url, r
     assert resumed.learner_steps == 30 and resumed.params_version > version
     assert_trees_equal(resumed.get_params()[1], params)
     again = resumed.step(batch)
-    for name in ("loss", "kl", "grad_norm"):  # the reference and the optimiser's state came back as well
+    for name in ("loss", "kl", "grad_norm"):  # the reference and the optimizer's state came back as well
         np.testing.assert_allclose(again[name], after[name], rtol=1e-5, err_msg=name)
     assert_trees_equal(resumed.get_params()[1], learner.get_params()[1])
     for each in (learner, resumed, buffer):

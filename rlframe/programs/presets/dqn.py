@@ -33,7 +33,7 @@ CARTPOLE = Preset(
             agent__epsilon_end=0.04,
         ),
         **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),  # 0.16 of 50,000
-        **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam"),
+        **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
         **settings("without it 3 of 6 seeds solve it, with it 6 of 6", agent__anneal_learning_rate=True),
         # With the zoo's rate of 2.3e-3, target period of 128 and norm of 10, returns fell and rose all through a run.
@@ -67,7 +67,7 @@ ACROBOT = Preset(
             network__hidden=(256, 256),
         ),
         **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),  # 0.12 of 100,000
-        **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam", agent__max_grad_norm=10.0),
+        **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
         **settings("our choice", agent__min_replay_size=1_000, num_envs=4),
     },
 )
@@ -98,7 +98,7 @@ MOUNTAIN_CAR = Preset(
             network__hidden=(128, 128),
             num_envs=4,
         ),
-        **settings(SB3, network="mlp", network__activation="relu", agent__optimiser="adam", agent__max_grad_norm=10.0),
+        **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
         **settings("our choice", steps=150_000),
     },
 )
@@ -113,7 +113,7 @@ ATARI_GAMES = Preset(
             steps=10_000_000,
             env_kwargs=ATARI_TRAINING,
             agent__learning_rate=1e-4,
-            agent__optimiser="adam",
+            agent__optimizer="adam",
             agent__batch_size=32,
             agent__replay_capacity=1_000_000,
             agent__min_replay_size=80_000,

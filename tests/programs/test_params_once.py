@@ -1,0 +1,87 @@
+"""In the processes of every topology, a version of the parameters is packed by the update, and unpacked where it acts."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+
+import pytest
+
+from tests.extras import needs
+from tests.programs.running import RunningProgram
+from tests.programs.test_language import SMALL
+
+needs("launchpad")
+
+# A module that every node imports: it writes down whose parameters are packed or unpacked, in which process, and how.
+AGENTS = """
+import os
+
+import jax
+
+from rlframe.agents import GRPO, IMPALA
+from rlframe.params.packing import Packing
+
+
+def count(name):
+    method = getattr(Packing, name)
+
+    def counted(self, *args):
+        # Of all that is packed, parameters alone have matrices whose name ends so.
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.template)]
+        if any(path.endswith(("['w']", "['q_proj']")) for path in paths):
+            with open({counts!r}, "a") as file:
+                file.write(f"{{name}} {{os.getpid()}}\\n")
+        return method(self, *args)
+
+    setattr(Packing, name, counted)
+
+
+if not hasattr(Packing, "counted"):  # a process may import this file more than once
+    Packing.counted = True
+    for name in ("pack", "unpack", "pack_numpy", "unpack_numpy"):
+        count(name)
+
+
+class CountingIMPALA(IMPALA):
+    pass
+
+
+class CountingGRPO(GRPO):
+    pass
+"""
+
+
+def counts_of(tmp_path: pathlib.Path, agent: str, *arguments: str) -> tuple[dict[str, list[int]], int]:
+    """How often each method was called in each process, sorted; and the versions that there were."""
+    path, counts = tmp_path / "agents.py", tmp_path / "counts"
+    path.write_text(AGENTS.format(counts=str(counts)))
+    with RunningProgram(tmp_path / "run", "--agent", f"{path}:{agent}", *arguments) as program:
+        code, result = program.finish()
+    assert code == 0 and result is not None, program.errors()
+    found: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for line in counts.read_text().splitlines():
+        name, process = line.split()
+        found[name][process] += 1
+    return {name: sorted(of.values()) for name, of in found.items()}, result["params_version"]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["heavy_env", "light_env", "distributed", "elastic"])
+def test_parameters_are_packed_and_unpacked_inside_jitted_calls_alone(tmp_path, topology):
+    arguments = ["--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2", "--steps", "20000"]
+    found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, "--topology", topology)
+    assert versions > 100
+    assert set(found) == {"pack", "unpack"}  # never by numpy, which is for every version anew
+    # What is traced, of which each process does a few whatever the versions: the learner's update packs, calls unpack.
+    assert len(found["pack"]) == 1
+    assert max(found["pack"] + found["unpack"]) < 10
+
+
+@pytest.mark.system
+def test_the_parameters_of_a_language_model_are_unpacked_once_a_version(tmp_path):
+    small = SMALL[2:]  # without its agent
+    found, versions = counts_of(tmp_path, "CountingGRPO", *small, "--steps", "12")
+    assert versions >= 12
+    assert "pack_numpy" not in found and max(found["pack"]) < 10
+    assert max(found["unpack_numpy"]) <= versions + 1  # by the policy server
