@@ -29,11 +29,7 @@ ENGINES = {
     "launchpad": "rlframe.engines.launchpad:LaunchpadEngine",
     "threads": "rlframe.engines.threads:ThreadsEngine",
 }
-REPLAYS = {  # as `rlframe.programs.topologies.parts.add_replay` makes them
-    "local": "rlframe.replay:ReplayBuffer",
-    "shared_memory": "rlframe.replay:SharedMemReplayBuffer",
-    "reverb": "rlframe.replay.reverb:ReverbReplayBuffer",
-}
+REPLAYS = ("local", "shared_memory", "reverb")  # each is made by `rlframe.programs.topologies.parts.add_replay`
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
     "static": "rlframe.coordinator.operators.static:StaticOperator",

@@ -1,4 +1,4 @@
-"""The rows of a run's logs, and the numbers of its result: one writer for every topology."""
+"""The rows of a run's logs, and the numbers of its result. (Elastic's rows: `coordinator/core/accounts.py`.)"""
 
 from __future__ import annotations
 

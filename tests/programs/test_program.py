@@ -104,6 +104,9 @@ def test_a_replay_that_does_not_suit_the_topology_is_refused():
         experiment("impala", "distributed", replay="shared_memory")
     with pytest.raises(UsageError, match="single_process keeps its experience in local"):
         make_experiment("impala", replay="reverb")
+    with pytest.raises(UsageError, match=r"elastic keeps .*, got replay='store.py:Mine'. It takes no other one"):
+        experiment("impala", "elastic", replay="store.py:Mine")
+    assert experiment("impala", "heavy_env", replay="store.py:Mine").topology.replay_kind == "store.py:Mine"
 
 
 def test_environments_are_shared_out_evenly_among_actors_and_their_pools():

@@ -122,9 +122,11 @@ class GameConfig(TopologyConfig):
 
     Attributes:
         replays: what experience may be kept in, first what the topology is meant for.
+        takes_own_replay: whether it may be kept in a `file.py:Class` as well.
     """
 
     replays: ClassVar[tuple[str, ...]] = ("shared_memory", "reverb")
+    takes_own_replay: ClassVar[bool] = True
 
     replay: str = "auto"  # where experience lies; auto: as the topology is meant; or file.py:Class
     env_type: EnvType = "auto"  # how the pool runs; auto: the quickest, envpool or loop (process, if async)
@@ -150,10 +152,12 @@ class GameConfig(TopologyConfig):
                 "A loop steps its environments one after another, so none of them can answer before the others: "
                 "use env_type thread, process or envpool with --async (async_envs)."
             )
-        if self.replay not in ("auto", *self.replays) and ":" not in self.replay:
+        is_own = self.takes_own_replay and ":" in self.replay
+        if self.replay not in ("auto", *self.replays) and not is_own:
+            own = "A replay of your own is named as file.py:Class." if self.takes_own_replay else "It takes no other one."
             raise UsageError(
                 f"The topology {self.name} keeps its experience in {' or '.join(self.replays)}, got replay="
-                f"{self.replay!r}. A replay of your own is named as file.py:Class."
+                f"{self.replay!r}. {own}"
             )
 
     @property

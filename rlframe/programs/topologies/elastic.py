@@ -50,6 +50,7 @@ class Elastic(GameProgram):
     """What elastic can be told."""
 
     control = "coordinator"
+    takes_own_replay = False  # its learner takes what the coordinator grants, by keys that ours have
 
     name: str = "elastic"
     min_actors: int = 1  # of elastic: there are never fewer
