@@ -99,7 +99,7 @@ OTHERS = [
     Call("bench trajectories", "rlframe bench trajectories", ("trajectories",)),
 ]
 IMPORTS = [
-    Call("import rlframe.trajectories Client", "rlframe.trajectories.Client", ("trajectories",)),
+    Call("import rlframe.trajectories TrajectoryClient", "rlframe.trajectories.TrajectoryClient", ("trajectories",)),
     Call("import rlframe.trajectories TrajectoryBuffer", "rlframe.trajectories.TrajectoryBuffer", ("trajectories",)),
     Call("import rlframe.language BaseEnv", "BaseEnv", ("trajectories", "envs")),
     Call("import rlframe.language PolicyServer", "PolicyServer", ("trajectories",)),

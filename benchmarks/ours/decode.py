@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.processor import Stopwatch
 from benchmarks.report import middle, processor
-from rlframe.language import Engine, EngineConfig, ModelConfig, SamplingParams
+from rlframe.language import DecodeEngine, EngineConfig, ModelConfig, SamplingParams
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model import transformer
 
@@ -46,7 +46,7 @@ def measure(config: ModelConfig, seconds: float) -> dict[str, Any]:
     """{way: tokens per second}, each the median of the turns, the engine's processor time for one, and parameters."""
     params = transformer.init(jax.random.key(0), config)
     length = power_of_two(PROMPTS[1] + ANSWERS[1])
-    engine = Engine(config, params, EngineConfig(slots=SLOTS, length=length))
+    engine = DecodeEngine(config, params, EngineConfig(slots=SLOTS, length=length))
     with engine:
         ways = {"engine": functools.partial(decode, engine), "alone": _alone(config, params, length)}
         measured: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -60,7 +60,7 @@ def measure(config: ModelConfig, seconds: float) -> dict[str, Any]:
     return {**found, "processor_us": processor(measured["engine"]), "parameters": parameters}
 
 
-def decode(engine: Engine, seconds: float) -> dict[str, float]:
+def decode(engine: DecodeEngine, seconds: float) -> dict[str, float]:
     """The rate of tokens of requests of many lengths, of which some always wait."""
     rng = np.random.default_rng(0)
     handles: list[Any] = []

@@ -27,7 +27,7 @@ from benchmarks.report import middle, processor
 from rlframe import compilation
 from rlframe.agents import GRPO, GRPOConfig
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.trajectories import Client, Group, TrajectoryBuffer
+from rlframe.trajectories import Group, TrajectoryBuffer, TrajectoryClient
 from rlframe.types import Batch
 
 GROUPS, GROUP_SIZE = 4, 8  # of a batch
@@ -52,7 +52,7 @@ def measure(model: str, seconds: float) -> dict[str, Any]:
     `processor_us` is what the Learner and the service take for a token.
     """
     agent = GRPO(GRPOConfig(MODELS[model], max_tokens=MAX_TOKENS, batch_size=GROUPS * GROUP_SIZE))
-    with serving(None) as server, Client(server.url) as client:
+    with serving(None) as server, TrajectoryClient(server.url) as client:
         client.register(batch_size=GROUPS * GROUP_SIZE, max_token_len=MAX_TOKENS, num_steps=1_000_000)
         rng = np.random.default_rng(0)
         post = functools.partial(_post, client, rng, agent.model_config.vocab_size)
@@ -79,7 +79,7 @@ def measure(model: str, seconds: float) -> dict[str, Any]:
     return {**found, "alone": statistics.median(bare), "padding": padding}
 
 
-def _post(client: Client, rng: np.random.Generator, vocab_size: int, batches: int) -> None:
+def _post(client: TrajectoryClient, rng: np.random.Generator, vocab_size: int, batches: int) -> None:
     for _ in range(batches):
         groups = []
         for _ in range(GROUPS):

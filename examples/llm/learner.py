@@ -17,7 +17,7 @@ from rlframe.language.model.tokenizers import ByteTokenizer
 from rlframe.learners.warm_up import warm_up
 from rlframe.metrics import CallbackLogger, JSONLLogger, MultiLogger
 from rlframe.programs import make_experiment
-from rlframe.trajectories import Client, TrajectoryBuffer
+from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
 SERVICE, PORT = "http://localhost:8000", 7000
 FOLDER = pathlib.Path("runs/by-hand")
@@ -57,7 +57,7 @@ def make_learner(agent):
 
 
 def main():
-    Client(SERVICE).register(batch_size=config.batch_size, max_token_len=config.max_tokens, num_steps=BATCHES)
+    TrajectoryClient(SERVICE).register(batch_size=config.batch_size, max_token_len=config.max_tokens, num_steps=BATCHES)
     if not (FOLDER / "weights/config.json").exists():
         make_weights(FOLDER / "weights")
     agent = GRPO(dataclasses.replace(config, weights=str(FOLDER / "weights")))

@@ -72,7 +72,7 @@ class GRPO(Agent):
 
     Advantages are those that a group was sent with, token by token, or else its normalised scores. A step of acting is
     one token: the observation is the last token (of the prompt, or the action before), the action the next; what is
-    acted must fit into `max_tokens`. (`rlframe.language.Engine` decodes many sequences faster.)
+    acted must fit into `max_tokens`. (`rlframe.language.DecodeEngine` decodes many sequences faster.)
 
     `initial_params` are random, or those of the folder `cfg.weights`, which has to be there wherever the agent is.
 

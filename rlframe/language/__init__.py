@@ -6,7 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlframe.language.decoding import Answer, Completion, Engine, EngineConfig, Handle, SamplingParams, generate
+    from rlframe.language.decoding import (
+        Answer,
+        Completion,
+        DecodeEngine,
+        EngineConfig,
+        Handle,
+        SamplingParams,
+        generate,
+    )
     from rlframe.language.environments import (
         APIServer,
         APIServerConfig,
@@ -37,7 +45,7 @@ __all__ = [
     "BaseEnv",
     "BaseEnvConfig",
     "Completion",
-    "Engine",
+    "DecodeEngine",
     "EngineConfig",
     "EvalHandlingEnum",
     "Handle",
@@ -67,7 +75,7 @@ __all__ = [
 _SUB_PACKAGE = {
     **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
     **dict.fromkeys(
-        ("Answer", "Completion", "Engine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"
+        ("Answer", "Completion", "DecodeEngine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"
     ),
     **dict.fromkeys(("PolicyServer", "PolicyServerConfig"), "server"),
 }

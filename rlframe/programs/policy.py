@@ -18,7 +18,7 @@ from rlframe.types import Params
 _BYTES = 512  # tokens of a model that may be one of bytes
 
 
-class Policy(NamedTuple):
+class ServedPolicy(NamedTuple):
     """Arguments of a `PolicyServer`."""
 
     model_config: ModelConfig
@@ -27,7 +27,7 @@ class Policy(NamedTuple):
     params: Params | None
 
 
-def of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> Policy:
+def of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> ServedPolicy:
     """A published model, which answers as version 0 until the learner at the address, if any, has a newer one.
 
     Raises:
@@ -35,10 +35,10 @@ def of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: st
     """
     source = _at(learner)
     model_config, params = weights.load(folder, dtype=dtype)
-    return Policy(model_config, tokenizer or _tokenizer_of(folder, model_config), source, params)
+    return ServedPolicy(model_config, tokenizer or _tokenizer_of(folder, model_config), source, params)
 
 
-def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> Policy:
+def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> ServedPolicy:
     """The model that a run learns, by its newest checkpoint, or by what the learner at the address has.
 
     Raises:
@@ -52,7 +52,7 @@ def of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | N
         raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")
     agent: Any = make_agent(experiment)
     source = source or Checkpoints(agent, directory)
-    return Policy(
+    return ServedPolicy(
         agent.model_config, tokenizer or experiment.topology.tokenizer_name(experiment.agent_config), source, None
     )
 

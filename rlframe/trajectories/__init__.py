@@ -9,20 +9,20 @@ from rlframe import extras
 
 if TYPE_CHECKING:
     from rlframe.trajectories.client.buffer import TrajectoryBuffer
-    from rlframe.trajectories.client.client import AsyncClient, Client
+    from rlframe.trajectories.client.client import AsyncTrajectoryClient, TrajectoryClient
     from rlframe.trajectories.client.groups import Group
     from rlframe.types import TokenBatch
 
 # Public name -> module. Resolved on first use (PEP 562): not everyone has what the service and its clients need.
 _PUBLIC = {
-    "AsyncClient": "rlframe.trajectories.client.client",
-    "Client": "rlframe.trajectories.client.client",
+    "AsyncTrajectoryClient": "rlframe.trajectories.client.client",
     "Group": "rlframe.trajectories.client.groups",
     "TokenBatch": "rlframe.types",
     "TrajectoryBuffer": "rlframe.trajectories.client.buffer",
+    "TrajectoryClient": "rlframe.trajectories.client.client",
 }
 
-__all__ = ["AsyncClient", "Client", "Group", "TokenBatch", "TrajectoryBuffer"]
+__all__ = ["AsyncTrajectoryClient", "Group", "TokenBatch", "TrajectoryBuffer", "TrajectoryClient"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from rlframe.agents import GRPO, GRPOConfig
 from rlframe.language import ModelConfig, SamplingParams, generate
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.trajectories import Client, Group, TrajectoryBuffer
+from rlframe.trajectories import Group, TrajectoryBuffer, TrajectoryClient
 from tests.agents.batches import assert_trees_equal
 from tests.trajectories.serving import DEADLINE, running_service
 
@@ -41,7 +41,7 @@ def run():
 
 @pytest.fixture
 def client(url, run):
-    with Client(url, run=run, timeout=DEADLINE) as client:
+    with TrajectoryClient(url, run=run, timeout=DEADLINE) as client:
         client.register(batch_size=16, max_token_len=128, num_steps=100)
         yield client
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rlframe.trajectories import Client, Group
+from rlframe.trajectories import Group, TrajectoryClient
 from tests.trajectories.redis_server import running_redis
 from tests.trajectories.serving import DEADLINE, running_service
 
@@ -42,7 +42,7 @@ def test_two_processes_serve_two_trainers_and_one_is_killed(tmp_path):
             assert sorted(work.steps.values()) == list(range(len(work.batches)))
             assert set(work.by) == {0, 1}  # both trainers had some
             for service in (one, other):
-                with Client(service.url) as client:
+                with TrajectoryClient(service.url) as client:
                     end = time.monotonic() + DEADLINE
                     while client.status().leased and time.monotonic() < end:  # the last `ack` came to the other one
                         time.sleep(0.02)
@@ -63,8 +63,8 @@ class Work:
         self.steps: dict[int, int] = {}
         self.by: list[int] = []
 
-    def client(self, i: int) -> Client:
-        return Client(self._urls[i % 2], timeout=DEADLINE, consumer=f"{i}")
+    def client(self, i: int) -> TrajectoryClient:
+        return TrajectoryClient(self._urls[i % 2], timeout=DEADLINE, consumer=f"{i}")
 
     def register(self) -> None:
         for i in (0, 1):  # every rank of a trainer does
@@ -79,11 +79,11 @@ class Work:
             self.errors.append(error)
             self.half.set()
 
-    def send(self, client: Client, i: int) -> None:
+    def send(self, client: TrajectoryClient, i: int) -> None:
         for number in range(GROUPS):
             client.post(Group([[i, number]] * 2, [[1, 1]] * 2, [1000.0 * i + number] * 2))
 
-    def train(self, client: Client, i: int) -> None:
+    def train(self, client: TrajectoryClient, i: int) -> None:
         while True:
             with self._lock:
                 if sum(map(len, self.batches.values())) == 4 * GROUPS or self.errors:

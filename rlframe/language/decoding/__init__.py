@@ -1,6 +1,6 @@
 """Sampling, and the engine that decodes many requests in one batch."""
 
-from rlframe.language.decoding.engine import Engine
+from rlframe.language.decoding.engine import DecodeEngine
 from rlframe.language.decoding.requests import Answer, Handle
 from rlframe.language.decoding.sampling import Completion, SamplingParams, generate
 from rlframe.language.decoding.slots import EngineConfig
@@ -8,7 +8,7 @@ from rlframe.language.decoding.slots import EngineConfig
 __all__ = [
     "Answer",
     "Completion",
-    "Engine",
+    "DecodeEngine",
     "EngineConfig",
     "Handle",
     "SamplingParams",

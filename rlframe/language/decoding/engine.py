@@ -32,7 +32,7 @@ from rlframe.types import Params
 CLOSE_TIMEOUT = 60.0  # seconds
 
 
-class Engine:
+class DecodeEngine:
     """Decodes for any number of threads. A context manager; `close` ends it.
 
     A failure reaches whoever waits by their futures; then the engine is closed.
@@ -186,7 +186,7 @@ class Engine:
         if self._thread.is_alive():
             raise PeerError(f"The decode engine's thread did not end within {timeout:g} s.")
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> DecodeEngine:
         return self
 
     def __exit__(self, *_: object) -> None:

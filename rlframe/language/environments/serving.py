@@ -22,7 +22,7 @@ from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.config import BaseEnvConfig, EvalHandlingEnum
 from rlframe.language.environments.metrics import WandbRun
 from rlframe.trajectories.client.calls import new_key
-from rlframe.trajectories.client.client import AsyncClient
+from rlframe.trajectories.client.client import AsyncTrajectoryClient
 from rlframe.trajectories.client.groups import Group
 from rlframe.trajectories.messages import EnvStatus, RegisteredEnv
 
@@ -212,13 +212,15 @@ class Membership:
         client: for further calls.
         posted: groups that the service has acknowledged.
 
-    Raises (every call): as `rlframe.trajectories.AsyncClient`.
+    Raises (every call): as `rlframe.trajectories.AsyncTrajectoryClient`.
     """
 
     def __init__(self, config: BaseEnvConfig, name: str) -> None:
         self._config = config
         self._name = name
-        self.client = AsyncClient(config.rollout_server_url, token=config.service_token, timeout=config.service_timeout)
+        self.client = AsyncTrajectoryClient(
+            config.rollout_server_url, token=config.service_token, timeout=config.service_timeout
+        )
         self._resume_file = None if config.resume_file is None else pathlib.Path(config.resume_file)
         self._env: RegisteredEnv | None = None
         self.posted = 0

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from rlframe.errors import UnavailableError
-from rlframe.language.decoding import Answer, Engine
+from rlframe.language.decoding import Answer, DecodeEngine
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 from rlframe.language.server.requests import Asked
@@ -48,7 +48,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DecodeEngine,
         asked: Asked,
         tokenizer: Tokenizer,
         *,

@@ -17,7 +17,7 @@ from rlframe.errors import PeerError, UnavailableError, UsageError, check_above,
 from rlframe.http.serving import ServerThread
 from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.inferencers.refreshing import Refresher
-from rlframe.language.decoding import Engine, EngineConfig
+from rlframe.language.decoding import DecodeEngine, EngineConfig
 from rlframe.language.model import ModelConfig, transformer
 from rlframe.language.model.tokenizers import Tokenizer, load_tokenizer
 from rlframe.types import Params
@@ -87,7 +87,7 @@ class PolicyServer:
                 "not belong to each other."
             )
         self._stop, self._ready = threading.Event(), threading.Event()
-        self._engine: Engine | None = None
+        self._engine: DecodeEngine | None = None
         self._seen, self._refreshes, self._taken_at = -1, 0, 0.0  # of the learner's versions
         self._learner, self._params = learner, params
         self._refresher = Refresher(
@@ -148,7 +148,7 @@ class PolicyServer:
             raise PeerError(f"The policy server did not listen within {timeout:g} s.")
         return self._url
 
-    def live_engine(self) -> Engine:
+    def live_engine(self) -> DecodeEngine:
         """Return the engine. Raise `UnavailableError` if there are no parameters yet, or if it failed."""
         # No property: a server would read it before there are.
         if self._engine is None:
@@ -162,7 +162,7 @@ class PolicyServer:
     def stats(self) -> dict[str, Any]:
         """The engine's counts, and how far the parameters are behind the learner's.
 
-        Beside those of `Engine.stats`: learner_version (-1: not known), versions_behind, refreshes, and in seconds
+        Beside those of `DecodeEngine.stats`: learner_version (-1: not known), versions_behind, refreshes, and in seconds
         since_refresh (the parameters are that old here) and since_learner (since it was heard of); None: never.
         """
         now, engine, heard = time.monotonic(), self._engine, self._refresher.heard_at
@@ -185,7 +185,7 @@ class PolicyServer:
         known, self._seen = self._seen, version
         if self._engine is None:
             self._check(params)
-            self._engine = Engine(self.model_config, params, self.cfg.engine, version=version, seed=self.cfg.seed)
+            self._engine = DecodeEngine(self.model_config, params, self.cfg.engine, version=version, seed=self.cfg.seed)
         elif version < self._engine.version:
             _log.warning(
                 "The learner's version %d follows %d: it began anew. The policy server goes on with version %d until "

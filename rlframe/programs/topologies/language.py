@@ -124,10 +124,10 @@ def make_learner(run: Run) -> Any:
     from rlframe.learners import Learner, LearnerConfig
     from rlframe.programs.language.environment import FOR_EVER
     from rlframe.programs.run_dir import CHECKPOINTS_KEPT
-    from rlframe.trajectories import Client, TrajectoryBuffer
+    from rlframe.trajectories import TrajectoryBuffer, TrajectoryClient
 
     experiment, max_staleness = run.experiment, run.topology.max_staleness
-    with Client(run.topology.service_url) as client:
+    with TrajectoryClient(run.topology.service_url) as client:
         client.register(
             batch_size=experiment.agent_config.batch_size,
             max_token_len=experiment.agent_config.max_tokens,

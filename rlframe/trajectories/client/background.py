@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlframe.replay.dataset import WAKE, Dataset
-from rlframe.trajectories.client.client import Client
+from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.types import Batch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Prefetched(Dataset):
         client: of the thread's own; it is closed with the dataset.
     """
 
-    def __init__(self, buffer: TrajectoryBuffer, client: Client, prefetch: int, timeout: float | None) -> None:
+    def __init__(self, buffer: TrajectoryBuffer, client: TrajectoryClient, prefetch: int, timeout: float | None) -> None:
         self._trajectories, self._client = buffer, client
         self._room = threading.Semaphore(max(1, prefetch))
         self._lock = threading.Lock()  # of the two below

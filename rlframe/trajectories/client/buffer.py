@@ -14,7 +14,7 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
 from rlframe.trajectories.client.background import Prefetched, Renewal
 from rlframe.trajectories.client.calls import new_key
-from rlframe.trajectories.client.client import Client
+from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.trajectories.client.groups import ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
 from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch
@@ -24,7 +24,9 @@ __all__ = ["TrajectoryBuffer"]
 _CLOSING = 2.0  # seconds for each call when the buffer is closed
 _REMEMBERED = 4096  # batches that were learned from
 
-_NO_WRITERS = "Actors do not write to a TrajectoryBuffer: environments send their groups to the service (Client.post)."
+_NO_WRITERS = (
+    "Actors do not write to a TrajectoryBuffer: environments send their groups to the service (TrajectoryClient.post)."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
     the service is told the Learner's version.
 
     Args:
-        url, token, run: of the service; see `Client`.
+        url, token, run: of the service; see `TrajectoryClient`.
         lease: seconds after which the batches of a learner that was killed are somebody else's.
         max_token_len: longer sequences are cut to so many tokens, and counted; None: what the trainer registered.
         consumer: whose the leases are; None: a name of this buffer's own.
@@ -72,14 +74,14 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self._copy = functools.partial(
             TrajectoryBuffer, url, lease=lease, max_token_len=max_token_len, consumer=consumer, **options
         )
-        self._client = Client(url, consumer=consumer, **options)
-        self._connect = functools.partial(Client, url, consumer=self._client.consumer, **options)
+        self._client = TrajectoryClient(url, consumer=consumer, **options)
+        self._connect = functools.partial(TrajectoryClient, url, consumer=self._client.consumer, **options)
         info = self._client.info()
         if info.batch_size < 1:
             self._client.close()
             raise UsageError(
                 f"No trainer has registered at {self._client.url}, so nobody knows how large a batch is: call "
-                "Client.register(batch_size=..., ...) before you make the TrajectoryBuffer."
+                "TrajectoryClient.register(batch_size=..., ...) before you make the TrajectoryBuffer."
             )
         self._buckets = bucket_lengths(max_token_len or max(1, info.max_token_len))
         steps = info.batch_size * self._buckets[-1]
@@ -185,7 +187,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     # --- what its datasets do
 
-    def draw(self, client: Client, wait: float) -> Batch | None:
+    def draw(self, client: TrajectoryClient, wait: float) -> Batch | None:
         """The next batch, leased; None if none came in `wait` seconds. What is done with is acknowledged first."""
         with self._drawing:
             self._acknowledge(client)
@@ -240,7 +242,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             if not self._closed:
                 _log.warning("A lease of %g s could not be renewed: %s", self._lease, error)
 
-    def _acknowledge(self, client: Client, timeout: float | None = None) -> None:
+    def _acknowledge(self, client: TrajectoryClient, timeout: float | None = None) -> None:
         with self._lock:
             done, self._done = self._done, []
         try:

@@ -28,7 +28,7 @@ _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class BaseClient:
-    """All of a client but how it sends: see `Client`.
+    """All of a client but how it sends: see `TrajectoryClient`.
 
     Attributes:
         url: of the service and the run.

@@ -18,7 +18,7 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
-class Client(BaseClient):
+class TrajectoryClient(BaseClient):
     """A client whose calls block. Any thread may call it. Use it as a context manager, or close it.
 
     While the service cannot be reached, does not answer or says that it cannot now, a call is repeated, with pauses
@@ -49,7 +49,7 @@ class Client(BaseClient):
         self._stopped.set()
         self._http.close()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> TrajectoryClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -86,8 +86,11 @@ class Client(BaseClient):
             raise
 
 
-class AsyncClient(BaseClient):
-    """`Client` for asyncio: the same arguments, calls and errors, and every call is awaited. Tasks may share it."""
+class AsyncTrajectoryClient(BaseClient):
+    """`TrajectoryClient` for asyncio: the same arguments, calls and errors, and every call is awaited.
+
+    Tasks may share it.
+    """
 
     _transport = functools.partial(httpx.AsyncClient, limits=_LIMITS)
 
@@ -96,7 +99,7 @@ class AsyncClient(BaseClient):
         self._stopped.set()
         await self._http.aclose()
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> AsyncTrajectoryClient:
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from rlframe.errors import PeerError, RemoteError, TooOldError, UnavailableError, UsageError
 
 if TYPE_CHECKING:
-    from rlframe.trajectories.client.client import AsyncClient, Client
+    from rlframe.trajectories.client.client import AsyncTrajectoryClient, TrajectoryClient
 
 MSGPACK = "application/msgpack"
 
@@ -76,8 +76,8 @@ Flow = Generator[Union[HttpAttempt, float], Any, T]
 
 
 class FlowMethod(Generic[P, T]):
-    """A method that makes a flow. Called on a `Client`, it returns what the flow does; on an `AsyncClient`, it is
-    awaited."""
+    """A method that makes a flow. Called on a `TrajectoryClient`, it returns what the flow does; on an
+    `AsyncTrajectoryClient`, it is awaited."""
 
     def __init__(self, flow: Callable[Concatenate[Any, P], Flow[T]]) -> None:
         self._flow = flow
@@ -86,10 +86,10 @@ class FlowMethod(Generic[P, T]):
     def __get__(self, client: None, owner: Any) -> Callable[..., Flow[T]]: ...
 
     @overload
-    def __get__(self, client: Client, owner: Any) -> Callable[P, T]: ...
+    def __get__(self, client: TrajectoryClient, owner: Any) -> Callable[P, T]: ...
 
     @overload
-    def __get__(self, client: AsyncClient, owner: Any) -> Callable[P, Awaitable[T]]: ...
+    def __get__(self, client: AsyncTrajectoryClient, owner: Any) -> Callable[P, Awaitable[T]]: ...
 
     def __get__(self, client: Any, owner: Any) -> Callable[..., Any]:
         if client is None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from rlframe.language import Engine, EngineConfig, ModelConfig, SamplingParams, generate
+from rlframe.language import DecodeEngine, EngineConfig, ModelConfig, SamplingParams, generate
 from rlframe.language.model import transformer
 
 CONFIG = ModelConfig(
@@ -37,7 +37,7 @@ def learners_log_probs(prompt, tokens):
 
 @pytest.fixture
 def engine():
-    with Engine(CONFIG, PARAMS, SMALL) as engine:
+    with DecodeEngine(CONFIG, PARAMS, SMALL) as engine:
         yield engine
     assert not engine._thread.is_alive()
 
@@ -164,7 +164,7 @@ def test_new_parameters_reach_requests_under_way_and_each_token_says_its_version
 
 def test_the_engine_keeps_a_copy_of_its_parameters():
     params = jax.tree.map(lambda x: x + 0, PARAMS)
-    with Engine(CONFIG, params, SMALL) as engine:
+    with DecodeEngine(CONFIG, params, SMALL) as engine:
         jax.tree.map(lambda leaf: leaf.delete(), params)
         assert len(engine.submit([1], SamplingParams(max_tokens=3)).result(TIMEOUT).tokens) == 3
         mine = jax.tree.map(lambda x: np.array(x), OTHER)
@@ -196,7 +196,7 @@ def test_parameters_that_are_not_finite_fail_their_requests_and_no_later_ones(en
 
 
 def test_a_cancelled_request_leaves_its_slot_or_the_queue():
-    with Engine(CONFIG, PARAMS, EngineConfig(slots=1, steps=2, max_waiting=2)) as engine:
+    with DecodeEngine(CONFIG, PARAMS, EngineConfig(slots=1, steps=2, max_waiting=2)) as engine:
         gate = Gate()
         running = engine.submit([1], SamplingParams(max_tokens=40), gate)
         gate.wait()
@@ -239,7 +239,7 @@ def test_what_on_tokens_raises_concerns_its_request_alone(engine):
 
 
 def test_close_leaves_nobody_waiting():
-    engine = Engine(CONFIG, PARAMS, EngineConfig(slots=1, steps=2))
+    engine = DecodeEngine(CONFIG, PARAMS, EngineConfig(slots=1, steps=2))
     gate = Gate()
     handles = [engine.submit([1], SamplingParams(max_tokens=40), gate), engine.submit([2])]
     gate.wait()
@@ -299,6 +299,6 @@ def test_requests_that_cannot_be_answered_are_refused(engine, prompt, sampling, 
 
 def test_an_engine_that_cannot_be_is_refused():
     with pytest.raises(UsageError, match="length is 65, more than the model's max_position_embeddings of 64"):
-        Engine(CONFIG, PARAMS, EngineConfig(length=65))
+        DecodeEngine(CONFIG, PARAMS, EngineConfig(length=65))
     with pytest.raises(UsageError, match="EngineConfig.slots must be at least 1, got 0"):
         EngineConfig(slots=0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlframe.language.environments import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from rlframe.trajectories import Client, Group
+from rlframe.trajectories import Group, TrajectoryClient
 from tests.language.environments.model import Model
 
 DEADLINE = 60.0
@@ -106,16 +106,16 @@ def serving_env(make: Callable[[], BaseEnv]) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def trainer(url: str, once: bool = True, **options: Any) -> Iterator[Client]:
+def trainer(url: str, once: bool = True, **options: Any) -> Iterator[TrajectoryClient]:
     """A client that has registered, and asked for a batch `once`."""
-    with Client(url, timeout=DEADLINE) as client:
+    with TrajectoryClient(url, timeout=DEADLINE) as client:
         client.register(**{"batch_size": 2, "max_token_len": 64, "num_steps": 1000, **options})
         if once:
             assert client.batch() is None
         yield client
 
 
-def pull(client: Client) -> list[Group]:
+def pull(client: TrajectoryClient) -> list[Group]:
     """The groups of the next batch."""
     batch = client.batch(wait=DEADLINE)
     assert batch is not None, "no batch came"

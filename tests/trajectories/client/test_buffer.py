@@ -14,7 +14,7 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay.base import STATS
-from rlframe.trajectories import Client, Group, TrajectoryBuffer
+from rlframe.trajectories import Group, TrajectoryBuffer, TrajectoryClient
 from tests.trajectories.bigrams import Bigram, write
 from tests.trajectories.serving import DEADLINE, running_service
 from tests.waiting import wait_until
@@ -35,7 +35,7 @@ def run():
 
 @pytest.fixture
 def client(service, run):
-    with Client(service.url, run=run, timeout=DEADLINE) as client:
+    with TrajectoryClient(service.url, run=run, timeout=DEADLINE) as client:
         client.register(**SETTINGS)
         yield client
 
@@ -91,7 +91,7 @@ def test_size_is_of_what_waits_and_fits(client, make_buffer):
 
 
 def test_the_trainer_registers_first(service):
-    with pytest.raises(UsageError, match=r"No trainer has registered.*Client.register"):
+    with pytest.raises(UsageError, match=r"No trainer has registered.*TrajectoryClient.register"):
         TrajectoryBuffer(service.url, run="nobody")
 
 
@@ -215,7 +215,7 @@ def test_a_lease_that_somebody_else_has_done_with_is_counted(client, make_buffer
 
 
 def test_every_group_is_read_once_though_the_service_is_killed(tmp_path):
-    with running_service(tmp_path) as service, Client(service.url, timeout=DEADLINE) as client:
+    with running_service(tmp_path) as service, TrajectoryClient(service.url, timeout=DEADLINE) as client:
         client.register(**SETTINGS)
         buffer = TrajectoryBuffer(service.url, timeout=DEADLINE)
 
@@ -239,7 +239,7 @@ def test_every_group_is_read_once_though_the_service_is_killed(tmp_path):
 
 
 def test_closing_does_not_wait_for_a_service_that_is_gone(tmp_path):
-    with running_service(tmp_path, "--store", "memory") as service, Client(service.url) as client:
+    with running_service(tmp_path, "--store", "memory") as service, TrajectoryClient(service.url) as client:
         client.register(**SETTINGS)
         client.post(numbered(1))
         before = set(threading.enumerate())

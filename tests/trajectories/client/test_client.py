@@ -10,7 +10,7 @@ import uuid
 import pytest
 
 from rlframe.errors import PeerError, StoppedError, TooOldError, UnavailableError, UsageError
-from rlframe.trajectories import AsyncClient, Client, Group
+from rlframe.trajectories import AsyncTrajectoryClient, Group, TrajectoryClient
 from rlframe.trajectories.client import exchange
 from tests.trajectories.client.test_groups import FULL, a_group, same
 from tests.trajectories.flaky_proxy import flaky_proxy
@@ -34,7 +34,7 @@ def run():
 
 @pytest.fixture
 def client(service, run):
-    with Client(service.url, run=run, timeout=DEADLINE) as client:
+    with TrajectoryClient(service.url, run=run, timeout=DEADLINE) as client:
         yield client
 
 
@@ -47,7 +47,7 @@ def numbers_of(groups) -> list[int]:
     return [int(group.scores[0]) for group in groups]
 
 
-def served(client: Client) -> list[int]:
+def served(client: TrajectoryClient) -> list[int]:
     """The numbers of all groups that are there, as a trainer gets them."""
     numbers = []
     while (batch := client.batch()) is not None:
@@ -107,7 +107,7 @@ def test_groups_come_back_as_they_were_sent(client, binary):
 
 
 def test_compressed_groups_come_back_as_they_were_sent(service, run):
-    with Client(service.url, run=run, compress=True, timeout=DEADLINE) as client:
+    with TrajectoryClient(service.url, run=run, compress=True, timeout=DEADLINE) as client:
         client.register(**{**SETTINGS, "max_token_len": 4096})
         group = Group([[5] * 4096] * 2, [[5] * 4096] * 2, [0, 1])
         client.post(group)
@@ -224,7 +224,7 @@ def test_groups_that_would_be_too_old_by_their_turn_wait_for_the_trainer(client,
 
 def test_what_the_service_refuses_is_not_sent_again(client, service, run):
     client.register(**SETTINGS)
-    with flaky_proxy(service.url) as proxy, Client(proxy.url, run=run) as through:
+    with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run) as through:
         with pytest.raises(
             UsageError, match=r"POST http.*/scored_data: .*refused it \(422\).*body.tokens: .*3 sequences"
         ):
@@ -237,9 +237,9 @@ def test_what_the_service_refuses_is_not_sent_again(client, service, run):
 def test_bad_arguments_are_refused_here(client):
     for url in ("localhost:8000", "ftp://host", "http://host/?run=a", "http://host#a", ""):
         with pytest.raises(UsageError, match="http://HOST:PORT"):
-            Client(url)
+            TrajectoryClient(url)
     with pytest.raises(UsageError, match="A run's name"):
-        Client("http://host", run="a/b")
+        TrajectoryClient("http://host", run="a/b")
     with pytest.raises(UsageError, match="wait=61"):
         client.batch(wait=61)
     with pytest.raises(UsageError, match="the list is empty"):
@@ -251,7 +251,7 @@ def test_nobody_there_is_an_error_by_the_deadline_that_names_the_call():
         url = proxy.url  # nobody listens there once it is closed
     began = time.monotonic()
     with (
-        Client(url, timeout=0.3) as client,
+        TrajectoryClient(url, timeout=0.3) as client,
         pytest.raises(PeerError, match=rf"GET {url}/status: no answer after .* attempts .*0.3 s.*ConnectError"),
     ):
         client.status()
@@ -259,23 +259,23 @@ def test_nobody_there_is_an_error_by_the_deadline_that_names_the_call():
 
 
 def test_an_answer_that_never_comes_is_an_error_by_the_deadline(service, run):
-    with flaky_proxy(service.url) as proxy, Client(proxy.url, run=run) as client:
+    with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run) as client:
         proxy.faults.extend(["hang"] * 100)
         with pytest.raises(PeerError, match=r"1 attempts.*ReadTimeout"):
             client.status(timeout=0.2)
 
 
 def test_something_else_at_the_url_is_an_error(service):
-    with flaky_proxy(service.url) as proxy, Client(proxy.url, timeout=DEADLINE) as client:
+    with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, timeout=DEADLINE) as client:
         proxy.faults.extend(["other"])
         with pytest.raises(PeerError, match=r"status 200: <p>Hello</p> Is the URL right\?"):
             client.status()
-    with Client(service.url + "/docs") as client, pytest.raises(UsageError, match=r"\(404\): Not Found"):
+    with TrajectoryClient(service.url + "/docs") as client, pytest.raises(UsageError, match=r"\(404\): Not Found"):
         client.status()
 
 
 def test_closing_ends_what_waits(service, run):
-    with flaky_proxy(service.url) as proxy, Client(proxy.url, run=run, timeout=DEADLINE) as client:
+    with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as client:
         proxy.faults.extend(["refuse"] * 1000)
         errors = []
 
@@ -300,11 +300,11 @@ def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_i
     arguments = ("--token-file", str(tmp_path / "token"), "--max-queue-mb", "1", "--store", "memory")
     with running_service(tmp_path, *arguments) as service:
         with (
-            Client(service.url) as stranger,
+            TrajectoryClient(service.url) as stranger,
             pytest.raises(UsageError, match=r"\(401\).*Give the client the service's"),
         ):
             stranger.status()
-        with Client(service.url, token="secret", timeout=DEADLINE) as client:
+        with TrajectoryClient(service.url, token="secret", timeout=DEADLINE) as client:
             client.register(batch_size=1, max_token_len=100_000, num_steps=10)
             large = Group([[1] * 50_000], [[1] * 50_000], [1.0])  # 400 kB
             client.post([large, large])
@@ -323,7 +323,7 @@ def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_i
 @pytest.mark.parametrize("fault", ["refuse", "drop", "busy"])
 def test_a_group_is_there_once_whatever_is_lost(service, client, run, fault):
     client.register(**SETTINGS)
-    with flaky_proxy(service.url, retry_after="0") as proxy, Client(proxy.url, run=run, timeout=DEADLINE) as through:
+    with flaky_proxy(service.url, retry_after="0") as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through:
         proxy.faults.extend([fault, fault])
         assert through.post(numbered(1)).replayed == (fault == "drop")
         proxy.faults.extend([fault])
@@ -337,7 +337,7 @@ def test_a_group_is_there_once_whatever_is_lost(service, client, run, fault):
 def test_a_batch_is_given_once_whatever_is_lost(service, client, run, fault, lease):
     client.register(**SETTINGS)
     client.post([numbered(1), numbered(2)])
-    with flaky_proxy(service.url, retry_after="0") as proxy, Client(proxy.url, run=run, timeout=DEADLINE) as through:
+    with flaky_proxy(service.url, retry_after="0") as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through:
         proxy.faults.extend([fault, fault])
         first = through.batch(lease=lease)
         proxy.faults.extend([fault])
@@ -349,7 +349,7 @@ def test_a_batch_is_given_once_whatever_is_lost(service, client, run, fault, lea
 def test_an_environment_is_registered_once_whatever_is_lost(service, client, run):
     client.register(**SETTINGS)
     client.batch()
-    with flaky_proxy(service.url) as proxy, Client(proxy.url, run=run, timeout=DEADLINE) as through:
+    with flaky_proxy(service.url) as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through:
         proxy.faults.extend(["drop", "drop"])
         assert through.register_env(**ENV).env_id == 0
     assert client.register_env(**ENV).env_id == 1
@@ -357,7 +357,7 @@ def test_an_environment_is_registered_once_whatever_is_lost(service, client, run
 
 def test_the_service_says_when_to_come_again(service, run, monkeypatch):
     monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
-    with flaky_proxy(service.url, retry_after="0.7") as proxy, Client(proxy.url, run=run, timeout=DEADLINE) as client:
+    with flaky_proxy(service.url, retry_after="0.7") as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as client:
         proxy.faults.extend(["busy"])
         began = time.monotonic()
         client.status()
@@ -368,12 +368,12 @@ def test_the_service_says_when_to_come_again(service, run, monkeypatch):
 
 
 def test_a_service_that_is_killed_while_groups_are_posted_has_each_of_them_once(tmp_path):
-    with running_service(tmp_path) as service, Client(service.url, timeout=DEADLINE) as client:
+    with running_service(tmp_path) as service, TrajectoryClient(service.url, timeout=DEADLINE) as client:
         client.register(**SETTINGS)
         quarter = threading.Barrier(4)
 
         def post(first: int) -> None:
-            with Client(service.url, timeout=DEADLINE) as own:
+            with TrajectoryClient(service.url, timeout=DEADLINE) as own:
                 for number in range(first, first + 20):
                     if number % 20 == 5:
                         quarter.wait(DEADLINE)
@@ -394,7 +394,7 @@ def test_a_service_that_is_killed_while_groups_are_posted_has_each_of_them_once(
 
 def test_the_async_client_repeats_too(service, client, run):
     async def converse(url: str) -> list[int]:
-        async with AsyncClient(url, run=run, timeout=DEADLINE) as remote:
+        async with AsyncTrajectoryClient(url, run=run, timeout=DEADLINE) as remote:
             await remote.register(**SETTINGS)
             assert await remote.batch() is None
             env = await remote.register_env(**ENV)
@@ -414,7 +414,7 @@ def test_the_async_client_repeats_too(service, client, run):
 
 def test_the_async_client_gives_up_at_the_deadline(service, run):
     async def ask(url: str) -> None:
-        async with AsyncClient(url, run=run) as remote:
+        async with AsyncTrajectoryClient(url, run=run) as remote:
             await remote.status(timeout=0.3)
 
     with flaky_proxy(service.url) as proxy:
