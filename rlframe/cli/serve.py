@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from typing import Annotated, Union
+from typing import Annotated, Any, Union
 
 import tyro
 
@@ -98,12 +98,12 @@ def _serve_trajectories(arguments: list[str]) -> None:
     if options.tokenizer is not None:
         extras.require("--tokenizer", "trajectories", "tokenizers")
     with extras.needed(prog, "trajectories"):
-        from rlframe.trajectories.service.serving import serve
+        from rlframe.trajectories.service.serving import TrajectoryServer
     from rlframe.trajectories.service.settings import Settings
 
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in names})
-    serve(settings, options.host, options.port, options.max_connections)
+    _run(TrajectoryServer(settings, options.host, options.port, options.max_connections))
 
 
 def _serve_policy(arguments: list[str]) -> None:
@@ -130,7 +130,11 @@ def _serve_policy(arguments: list[str]) -> None:
     else:
         assert options.model is not None
         made = policy.of_folder(options.model, options.tokenizer, options.learner, options.dtype)
-    server = PolicyServer(cfg, *made)
+    _run(PolicyServer(cfg, *made))
+
+
+def _run(server: Any) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
     for number in (signal.SIGINT, signal.SIGTERM):  # having drained is a success
         signal.signal(number, lambda *_: server.stop())
     server.run()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,12 +16,12 @@ from rlframe.interprocess.progress import Phase, advance
 
 _SERVING = Phase("serving", 300.0)
 DRAIN = 10  # seconds for requests that are under way when the service is told to end
-_END = 2 * DRAIN  # seconds for its thread to end
+_END = 2.0 * DRAIN  # seconds for its thread to end
 _READY = 60.0  # seconds for it to begin
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until SIGTERM or Ctrl-C (in the main thread) or `should_exit`; answers what is under way.
+    """Serves an application until `should_exit`, then answers what is under way.
 
     Args:
         app: the application.
@@ -64,12 +63,6 @@ class HttpServer(uvicorn.Server):
         if not self.should_exit:  # from here on it answers, and ends as it should
             self._greeting()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        with super().capture_signals():
-            yield
-            self._captured_signals.clear()  # else uvicorn ends the process by them: having drained is a success
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._let_go()
         await super().shutdown(sockets)
@@ -83,6 +76,7 @@ class ServerThread:
         host, port: where it listens; port 0 is one that is free.
         max_connections, let_go: as for `HttpServer`.
         ended: is called in the thread once it ends, be it by `close` or by `failure`.
+        end: seconds that `close` waits for the thread to end.
 
     Raises:
         UsageError: it cannot listen there.
@@ -102,8 +96,9 @@ class ServerThread:
         *,
         let_go: Callable[[], None] = lambda: None,
         ended: Callable[[], None] = lambda: None,
+        end: float = _END,
     ) -> None:
-        self._ready, self._ended = threading.Event(), ended
+        self._ready, self._ended, self._end = threading.Event(), ended, end
         self.failure: BaseException | None = None
         self._listener = listen(host, port)
         self.url = f"http://{address_of(self._listener)}"
@@ -123,9 +118,9 @@ class ServerThread:
         self.close()
 
     def close(self) -> None:
-        """Answer what is under way, and end within seconds. May be called again."""
+        """Answer what is under way, and end. May be called again."""
         self._server.should_exit = True
-        self._thread.join(_END)
+        self._thread.join(self._end)
         self._listener.close()
 
     def _run(self) -> None:

@@ -162,8 +162,8 @@ class PolicyServer:
     def stats(self) -> dict[str, Any]:
         """The engine's counts, and how far the parameters are behind the learner's.
 
-        Beside those of `DecodeEngine.stats`: learner_version (-1: not known), versions_behind, refreshes, and in seconds
-        since_refresh (the parameters are that old here) and since_learner (since it was heard of); None: never.
+        Beside those of `DecodeEngine.stats`: learner_version (-1: not known), versions_behind, refreshes, and in
+        seconds since_refresh (the parameters are that old here) and since_learner (since it was heard of); None: never.
         """
         now, engine, heard = time.monotonic(), self._engine, self._refresher.heard_at
         counts = engine.stats() if engine is not None else {"version": -1}

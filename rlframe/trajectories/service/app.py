@@ -11,29 +11,26 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-import rlframe
 from rlframe.errors import PeerError, StoreError, UnavailableError, UsageError
-from rlframe.http.measuring import Measure, RequestMetrics
-from rlframe.http.middleware import Compress, ReadBody, RequireToken, answer, retry_later
-from rlframe.http.origins import SameOrigin
-from rlframe.http.page import Page
+from rlframe.http.app import answer_errors, protect
+from rlframe.http.app import make_app as make_base_app
+from rlframe.http.measuring import RequestMetrics
+from rlframe.http.middleware import answer, retry_later
 from rlframe.http.token_file import no_token_means
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (
     REFUSED,
-    InvalidHeaderError,
     batches,
     envs,
     groups,
     invalid,
+    live,
     named_run,
     service_of,
     trainer,
 )
-from rlframe.trajectories.service.endpoints.live import live_router, metrics_router
 from rlframe.trajectories.service.previews import load_decode
 from rlframe.trajectories.service.prometheus import PREFIX
 from rlframe.trajectories.service.service import Service
@@ -51,7 +48,6 @@ Every path is there for the run `default`, and as `/runs/{run}/…` for any numb
 def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     """The application. It opens the store when it starts, unless it is given a restored service, and closes it."""
     token = settings.token()
-    decode = load_decode(settings.tokenizer)
     metrics = RequestMetrics(PREFIX)
 
     @contextlib.asynccontextmanager
@@ -63,41 +59,39 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         finally:
             await app.state.service.close()
 
-    app = FastAPI(
-        title="rlframe trajectories",
-        version=rlframe.__version__,
-        description=_DESCRIPTION,
-        lifespan=life,
-        strict_content_type=False,  # CSRF is what SameOrigin is there for
-    )
+    app = make_base_app("rlframe trajectories", _DESCRIPTION, life)
+    app.state.decode, app.state.metrics, app.state.reset = load_decode(settings.tokenizer), metrics, settings.reset
     app.get("/", response_model=models.Root, tags=["service"])(_root)
     app.get("/runs", response_model=models.Runs, tags=["service"])(_runs)
-    app.include_router(metrics_router(metrics), responses=REFUSED)
+    app.include_router(live.metrics_router, responses=REFUSED)
     # What is asked for most often comes first: the others are looked at one by one until one matches.
-    routers = [groups.router, batches.router, envs.router, trainer.router, trainer.reset_router(settings.reset)]
-    for router in [*routers, live_router(decode)]:
+    for router in (groups.router, batches.router, envs.router, trainer.router, live.router):
         app.include_router(router, responses=REFUSED)
         app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(named_run)], responses=REFUSED)
-    _handle_errors(app)
-    # The last one added is the first that a request meets.
-    app.add_middleware(Compress)
-    app.add_middleware(ReadBody, limit=settings.max_body_mb << 20, raw=groups.RAW)
-    if token is not None:
-        app.add_middleware(RequireToken, token=token)
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(Page, file=PAGE)
-    app.add_middleware(
-        SameOrigin,
-        token=token is not None,
+    answer_errors(
+        app,
+        {
+            RequestValidationError: _invalid_request,
+            InvalidGroupError: lambda error: invalid(("body", *error.loc), str(error), error.kind),
+            UsageError: lambda error: invalid(("body",), str(error)),
+            UnavailableError: lambda error: retry_later(str(error)),
+            PeerError: lambda error: retry_later(str(error), "failure"),
+            StoreError: lambda error: retry_later(str(error), "failure", 10),
+        },
+    )
+    protect(
+        app,
+        metrics,
+        max_body=settings.max_body_mb << 20,
+        token=token,
         no_token=settings.no_token,
         hosts=settings.allowed_hosts,
         origins=settings.cors_origins,
+        raw=groups.RAW,
         changing=_CHANGING,
+        page=PAGE,
+        stripped="/runs/{run}",
     )
-    app.add_middleware(Measure, metrics=metrics, stripped="/runs/{run}")
     return app
 
 
@@ -131,38 +125,12 @@ async def _runs(request: Request) -> Response:
     return answer({"runs": service_of(request).runs})
 
 
+def _invalid_request(error: RequestValidationError) -> Response:
+    """Without what was sent: it may be long, or hold what JSON does not have."""
+    details = [{"loc": list(one["loc"]), "msg": _message(one), "type": one["type"]} for one in error.errors()]
+    return answer({"detail": details}, 422)
+
+
 def _message(error: dict[str, Any]) -> str:
     """What pydantic says, or an error of ours, in its own words."""
     return str(error.get("ctx", {}).get("error", error["msg"]))
-
-
-def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid_request(_: Request, error: RequestValidationError) -> Response:
-        # Without what was sent: it may be long, or hold what JSON does not have.
-        details = [{"loc": list(one["loc"]), "msg": _message(one), "type": one["type"]} for one in error.errors()]
-        return answer({"detail": details}, 422)
-
-    @app.exception_handler(InvalidGroupError)
-    async def invalid_group(_: Request, error: InvalidGroupError) -> Response:
-        return invalid(("body", *error.loc), str(error), error.kind)
-
-    @app.exception_handler(InvalidHeaderError)
-    async def invalid_header(_: Request, error: InvalidHeaderError) -> Response:
-        return invalid(("header", error.header), str(error))
-
-    @app.exception_handler(UsageError)
-    async def invalid_value(_: Request, error: UsageError) -> Response:
-        return invalid(("body",), str(error))
-
-    @app.exception_handler(UnavailableError)
-    async def unavailable(_: Request, error: UnavailableError) -> Response:
-        return retry_later(str(error))
-
-    @app.exception_handler(PeerError)
-    async def unanswered(_: Request, error: PeerError) -> Response:
-        return retry_later(str(error), "failure")
-
-    @app.exception_handler(StoreError)
-    async def failed(_: Request, error: StoreError) -> Response:
-        return retry_later(str(error), "failure", 10)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
-from fastapi import Path, Request
+from fastapi import Header, Path, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from rlframe.errors import UsageError
 from rlframe.http.middleware import answer
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.service import Service
@@ -49,30 +48,16 @@ def invalid(loc: tuple[str | int, ...], message: str, kind: str = "value_error")
     return answer({"detail": [{"loc": list(loc), "msg": message, "type": kind}]}, 422)
 
 
-def idempotency_key(request: Request) -> str | None:
-    """The header; raises where it is too long."""
-    key = request.headers.get("idempotency-key")
-    if key is not None and not 1 <= len(key) <= MAX_NAME:
-        raise InvalidHeaderError("Idempotency-Key", f"Idempotency-Key has 1 to {MAX_NAME} characters; got {len(key)}.")
-    return key
-
-
-class InvalidHeaderError(UsageError):
-    """A header that cannot be."""
-
-    def __init__(self, header: str, message: str) -> None:
-        super().__init__(message)
-        self.header = header
-
-
 REPLAYED = {"Idempotent-Replayed": "true"}  # header of an answer that was given before
-KEY_PARAMETER = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "required": False,
-    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_NAME},
-    "description": "Chosen by the client: the same request again gets the first answer, and changes nothing.",
-}
+IdempotencyKey = Annotated[
+    Union[str, None],
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=MAX_NAME,
+        description="Chosen by the client: the same request again gets the first answer, and changes nothing.",
+    ),
+]
 
 
 def raw_body(schema: dict[str, Any], *content_types: str, required: bool = True) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from rlframe.http.middleware import answer
 from rlframe.trajectories.messages import EnvStatus
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (
-    KEY_PARAMETER,
     REPLAYED,
     WRITES,
-    idempotency_key,
+    IdempotencyKey,
     invalid,
     raw_body,
     reference,
@@ -43,11 +42,10 @@ _env_id = msgspec.json.Decoder(_EnvId)
     "/register-env",
     response_model=Union[models.EnvRegistered, models.Wait],
     responses=WRITES,
-    openapi_extra={"parameters": [KEY_PARAMETER]},
 )
-async def register_env(env: models.RegisterEnv, request: Request) -> Response:
+async def register_env(env: models.RegisterEnv, request: Request, key: IdempotencyKey = None) -> Response:
     """An environment joins, once the trainer has asked for its first batch."""
-    service, run, key = service_of(request), run_of(request), idempotency_key(request)
+    service, run = service_of(request), run_of(request)
     told = env.model_dump()
     resume = told.pop("resume_token")
     queue = service.queue(run)

@@ -12,10 +12,9 @@ from rlframe.http.middleware import MSGPACK, answer, retry_later
 from rlframe.trajectories.queue.idempotency import Added
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (
-    KEY_PARAMETER,
     REPLAYED,
     WRITES,
-    idempotency_key,
+    IdempotencyKey,
     invalid,
     raw_body,
     reference,
@@ -38,11 +37,11 @@ _PACING = 5  # seconds after which a group that came too early may be tried agai
     "/scored_data",
     response_model=models.Received,
     responses=WRITES | TOO_OLD,
-    openapi_extra={**raw_body(reference(models.Item)), "parameters": [KEY_PARAMETER]},
+    openapi_extra=raw_body(reference(models.Item)),
 )
-async def scored_data(request: Request) -> Response:
+async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
     """One group: sequences for one prompt. Once this is answered with received or buffered, it is kept."""
-    service, run, key = service_of(request), run_of(request), idempotency_key(request)
+    service, run = service_of(request), run_of(request)
     body = await request.body()
     async with service.decoding:
         await asyncio.sleep(0)  # short requests come between two groups, not after all that have arrived
@@ -61,14 +60,11 @@ async def scored_data(request: Request) -> Response:
     "/scored_data_list",
     response_model=models.ListReceived,
     responses=WRITES | TOO_OLD,
-    openapi_extra={
-        **raw_body({"type": "array", "items": reference(models.Item)}),
-        "parameters": [KEY_PARAMETER],
-    },
+    openapi_extra=raw_body({"type": "array", "items": reference(models.Item)}),
 )
-async def scored_data_list(request: Request) -> Response:
+async def scored_data_list(request: Request, key: IdempotencyKey = None) -> Response:
     """Several groups: all are checked before the first is taken. The i-th has the key KEY/i."""
-    service, run, key = service_of(request), run_of(request), idempotency_key(request)
+    service, run = service_of(request), run_of(request)
     body = await request.body()
     groups: list[Parsed] = []
     async with service.decoding:

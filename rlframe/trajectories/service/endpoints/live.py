@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 import rlframe
-from rlframe.http.measuring import RequestMetrics
 from rlframe.http.middleware import answer
 from rlframe.trajectories.messages import Registration
 from rlframe.trajectories.queue.reports import QueueStatus, Report
 from rlframe.trajectories.service.endpoints import INVALID, run_of, service_of
-from rlframe.trajectories.service.previews import Decode, GroupPreview, preview
+from rlframe.trajectories.service.previews import GroupPreview, preview
 from rlframe.trajectories.service.prometheus import RunState, Scrape, families
 from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.state_machine import LATEST
 
+router = APIRouter(tags=["live page"])
+metrics_router = APIRouter(tags=["service"])
 MAX_ENVS = 10_000  # in one report
 
 
@@ -55,43 +56,37 @@ class Previews:
     groups: list[GroupPreview]
 
 
-def live_router(decode: Decode | None) -> APIRouter:
-    """`decode`: ids to text, None: ids are shown."""
-    router = APIRouter(tags=["live page"])
-
-    @router.get("/report", response_model=LiveReport, responses=INVALID)
-    async def report(
-        request: Request,
-        envs: Annotated[int, Query(ge=1, le=MAX_ENVS, description="At most so many, those that are live first.")] = 200,
-    ) -> Response:
-        """All that the live page shows, but for trajectories."""
-        return answer(_report(service_of(request), run_of(request), envs))
-
-    @router.get("/previews", response_model=Previews, responses=INVALID)
-    async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 5) -> Response:
-        """The groups that were sent last, newest first: as much of each as fits a page, in text."""
-        payloads = await service_of(request).latest_groups(run_of(request), count)
-
-        def read() -> bytes:
-            return msgspec.json.encode(Previews(decode is not None, [preview(one, decode) for one in payloads]))
-
-        content = await asyncio.get_running_loop().run_in_executor(None, read)
-        return Response(content, media_type="application/json")
-
-    return router
+@router.get("/report", response_model=LiveReport, responses=INVALID)
+async def report(
+    request: Request,
+    envs: Annotated[int, Query(ge=1, le=MAX_ENVS, description="At most so many, those that are live first.")] = 200,
+) -> Response:
+    """All that the live page shows, but for trajectories."""
+    return answer(_report(service_of(request), run_of(request), envs))
 
 
-def metrics_router(metrics: RequestMetrics) -> APIRouter:
-    router = APIRouter(tags=["service"])
-    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+@router.get("/previews", response_model=Previews, responses=INVALID)
+async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 5) -> Response:
+    """The groups that were sent last, newest first: as much of each as fits a page, in text."""
+    payloads = await service_of(request).latest_groups(run_of(request), count)
+    decode = request.app.state.decode  # ids to text; None: ids are shown
 
-    @router.get("/metrics", response_class=Response, responses={200: text})
-    async def read_metrics(request: Request) -> Response:
-        """The state of all runs, and durations of requests, as Prometheus reads them."""
-        scrape = _scrape(service_of(request))  # here, where nothing changes meanwhile; the text may take longer
-        return await asyncio.get_running_loop().run_in_executor(None, metrics.response, families(scrape))
+    def read() -> bytes:
+        return msgspec.json.encode(Previews(decode is not None, [preview(one, decode) for one in payloads]))
 
-    return router
+    content = await asyncio.get_running_loop().run_in_executor(None, read)
+    return Response(content, media_type="application/json")
+
+
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+@metrics_router.get("/metrics", response_class=Response, responses=_TEXT)
+async def read_metrics(request: Request) -> Response:
+    """The state of all runs, and durations of requests, as Prometheus reads them."""
+    scrape = _scrape(service_of(request))  # here, where nothing changes meanwhile; the text may take longer
+    respond = request.app.state.metrics.response
+    return await asyncio.get_running_loop().run_in_executor(None, respond, families(scrape))
 
 
 def _report(service: Service, run: str, count: int) -> LiveReport:

@@ -81,24 +81,18 @@ async def resume(request: Request) -> Response:
     return answer({"status": "success"})
 
 
-def reset_router(enabled: bool) -> APIRouter:
-    """/reset_data, which may be turned off."""
-    reset = APIRouter(tags=["trainer"])
+_RESETS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Reset successful"},
+    403: {"description": "Resets are turned off."},
+    **UNAVAILABLE,
+}
 
-    async def reset_data(request: Request) -> Response:
-        """Forget the registration, the environments, and every group of this run."""
-        if not enabled:
-            return answer({"detail": "Resets are turned off (--no-reset)."}, 403)
-        await service_of(request).submit(run_of(request), "reset")
-        return PlainTextResponse("Reset successful")
 
-    responses: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Reset successful"},
-        403: {"description": "Resets are turned off."},
-        **UNAVAILABLE,
-    }
-    for method in ("GET", "POST"):
-        reset.add_api_route(
-            "/reset_data", reset_data, methods=[method], responses=responses, response_class=PlainTextResponse
-        )
-    return reset
+@router.get("/reset_data", responses=_RESETS, response_class=PlainTextResponse)
+@router.post("/reset_data", responses=_RESETS, response_class=PlainTextResponse)
+async def reset_data(request: Request) -> Response:
+    """Forget the registration, the environments, and every group of this run."""
+    if not request.app.state.reset:
+        return answer({"detail": "Resets are turned off (--no-reset)."}, 403)
+    await service_of(request).submit(run_of(request), "reset")
+    return PlainTextResponse("Reset successful")
