@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rlframe import extras
 from rlframe.errors import StoreError, UnavailableError, UsageError, suggest
@@ -19,13 +19,6 @@ _KINDS = ("sqlite", "memory", "redis", "rediss")
 
 class RecordsDroppedError(UnavailableError):
     """Records after the position that was asked for went with a newer snapshot: `load` it, and read on from there."""
-
-
-class Stats(NamedTuple):
-    """What a store holds."""
-
-    payloads: int
-    payload_bytes: int
 
 
 class Store(Protocol):
@@ -94,10 +87,6 @@ class Store(Protocol):
 
     def load(self) -> tuple[int, bytes] | None:
         """The last snapshot's position and state; None if there is none. `read(after=position)` goes on from it."""
-        ...
-
-    def stats(self) -> Stats:
-        """How many payloads are held, and their size."""
         ...
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from rlframe.errors import UnavailableError
-from rlframe.trajectories.stores import Stats, check_range
+from rlframe.trajectories.stores import check_range
 
 
 class MemoryStore:
@@ -21,7 +21,6 @@ class MemoryStore:
         self._first = 1  # the position of the first record that is kept
         self._records: list[bytes] = []
         self._payloads: dict[int, bytes] = {}
-        self._payload_bytes = 0
         self._snapshot: tuple[int, bytes] | None = None
         self._closed = False
 
@@ -33,7 +32,6 @@ class MemoryStore:
             self._records.append(record)
             if payload is not None:
                 self._payloads[self._last] = payload
-                self._payload_bytes += len(payload)
             future.set_result(self._last)
             self._changed.notify_all()
         return future
@@ -56,7 +54,7 @@ class MemoryStore:
     def forget(self, positions: Iterable[int]) -> None:
         with self._changed:
             for position in positions:
-                self._payload_bytes -= len(self._payloads.pop(position, b""))
+                self._payloads.pop(position, None)
 
     def held(self) -> list[int]:
         with self._changed:
@@ -74,10 +72,6 @@ class MemoryStore:
 
     def load(self) -> tuple[int, bytes] | None:
         return self._snapshot
-
-    def stats(self) -> Stats:
-        with self._changed:
-            return Stats(len(self._payloads), self._payload_bytes)
 
     def close(self) -> None:
         with self._changed:

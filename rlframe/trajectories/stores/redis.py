@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores import RecordsDroppedError, Stats
+from rlframe.trajectories.stores import RecordsDroppedError
 from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommit
 
 DEADLINE = 15.0  # seconds: a server that is restarted is back by then, and HTTP clients still wait
@@ -39,7 +39,7 @@ _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(lis
 # leaves: values are set, never added to; a commit is one entry of the stream, added at the end of its transaction;
 # and where two entries begin at one position, the later one counts.
 PREFIX = "rlframe:trajectories:"
-META = PREFIX + "meta"  # hash: format, payload_bytes
+META = PREFIX + "meta"  # hash: format
 LOG = PREFIX + "log"  # stream: FIRST_POSITION-TIME -> by (which commit of which process), count, records
 PAYLOADS = PREFIX + "payloads"  # hash: position -> payload
 SNAPSHOT = PREFIX + "snapshot"  # hash: position, state
@@ -48,47 +48,32 @@ WRITER = PREFIX + "writer:"  # and a process's name; hash: commit, first (its po
 # A commit is numbered within its process, so that one that is sent again after a lost answer is told from a new one,
 # and one that was given up and arrives late is refused.
 APPEND = """
-local end_of_log = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+local end_of_log = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
 local last = 0
 if end_of_log then last = tonumber(string.match(end_of_log[1], '%d+')) + tonumber(end_of_log[2][4]) - 1 end
 
-local writer = redis.call('HMGET', KEYS[4], 'commit', 'first')
+local writer = redis.call('HMGET', KEYS[3], 'commit', 'first')
 local known, commit = tonumber(writer[1] or 0), tonumber(ARGV[1])
 if commit < known then return redis.error_reply('LATE this commit was given up') end
 if commit == known and tonumber(writer[2]) <= last then
-  local there = redis.call('XREVRANGE', KEYS[2], writer[2], writer[2], 'COUNT', 1)[1]
+  local there = redis.call('XREVRANGE', KEYS[1], writer[2], writer[2], 'COUNT', 1)[1]
   if not there or there[2][2] == ARGV[2] then return tonumber(writer[2]) end
 end
 
-local with_payload, size = ARGV[4], 0
-local next_payload = 6
+local with_payload, next_payload = ARGV[4], 6
 for i = 1, #with_payload do
   if string.sub(with_payload, i, i) == '1' then
-    local position = string.format('%.0f', last + i)
-    size = size + #ARGV[next_payload] - redis.call('HSTRLEN', KEYS[3], position)
-    redis.call('HSET', KEYS[3], position, ARGV[next_payload])
+    redis.call('HSET', KEYS[2], string.format('%.0f', last + i), ARGV[next_payload])
     next_payload = next_payload + 1
   end
 end
-local bytes = tonumber(redis.call('HGET', KEYS[1], 'payload_bytes') or 0)
-redis.call('HSET', KEYS[1], 'payload_bytes', string.format('%.0f', bytes + size))
 local first = string.format('%.0f', last + 1)
-redis.call('HSET', KEYS[4], 'commit', ARGV[1], 'first', first)
-redis.call('EXPIRE', KEYS[4], ARGV[3])
+redis.call('HSET', KEYS[3], 'commit', ARGV[1], 'first', first)
+redis.call('EXPIRE', KEYS[3], ARGV[3])
 local time = redis.call('TIME')
 local id = first .. '-' .. string.format('%.0f', time[1] * 1000000 + time[2])
-redis.call('XADD', KEYS[2], id, 'by', ARGV[2], 'count', #with_payload, 'records', ARGV[5])
+redis.call('XADD', KEYS[1], id, 'by', ARGV[2], 'count', #with_payload, 'records', ARGV[5])
 return last + 1
-"""
-
-FORGET = """
-local bytes = tonumber(redis.call('HGET', KEYS[1], 'payload_bytes') or 0)
-for _, position in ipairs(ARGV) do
-  local size = redis.call('HSTRLEN', KEYS[2], position)
-  if redis.call('HDEL', KEYS[2], position) == 1 then bytes = bytes - size end
-end
-redis.call('HSET', KEYS[1], 'payload_bytes', string.format('%.0f', bytes))
-return 0
 """
 
 # Commits since the snapshot before stay, so that a process that is a little behind need not load this one; so does the
@@ -140,7 +125,6 @@ class RedisStore:
         options = self._redis.connection_pool.connection_kwargs
         self._name = f"Redis at {options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._append = self._redis.register_script(APPEND)
-        self._forget = self._redis.register_script(FORGET)
         self._take_snapshot = self._redis.register_script(TAKE_SNAPSHOT)
         self._writer = secrets.token_hex(8)
         self._commit_number = 0
@@ -242,13 +226,6 @@ class RedisStore:
         found = self._call("loading the snapshot", lambda: self._redis.hmget(SNAPSHOT, ["position", "state"]))
         return None if found[0] is None else (int(found[0]), found[1])
 
-    def stats(self) -> Stats:
-        def ask() -> Stats:
-            size = self._redis.hget(META, "payload_bytes")
-            return Stats(self._redis.hlen(PAYLOADS), int(size or 0))
-
-        return self._call("counting payloads", ask)
-
     def close(self) -> None:
         if not self._closed:
             self._commits.close()
@@ -298,7 +275,7 @@ class RedisStore:
             first = self._write_appends(commit.appends)
         for start in range(0, len(commit.forgotten), 1000):
             some = commit.forgotten[start : start + 1000]
-            self._call("forgetting payloads", functools.partial(self._forget, [META, PAYLOADS], some))
+            self._call("forgetting payloads", functools.partial(self._redis.hdel, PAYLOADS, *some))
         if commit.snapshot:
             state: list[Any] = list(commit.snapshot)
             self._call("taking a snapshot", lambda: self._take_snapshot([SNAPSHOT, LOG], state))
@@ -310,7 +287,7 @@ class RedisStore:
         payloads = [append.payload for append in appends if append.payload is not None]
         flags = "".join("0" if append.payload is None else "1" for append in appends)
         records = _encode([append.record for append in appends])
-        keys = [META, LOG, PAYLOADS, WRITER + self._writer]
+        keys = [LOG, PAYLOADS, WRITER + self._writer]
         arguments: list[Any] = [self._commit_number, by, _WRITER_EXPIRES, flags, records, *payloads]
         first = self._call("appending", lambda: self._append(keys, arguments), since=appends[0].since)
         if first <= self._newest:

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 import crc32c
 
 from rlframe.errors import StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores import Stats, check_range
+from rlframe.trajectories.stores import check_range
 from rlframe.trajectories.stores.group_commit import Commit, GroupCommit
 from rlframe.trajectories.stores.payload_file import PayloadFile, Place
 
@@ -128,10 +128,6 @@ class SQLiteStore:
             raise StoreError(f"{self._name} is damaged: its snapshot is not what was written.")
         return position, state
 
-    def stats(self) -> Stats:
-        with self._changed:
-            return self._held
-
     def close(self) -> None:
         if self._closed:
             return
@@ -196,7 +192,6 @@ class SQLiteStore:
     def _recover(self) -> None:
         """Find out what is there."""
         self._forgotten: set[int] = set()  # positions of payloads whose rows are still to be deleted
-        self._held = Stats(*self._writer.execute("SELECT count(*), coalesce(sum(length), 0) FROM payloads").fetchone())
         self._file.occupy(self._writer.execute('SELECT "offset", length FROM payloads ORDER BY 1'))
         newest = "SELECT max(position) FROM (SELECT position FROM log UNION ALL SELECT position FROM snapshot)"
         self._last = self._writer.execute(newest).fetchone()[0] or 0
@@ -221,8 +216,6 @@ class SQLiteStore:
             raise self._explained(error) from error
         with self._changed:
             self._forgotten.difference_update(commit.forgotten)
-            more = sum(place.length for place in new.values()) - sum(place.length for place in old.values())
-            self._held = Stats(self._held.payloads + len(new) - len(old), self._held.payload_bytes + more)
             self._last += len(commit.appends)
             self._changed.notify_all()
             for place in old.values():

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from rlframe.errors import PeerError, StoreError, UnavailableError
-from rlframe.trajectories.stores import RecordsDroppedError, Stats, open_store
+from rlframe.trajectories.stores import RecordsDroppedError, open_store
 from rlframe.trajectories.stores.redis import RedisStore
 from tests.ports import free_port
 from tests.trajectories.redis_server import running_redis
@@ -244,11 +244,11 @@ def test_an_append_whose_answer_was_lost_is_there_once(server):
             assert append(store, b"second", b"third") == [2, 3]
             assert proxy.lost == 1
             assert store.read(0, 10) == [(1, b"first"), (2, b"second"), (3, b"third")]
-            assert store.stats() == Stats(3, len(b"of firstof secondof third"))
+            assert store.payloads([1, 2, 3]) == [b"of first", b"of second", b"of third"]
             store.forget([1])
             proxy.lose = b"fourth"
             assert append(store, b"fourth") == [4]
-            assert store.stats() == Stats(3, len(b"of secondof thirdof fourth"))
+            assert store.payloads([1, 2, 3, 4]) == [None, b"of second", b"of third", b"of fourth"]
     finally:
         proxy.close()
 
@@ -273,7 +273,7 @@ def test_a_server_that_does_not_answer_is_an_error_within_the_deadline(server, o
 def test_a_commit_that_was_given_up_is_refused_when_it_arrives_late(server, opened):
     store = opened(server.url)
     append(store, b"first", b"second")
-    keys = ["rlframe:trajectories:" + name for name in ("meta", "log", "payloads", f"writer:{store._writer}")]
+    keys = ["rlframe:trajectories:" + name for name in ("log", "payloads", f"writer:{store._writer}")]
     with redis.Redis.from_url(server.url) as late, pytest.raises(redis.ResponseError, match="given up"):
         late.register_script(store._append.script)(keys, [0, "late", 60, "0", b"\x91\xc4\x04late"])
     assert [record for _, record in store.read(0, 10)] == [b"first", b"second"]
@@ -336,10 +336,10 @@ def test_a_full_server_refuses_appends_until_something_is_forgotten(tmp_path, op
             for _ in range(100):
                 held.append(store.append(b"record", bytes(1_000_000)).result(DEADLINE))
         assert 5 < len(held) < 25
-        assert store.stats() == Stats(len(held), len(held) * 1_000_000)
+        assert store.held() == held
         store.forget(held[:5])
         assert store.append(b"again", bytes(1_000_000)).result(DEADLINE) == held[-1] + 1
-        assert store.stats() == Stats(len(held) - 4, (len(held) - 4) * 1_000_000)
+        assert store.held() == [*held[5:], held[-1] + 1]
         assert [position for position, _ in store.read(0, 100)] == [*held, held[-1] + 1]
 
 
