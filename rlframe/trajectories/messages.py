@@ -4,12 +4,10 @@ service and its clients have them. The service's OpenAPI document is made from t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import UsageError
 
 IGNORED = -100  # in the masks of a group, of a token that nothing is learned from
 INTS = ("tokens", "masks")  # arrays of a group
@@ -54,28 +52,8 @@ class Registration:
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
-            raise UsageError(f"batch_size is from 1 to {MAX_BATCH_SIZE:,} sequences; got {self.batch_size}.")
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise UsageError(f"max_staleness is 0 or more policy versions, or null; got {self.max_staleness}.")
-        if self.stale not in ("keep", "discard"):
-            raise UsageError(f"stale is 'keep' or 'discard'; got {self.stale!r}.")
         if self.stale == "discard" and self.max_staleness is None:
             raise UsageError("stale='discard' needs max_staleness: the number of policy versions that is still kept.")
-        if not (math.isfinite(self.lapse_after) and self.lapse_after > 0):
-            raise UsageError(f"lapse_after is a finite number of seconds above 0; got {self.lapse_after}.")
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Registration:
-        """Raise `UsageError` for a setting that is unknown, missing or cannot be."""
-        names = [f.name for f in fields(cls)]
-        for name in settings:
-            if name not in names:
-                raise UsageError(f"There is no setting {name!r} in a registration.{suggest(name, names)}")
-        missing = [name for name in names[:8] if name not in settings]
-        if missing:
-            raise UsageError(f"A registration has to say {', '.join(missing)}.")
-        return cls(**settings)
 
 
 @dataclass(frozen=True)
@@ -115,6 +93,7 @@ class RunStatus:
     paused: bool = False
     policy_version: int | None = None
     stored_bytes: int = 0
+    live_envs: int = 0  # heard of lately
 
 
 @dataclass(frozen=True)

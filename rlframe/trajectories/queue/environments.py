@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import math
+import heapq
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import msgspec
 
-from rlframe.errors import UsageError
 
-
-class Env(msgspec.Struct):
-    """One environment that registered. Live: connected, and heard of within the last `lapse_after` seconds."""
+@dataclass(kw_only=True)
+class EnvFacts:
+    """What anybody may know of an environment. Live: connected, and heard of within the last `lapse_after` seconds."""
 
     env_id: int
     wandb_name: str
-    desired_name: str
-    resume_token: str | None
-    max_token_length: int
     weight: float
     group_size: int
     min_batch_allocation: float | None  # 0 to 1
-    last_heard: float  # seconds
     connected: bool = True
     live: bool = False
-    largest_group: int = 0  # sequences
     added_groups: int = 0
     added_sequences: int = 0
     added_tokens: int = 0
     served_groups: int = 0
     served_sequences: int = 0
+
+
+@dataclass(kw_only=True)
+class Env(EnvFacts):
+    """One environment that registered."""
+
+    desired_name: str
+    resume_token: str | None
+    max_token_length: int
+    last_heard: float  # seconds
+    largest_group: int = 0  # sequences
 
     @property
     def pull(self) -> Fraction:
@@ -53,14 +58,12 @@ class Envs:
     Attributes:
         sizes: how many live environments have each group size.
         sharing: ids of the live environments with a minimum allocation.
-        silent: ids of the others, live no more, that which was live last at the end.
     """
 
     def __init__(self) -> None:
         self.all: list[Env] = []
         self.sizes: Counter[int] = Counter()
         self.sharing: dict[int, None] = {}
-        self.silent: OrderedDict[int, None] = OrderedDict()
         self._by_token: dict[str, int] = {}
         self._names: Counter[str] = Counter()
         self._heard: OrderedDict[int, None] = OrderedDict()  # live ones, that heard of longest ago first
@@ -86,7 +89,6 @@ class Envs:
             env = Env(env_id=len(self.all), wandb_name=f"{name}_{self._names[name]}", resume_token=token, **told)
             self._names[name] += 1
             self.all.append(env)
-            self.silent[env.env_id] = None
             if token is not None:
                 self._by_token[token] = env.env_id
         env.largest_group = max(env.largest_group, env.group_size)
@@ -102,7 +104,6 @@ class Envs:
         if env.live:
             return False
         env.live = True
-        del self.silent[env.env_id]
         self._sum(env, 1)
         return True
 
@@ -111,7 +112,6 @@ class Envs:
         if env.live:
             env.live = False
             del self._heard[env.env_id]
-            self.silent[env.env_id] = None
             self._sum(env, -1)
 
     def overdue(self, heard_before: float) -> Env | None:
@@ -121,8 +121,7 @@ class Envs:
 
     def latest(self, count: int) -> list[Env]:
         """At most so many: the live ones first, those that were heard of last first."""
-        ids = itertools.islice(itertools.chain(reversed(self._heard), reversed(self.silent)), count)
-        return [self.all[env_id] for env_id in ids]
+        return heapq.nlargest(count, self.all, key=lambda env: (env.live, env.last_heard))
 
     def weight_of(self, env: Env) -> float:
         """The part of the live environments' weights that is this one's, at least 0.01."""
@@ -138,7 +137,7 @@ class Envs:
         return float(1 - min(self._allocated, Fraction(1)))
 
     def to_state(self) -> list[Any]:
-        return [[copy.copy(env) for env in self.all], list(self._heard), list(self.silent)]
+        return [[copy.copy(env) for env in self.all], list(self._heard)]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Envs:
@@ -151,7 +150,6 @@ class Envs:
             if env.live:
                 envs._sum(env, 1)
         envs._heard = OrderedDict.fromkeys(state[1])
-        envs.silent = OrderedDict.fromkeys(state[2])
         return envs
 
     def _sum(self, env: Env, sign: int) -> None:
@@ -165,15 +163,3 @@ class Envs:
                 self.sharing[env.env_id] = None
             else:
                 del self.sharing[env.env_id]
-
-
-def check_env(max_token_length: int, weight: float, group_size: int, min_batch_allocation: float | None) -> None:
-    """Raise `UsageError` where an environment says of itself what cannot be."""
-    if max_token_length < 0:
-        raise UsageError(f"max_token_length is 0 tokens or more; got {max_token_length}.")
-    if not math.isfinite(weight):
-        raise UsageError(f"weight is a finite number; got {weight}.")
-    if group_size < 1:
-        raise UsageError(f"group_size is at least 1; got {group_size}.")
-    if min_batch_allocation is not None and not 0 <= min_batch_allocation <= 1:
-        raise UsageError(f"min_batch_allocation is a part of the batch, from 0 to 1; got {min_batch_allocation}.")

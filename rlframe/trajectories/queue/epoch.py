@@ -16,22 +16,23 @@ from rlframe.trajectories.queue.idempotency import Added, KnownKeys
 from rlframe.trajectories.queue.lanes import Lanes, OddGroups, QueuedGroup
 from rlframe.trajectories.queue.leases import LeasedBatch, Leases
 
-_PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes", "buffered", "barren")
+_PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes", "barren")
 
 
 class Epoch:
     """Attributes:
+    number: rises whenever the run starts afresh.
     uuid: the caller's name for the registration.
     step: batches handed out, counted from the registered starting_step.
     started: the trainer has asked for a batch.
     stored_bytes: of all groups whose payload is needed.
-    buffered: groups in `odd`.
     odd: by environment, groups of odd sizes.
     barren: the last attempt to form a batch failed, and nothing that it depends on has changed since.
     forgotten: groups whose payloads are no longer needed, for the caller to take out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self.registration: Registration | None = None
         self.uuid = ""
         self.step = 0
@@ -39,7 +40,6 @@ class Epoch:
         self.started = False
         self.paused = False
         self.stored_bytes = 0
-        self.buffered = 0
         self.barren = False
         self.forgotten: list[int] = []
         self.envs = Envs()
@@ -76,7 +76,6 @@ class Epoch:
         """Pack the odd groups of an environment again, whose group size may be another now."""
         odd = self.odd.pop(env.env_id, None)
         for group in odd.oldest_first() if odd else ():
-            self.buffered -= 1
             self.enqueue(env.env_id, group)
 
     def _reserve(self, env: Env) -> None:
@@ -114,10 +113,8 @@ class Epoch:
         ):
             self.lanes.push(env_id, group.sequences, group)
             return
-        self.buffered += 1
         unit = self.odd.setdefault(env.env_id, OddGroups()).add(group, env.group_size)
         if unit is not None:
-            self.buffered -= len(unit.groups)
             self.lanes.push(env_id, env.group_size, unit)
 
     def take(
@@ -127,11 +124,11 @@ class Epoch:
         batch = None
         if consumer is not None:
             batch = self.leases.recall(consumer, request)
-            if batch is not None and not self.leases.came_back(batch.batch_id):
+            if batch is not None and batch.batch_id not in self.leases.returned:
                 return batch
             for answered in self.leases.forget_answers(consumer):
                 self.forget(answered.group_ids, answered.size_bytes)
-        batch = batch or self.leases.oldest_returned()
+        batch = batch or next(iter(self.leases.returned.values()), None)
         if batch is not None:
             self.tally.redelivered += 1
         else:
@@ -220,8 +217,8 @@ class Epoch:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Epoch:
-        epoch = cls()
+    def from_state(cls, number: int, state: Mapping[str, Any]) -> Epoch:
+        epoch = cls(number)
         for name in _PLAIN:
             setattr(epoch, name, state[name])
         epoch.registration = msgspec.convert(state["registration"], Registration | None)

@@ -43,26 +43,23 @@ class Leases:
     """The batches whose payloads are still needed.
 
     Attributes:
-        groups: in batches that are leased or came back.
+        out: batches under a lease, each with its consumer, by batch_id.
+        returned: those that came back, by batch_id; the first one that did is the first.
         expired: ids of the batches that the last `expire` took back.
     """
 
     def __init__(self) -> None:
-        self.groups = 0
+        self.out: dict[int, _Out] = {}
+        self.returned: dict[int, LeasedBatch] = {}
         self.expired: list[int] = []
-        self._out: dict[int, _Out] = {}  # by batch_id
         self._earliest = math.inf  # no lease ends before
-        self._returned: dict[int, LeasedBatch] = {}
         # The last request of each consumer, the earliest first; a batch without a lease is kept here for as long.
         self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
     @property
-    def outstanding(self) -> int:
-        return len(self._out)
-
-    @property
-    def returned(self) -> int:
-        return len(self._returned)
+    def unsettled(self) -> list[LeasedBatch]:
+        """Batches that are leased or came back."""
+        return [*(batch for batch, _ in self.out.values()), *self.returned.values()]
 
     @property
     def kept(self) -> list[LeasedBatch]:
@@ -76,8 +73,8 @@ class Leases:
             return None
         if batch.lease_until is None:
             return batch
-        out, holder = self._out.get(batch.batch_id, (None, None))
-        return out if holder == consumer else self._returned.get(batch.batch_id)
+        out, holder = self.out.get(batch.batch_id, (None, None))
+        return out if holder == consumer else self.returned.get(batch.batch_id)
 
     def answer(self, consumer: str, request: str, batch: LeasedBatch, now: float) -> None:
         self._answered[consumer] = (request, batch, now)
@@ -94,39 +91,28 @@ class Leases:
 
     def hand_out(self, batch: LeasedBatch, consumer: str | None, until: float | None) -> LeasedBatch:
         """Hand a new batch, or one that came back, to a consumer: until then, or for good."""
-        if self._returned.pop(batch.batch_id, None) is not None:
-            self.groups -= len(batch.group_ids)
+        if self.returned.pop(batch.batch_id, None) is not None:
             batch = replace(batch, delivery=batch.delivery + 1)
         batch = replace(batch, lease_until=until)
         if until is not None:
-            self.groups += len(batch.group_ids)
             self._lease(batch, consumer, until)
         return batch
 
-    def came_back(self, batch_id: int) -> bool:
-        return batch_id in self._returned
-
-    def oldest_returned(self) -> LeasedBatch | None:
-        return next(iter(self._returned.values()), None)
-
     def settle(self, batch_id: int) -> LeasedBatch | None:
         """Take out a batch that is done with: leased, or come back in the meantime. None where there is none."""
-        batch, _ = self._out.pop(batch_id, (None, None))
-        batch = batch or self._returned.pop(batch_id, None)
-        if batch is not None:
-            self.groups -= len(batch.group_ids)
-        return batch
+        batch, _ = self.out.pop(batch_id, (None, None))
+        return batch or self.returned.pop(batch_id, None)
 
     def give_back(self, batch_id: int, consumer: str | None) -> bool:
         """The holder (or, where `consumer` is None, anyone) gives a leased batch back. False where it is not his."""
-        if batch_id not in self._out or consumer not in (None, self._out[batch_id][1]):
+        if batch_id not in self.out or consumer not in (None, self.out[batch_id][1]):
             return False
-        self._returned[batch_id] = self._out.pop(batch_id)[0]
+        self.returned[batch_id] = self.out.pop(batch_id)[0]
         return True
 
     def renew(self, batch_id: int, consumer: str | None, until: float) -> bool:
         """The holder (or, where `consumer` is None, anyone) has it until then. False where it is not his."""
-        batch, holder = self._out.get(batch_id, (None, None))
+        batch, holder = self.out.get(batch_id, (None, None))
         if batch is None or consumer not in (None, holder):
             return False
         self._lease(replace(batch, lease_until=until), holder, until)
@@ -154,15 +140,14 @@ class Leases:
 
     def held(self) -> Iterator[int]:
         """The groups of all batches that may be asked for (again)."""
-        batches = [*(batch for batch, _ in self._out.values()), *self._returned.values(), *self.kept]
-        return (group_id for batch in batches for group_id in batch.group_ids)
+        return (group_id for batch in (*self.unsettled, *self.kept) for group_id in batch.group_ids)
 
     def _lease(self, batch: LeasedBatch, consumer: str | None, until: float) -> None:
-        self._out[batch.batch_id] = (batch, consumer)
+        self.out[batch.batch_id] = (batch, consumer)
         self._earliest = min(self._earliest, until)
 
     def _ends(self) -> Iterator[tuple[float, int]]:
-        return ((batch.lease_until or 0.0, batch_id) for batch_id, (batch, _) in self._out.items())
+        return ((batch.lease_until or 0.0, batch_id) for batch_id, (batch, _) in self.out.items())
 
     def _answer_is_old(self, now: float) -> bool:
         first = next(iter(self._answered.values()), None)
@@ -170,16 +155,14 @@ class Leases:
 
     def to_state(self) -> list[Any]:
         answered = [[consumer, *answer] for consumer, answer in self._answered.items()]
-        return [list(self._out.values()), list(self._returned.values()), answered]
+        return [list(self.out.values()), list(self.returned.values()), answered]
 
     @classmethod
     def from_state(cls, state: list[Any]) -> Leases:
         leases = cls()
         for batch, consumer in msgspec.convert(state[0], list[_Out]):
             leases._lease(batch, consumer, batch.lease_until or 0.0)
-        leases._returned = {batch.batch_id: batch for batch in msgspec.convert(state[1], list[LeasedBatch])}
+        leases.returned = {batch.batch_id: batch for batch in msgspec.convert(state[1], list[LeasedBatch])}
         answered = msgspec.convert(state[2], list[tuple[str, str, LeasedBatch, float]])
         leases._answered = OrderedDict((consumer, (request, batch, at)) for consumer, request, batch, at in answered)
-        leases.groups = sum(len(batch.group_ids) for batch, _ in leases._out.values())
-        leases.groups += sum(len(batch.group_ids) for batch in leases._returned.values())
         return leases

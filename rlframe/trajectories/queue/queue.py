@@ -11,13 +11,12 @@ Units of one size from one environment are never reordered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import EnvStatus, RegisteredEnv, Registration
+from rlframe.trajectories.messages import EnvStatus, RegisteredEnv, Registration, RunStatus
 from rlframe.trajectories.queue import reports
-from rlframe.trajectories.queue.environments import check_env
 from rlframe.trajectories.queue.epoch import Epoch
 from rlframe.trajectories.queue.idempotency import Added
 from rlframe.trajectories.queue.lanes import QueuedGroup
@@ -28,7 +27,7 @@ class Queue:
     """The state of one run. Ids of batches count on through all epochs, those of environments do not.
 
     Attributes:
-        epoch: rises whenever the run starts afresh.
+        epoch: everything that starts afresh with a new registration or a reset; to be read.
         next_group: the lowest id that a new group may have.
     """
 
@@ -38,9 +37,8 @@ class Queue:
     )
 
     def __init__(self) -> None:
-        self.epoch = 0
+        self.epoch = Epoch()
         self.next_group = 0
-        self._epoch = Epoch()
         self._now = 0.0
         self._next_batch = 0
 
@@ -58,7 +56,7 @@ class Queue:
         What was sent before the first register, or since a reset, is kept. `uuid` is the caller's name for the
         settings; returned is that of the settings that hold. Raises `UsageError` for settings that cannot be.
         """
-        registration = Registration.of(settings)
+        registration = Registration(**settings)
         epoch = self._begin(now)
         if epoch.registration not in (None, registration):
             epoch = self._new_epoch()
@@ -93,9 +91,8 @@ class Queue:
 
         `group_size` is in sequences, `min_batch_allocation` the part of each batch that is its own, `token` what a new
         environment can come back with, made by the caller.
-        None: it has to wait for the trainer to start. Raises `UsageError` for values that cannot be.
+        None: it has to wait for the trainer to start.
         """
-        check_env(max_token_length, weight, group_size, min_batch_allocation)
         epoch = self._begin(now)
         if not epoch.started:
             return None
@@ -162,10 +159,8 @@ class Queue:
                 pacing: a group that would be too old by its turn is refused.
             key: idempotency key; one that was used before gets the answer that it got then.
 
-        Raises `UsageError` for a group without sequences, and for an id that does not rise.
+        Raises `UsageError` for an id that does not rise.
         """
-        if sequences < 1:
-            raise UsageError(f"A group has at least one sequence; got {sequences}.")
         if group_id < self.next_group:
             raise UsageError(f"Ids of groups rise: from {self.next_group} on; got {group_id}.")
         epoch = self._begin(now)
@@ -249,41 +244,14 @@ class Queue:
 
     # Reads, which change no answer: O(distinct group sizes), where nothing else is said.
 
-    @property
-    def registration(self) -> Registration | None:
-        return self._epoch.registration
-
-    @property
-    def started(self) -> bool:
-        """The trainer has asked for a batch."""
-        return self._epoch.started
-
-    @property
-    def policy_version(self) -> int | None:
-        return self._epoch.policy_version
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of all groups whose payloads are needed, as told with `add`."""
-        return self._epoch.stored_bytes
-
-    @property
-    def forgotten(self) -> list[int]:
-        """Groups whose payloads nobody will ask for any more since the last command."""
-        return self._epoch.forgotten
-
-    def held(self) -> Iterator[int]:
-        """Every group whose payload somebody may ask for; O(groups)."""
-        return self._epoch.held()
-
     def due(self, now: float) -> bool:
         """Whether `expire(now)` would change anything."""
         now = max(self._now, now)
-        return self._epoch.leases.due(now) or self._epoch.overdue(now) is not None
+        return self.epoch.leases.due(now) or self.epoch.overdue(now) is not None
 
     def may_take(self, now: float, consumer: str | None = None, request: str | None = None) -> bool:
         """Whether `take` is worth a command: False where it would give None."""
-        epoch = self._epoch
+        epoch = self.epoch
         if epoch.registration is None:
             return False
         if consumer is not None and epoch.leases.recall(consumer, request) is not None:
@@ -292,46 +260,41 @@ class Queue:
 
     def knows(self, resume_token: str | None) -> bool:
         """Whether an environment would come back with this token."""
-        return self._epoch.envs.known(resume_token) is not None
+        return self.epoch.envs.known(resume_token) is not None
 
     def silence(self, env_id: int, now: float) -> float | None:
         """Seconds since the environment was heard of, None where it is unknown or has left."""
-        env = self._epoch.envs.get(env_id)
+        env = self.epoch.envs.get(env_id)
         return now - env.last_heard if env is not None and env.connected else None
 
-    def waiting(self) -> list[reports.Waiting]:
-        """What waits, and for what: the first `reports.MAX_WAITING`; O(what cannot flow)."""
-        return reports.waiting(self._epoch)
-
-    def status(self) -> reports.QueueStatus:
-        return reports.status(self._epoch, self.epoch)
+    def status(self) -> RunStatus:
+        return reports.status(self.epoch)
 
     def env_status(self, env_id: int, hold: bool = False) -> EnvStatus | None:
         """What an environment should know; None where it is unknown. `hold`: the caller has a reason (a full store) to
         make it hold."""
-        return reports.env_status(self._epoch, env_id, hold)
+        return reports.env_status(self.epoch, env_id, hold)
 
     def report(self, now: float, envs: int = 1000) -> reports.Report:
-        """All that the live page shows, of at most so many environments, those that were heard of last; O(`envs`)."""
-        return reports.report(self._epoch, max(self._now, now), envs)
+        """All that the live page shows, of at most so many environments, those that were heard of last; O(all envs)."""
+        return reports.report(self.epoch, max(self._now, now), envs)
 
     # State.
 
     def get_state(self) -> dict[str, Any]:
         """Everything, as data that MessagePack can carry; no later command changes anything in it. Quick: what is long
         is a list of what does not change."""
-        numbers = {"number": self.epoch, "now": self._now, "next_group": self.next_group}
-        return {**numbers, "next_batch": self._next_batch, "epoch": self._epoch.to_state()}
+        numbers = {"number": self.epoch.number, "now": self._now, "next_group": self.next_group}
+        return {**numbers, "next_batch": self._next_batch, "epoch": self.epoch.to_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Become the queue that `get_state` was called on."""
-        self.epoch, self._now = state["number"], state["now"]
-        self.next_group, self._next_batch = state["next_group"], state["next_batch"]
-        self._epoch = Epoch.from_state(state["epoch"])
+        self._now, self.next_group, self._next_batch = state["now"], state["next_group"], state["next_batch"]
+        self.epoch = Epoch.from_state(state["number"], state["epoch"])
 
     def _begin(self, now: float | None = None) -> Epoch:
         """What every command does first."""
-        epoch = self._epoch
+        epoch = self.epoch
         epoch.forgotten = []
         if now is not None:
             self._now = max(self._now, now)
@@ -339,8 +302,7 @@ class Queue:
         return epoch
 
     def _new_epoch(self) -> Epoch:
-        gone = [*self._epoch.forgotten, *self._epoch.held()]
-        self._epoch = Epoch()
-        self._epoch.forgotten = gone
-        self.epoch += 1
-        return self._epoch
+        gone = [*self.epoch.forgotten, *self.epoch.held()]
+        self.epoch = Epoch(self.epoch.number + 1)
+        self.epoch.forgotten = gone
+        return self.epoch

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from rlframe.trajectories.messages import EnvStatus
+from rlframe.trajectories.messages import EnvStatus, RunStatus
 from rlframe.trajectories.queue.batching import MinimumShare, scaled
-from rlframe.trajectories.queue.environments import Env
+from rlframe.trajectories.queue.environments import Env, EnvFacts
 from rlframe.trajectories.queue.idempotency import Added
 from rlframe.trajectories.queue.lanes import Lane, QueuedGroup
 from rlframe.trajectories.queue.packing import fillable, usable
@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 # `max_batches_offpolicy` (3 unless configured), and quits for good where current_step and these exceed its steps.
 HOLD_BATCHES = 64
 MAX_WAITING = 100  # sentences about what waits, in one answer
-
-
-@dataclass(frozen=True)
-class QueueStatus:
-    """Groups unless it says otherwise. `queue_size` includes what is set aside, as (unit size, groups)."""
-
-    epoch: int
-    current_step: int
-    queue_size: int
-    set_aside: tuple[tuple[int, int], ...]
-    buffered: int  # odd groups that complete no unit yet
-    leased: int  # in batches that are out, or came back and wait for the next consumer
-    stored_bytes: int  # as told with `add`, of everything whose payload is needed
-    live_envs: int
-    policy_version: int | None
-    started: bool  # the trainer has asked for a batch
-    paused: bool
 
 
 @dataclass(kw_only=True)
@@ -76,20 +59,10 @@ class Tally(Counts):
                 self.staleness_largest = max(self.staleness_largest, age)
 
 
-@dataclass(frozen=True)
-class EnvReport:
-    env_id: int
-    wandb_name: str
-    connected: bool
-    live: bool
-    weight: float  # its part, as in EnvStatus
-    group_size: int
-    min_batch_allocation: float | None
-    added_groups: int
-    added_sequences: int
-    added_tokens: int
-    served_groups: int
-    served_sequences: int
+@dataclass(kw_only=True)
+class EnvReport(EnvFacts):
+    """`weight` is its part, as in EnvStatus."""
+
     served_share: float  # of all sequences served in this epoch
     queued_groups: int
     queued_sequences: int
@@ -186,21 +159,21 @@ def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: in
     return Added("refused", reason=f"By its turn the group would be {versions} policy versions old; {limit}.")
 
 
-def status(epoch: Epoch, number: int) -> QueueStatus:
+def status(epoch: Epoch) -> RunStatus:
     sizes = set(flowing(epoch))
     groups = epoch.lanes.groups
-    return QueueStatus(
-        epoch=number,
+    return RunStatus(
         current_step=epoch.step,
         queue_size=sum(groups.values()),
-        set_aside=tuple((size, groups[size]) for size in sorted(groups) if size not in sizes),
-        buffered=epoch.buffered,
-        leased=epoch.leases.groups,
+        set_aside=sum(groups[size] for size in groups if size not in sizes),
+        waiting_for=[one.why for one in waiting(epoch)],
+        buffered=sum(map(len, epoch.odd.values())),
+        leased=sum(len(batch.group_ids) for batch in epoch.leases.unsettled),
+        epoch=epoch.number,
+        paused=epoch.paused,
+        policy_version=epoch.policy_version,
         stored_bytes=epoch.stored_bytes,
         live_envs=epoch.envs.live,
-        policy_version=epoch.policy_version,
-        started=epoch.started,
-        paused=epoch.paused,
     )
 
 
@@ -248,8 +221,8 @@ def report(epoch: Epoch, now: float, envs: int) -> Report:
         oldest_age=None if oldest is None else now - oldest,
         waiting=waiting(epoch),
         queued_sequences=_sequences(epoch, list(epoch.lanes.counts)),
-        batches_out=epoch.leases.outstanding,
-        batches_returned=epoch.leases.returned,
+        batches_out=len(epoch.leases.out),
+        batches_returned=len(epoch.leases.returned),
         batches_kept=len(epoch.leases.kept),
         staleness=Staleness(tally.aged, tally.staleness_sum / max(1, tally.aged), tally.staleness_largest),
     )
@@ -288,19 +261,9 @@ def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
 def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
     lanes = epoch.lanes.of_env(env.env_id)
     odd = epoch.odd.get(env.env_id)
+    facts = {fact.name: getattr(env, fact.name) for fact in fields(EnvFacts)}
     return EnvReport(
-        env_id=env.env_id,
-        wandb_name=env.wandb_name,
-        connected=env.connected,
-        live=env.live,
-        weight=epoch.envs.weight_of(env),
-        group_size=env.group_size,
-        min_batch_allocation=env.min_batch_allocation,
-        added_groups=env.added_groups,
-        added_sequences=env.added_sequences,
-        added_tokens=env.added_tokens,
-        served_groups=env.served_groups,
-        served_sequences=env.served_sequences,
+        **{**facts, "weight": epoch.envs.weight_of(env)},
         served_share=env.served_sequences / max(1, epoch.tally.sequences_served),
         queued_groups=sum(lane.groups for lane in lanes),
         queued_sequences=sum(lane.sequences for lane in lanes),

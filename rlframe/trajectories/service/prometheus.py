@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from rlframe.trajectories.queue.reports import QueueStatus, Report
+from rlframe.trajectories.messages import RunStatus
+from rlframe.trajectories.queue.reports import Report
 
 PREFIX = "rlframe_trajectories_"
 
 
 class RunState(NamedTuple):
-    status: QueueStatus
+    status: RunStatus
     report: Report
 
 
@@ -76,7 +77,7 @@ _GAUGES = (
     ("queue_groups", "Groups in the queue, those set aside too.", lambda run: run.status.queue_size),
     ("queue_sequences", "Sequences in the queue, those set aside too.", lambda run: run.report.queued_sequences),
     ("queue_oldest_seconds", "What waits longest.", lambda run: run.report.oldest_age or 0.0),
-    ("set_aside_groups", "Groups that no exact batch can hold.", lambda run: sum(n for _, n in run.status.set_aside)),
+    ("set_aside_groups", "Groups that no exact batch can hold.", lambda run: run.status.set_aside),
     ("buffered_groups", "Groups of odd sizes that complete no unit yet.", lambda run: run.status.buffered),
     ("leased_groups", "Groups in batches that are not acknowledged.", lambda run: run.status.leased),
     ("run_stored_bytes", "Bytes of the run's groups that are kept.", lambda run: run.status.stored_bytes),

@@ -78,7 +78,7 @@ class StateMachine:
 
     def unneeded(self, store: Store) -> list[int]:
         """Positions of payloads that the store holds, and that nobody will ask for: what a crash left behind."""
-        needed = {position for queue in self.queues.values() for position in queue.held()}
+        needed = {position for queue in self.queues.values() for position in queue.epoch.held()}
         return [at for at in store.held() if at <= self.position and at not in needed]
 
     def apply(
@@ -88,23 +88,23 @@ class StateMachine:
         queue = self.queues.get(run) or Queue()
         if command in BEGINNING:
             self.queues[run] = queue
-        before, epoch = queue.stored_bytes, queue.epoch
+        before, epoch = queue.epoch.stored_bytes, queue.epoch
         adds = command == "add"
         try:
             answer = queue.apply(command, {**arguments, "group_id": position} if adds else arguments)
-            freed = queue.forgotten
+            freed = queue.epoch.forgotten
             kept = adds and answer.group_id is not None
         except Exception as error:  # the same in every process, and whenever the log is read again
             answer, freed, kept = error, [], False
             if not isinstance(error, UsageError):
                 _logger.error("%s in run %r failed at position %d: %r", command, run, position, error)
-        if queue.epoch != epoch:
+        if queue.epoch is not epoch:
             self.latest.clear(run)
         if kept:
             self.latest.add(run, position, payload)
         elif adds:
             freed = [position, *freed]
-        self.stored_bytes += queue.stored_bytes - before
+        self.stored_bytes += queue.epoch.stored_bytes - before
         self.position = position
         return Applied(answer, freed)
 
@@ -126,7 +126,7 @@ class StateMachine:
             self.queues[name].set_state(run["queue"])
             for latest in run["latest"]:
                 self.latest.add(name, latest, None)
-        self.stored_bytes = sum(queue.stored_bytes for queue in self.queues.values())
+        self.stored_bytes = sum(queue.epoch.stored_bytes for queue in self.queues.values())
         self.position = self.snapshot_position = position
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import msgpack
 
+from rlframe.trajectories.queue import reports
 from rlframe.trajectories.queue.idempotency import MAX_AGE
 from rlframe.trajectories.queue.leases import ANSWER_KEPT
 from rlframe.trajectories.queue.queue import Queue
@@ -109,7 +110,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def do(self, command, **arguments):
         answer = getattr(self.queue, command)(**arguments)
-        forgotten = self.queue.forgotten
+        forgotten = self.queue.epoch.forgotten
         for group_id in forgotten:
             assert group_id in self.sizes and group_id not in self.forgotten
             self.forgotten.add(group_id)
@@ -320,7 +321,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         twin = Twin(self.queue)
         held = sorted(set(self.sizes) - self.forgotten)
-        assert twin.held() == held == sorted(self.queue.held())
+        assert twin.held() == held == sorted(self.queue.epoch.held())
         status = self.queue.status()
         assert status.stored_bytes == sum(self.sizes[group_id] for group_id in held)
         assert status.queue_size + status.buffered + status.leased == len(held) - sum(
@@ -334,7 +335,9 @@ class AnyOrder(RuleBasedStateMachine):
         twin = Twin(self.queue)
         for env_id, groups in twin.buffers.items():
             assert twin.envs[env_id]["group_size"] not in sums_of(group[1] for group in groups)
-        flowing = {size for _, size in twin.lanes} - {size for size, _ in self.queue.status().set_aside}
+        flowing = set(reports.flowing(self.queue.epoch))
+        aside = sum(len(ids_in(unit)) for (_, size), units in twin.lanes.items() for unit in units if size not in flowing)
+        assert self.queue.status().set_aside == aside
         largest = max(flowing, default=1)
         total = sum(size for size in twin.sizes() if size in flowing)
         count_others = total < self.batch_size or self.batch_size in sums_of(twin.sizes())
@@ -362,7 +365,7 @@ class AnyOrder(RuleBasedStateMachine):
         replica = Queue()
         for command, arguments, answer, forgotten in self.log:
             assert replica.apply(command, arguments) == answer
-            assert replica.forgotten == forgotten
+            assert replica.epoch.forgotten == forgotten
         assert replica.get_state() == self.queue.get_state()
 
 

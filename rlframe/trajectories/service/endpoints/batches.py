@@ -52,12 +52,12 @@ async def batch(
     """The next batch, of exactly batch_size sequences, or null."""
     service, run = service_of(request), run_of(request)
     queue = service.queue(run)
-    if queue.registration is None:
+    if queue.epoch.registration is None:
         content = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
         return answer(content)
-    if not queue.started:
+    if not queue.epoch.started:
         await service.submit(run, "note_trainer")
-    if policy_version is not None and policy_version != queue.policy_version:
+    if policy_version is not None and policy_version != queue.epoch.policy_version:
         await service.submit(run, "set_policy_version", version=policy_version)
     deadline = time.monotonic() + wait
     asked = {"lease_seconds": lease, "consumer": consumer, "request": request_key}

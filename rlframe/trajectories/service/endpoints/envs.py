@@ -108,7 +108,7 @@ def _hear(service: Service, run: str, env_id: int) -> bool:
     silence = queue.silence(env_id, time.time())
     if silence is None:
         return False
-    if queue.registration and silence > _QUARTER * queue.registration.lapse_after:
+    if queue.epoch.registration and silence > _QUARTER * queue.epoch.registration.lapse_after:
         service.submit_later(run, "heartbeat", env_id=env_id)
     return True
 

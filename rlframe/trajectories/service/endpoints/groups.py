@@ -97,7 +97,7 @@ def _is_packed(request: Request) -> bool:
 
 def _check_size(service: Service, run: str, group: Parsed, *loc: int) -> None:
     """Refuse what no batch can hold, before it is stored."""
-    trainer = service.queue(run).registration
+    trainer = service.queue(run).epoch.registration
     if trainer is not None and group.sequences > trainer.batch_size:
         message = f"The group has {group.sequences} sequences, a batch {trainer.batch_size}: it can never be served."
         raise InvalidGroupError((*loc, "tokens"), message, "too_long")

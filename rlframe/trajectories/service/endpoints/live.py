@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 import rlframe
 from rlframe.http.middleware import answer
-from rlframe.trajectories.messages import Registration
-from rlframe.trajectories.queue.reports import QueueStatus, Report
+from rlframe.trajectories.messages import Registration, RunStatus
+from rlframe.trajectories.queue.reports import Report
 from rlframe.trajectories.service.endpoints import INVALID, run_of, service_of
 from rlframe.trajectories.service.previews import GroupPreview, preview
 from rlframe.trajectories.service.prometheus import RunState, Scrape, families
@@ -43,7 +43,7 @@ class LiveReport(Report):
     """Counts are of this epoch; ages and silences, and `now`, the service's clock, in seconds."""
 
     registration: Registration | None
-    status: QueueStatus
+    status: RunStatus
     run: str
     runs: list[str]
     now: float
@@ -94,7 +94,7 @@ def _report(service: Service, run: str, count: int) -> LiveReport:
     now = time.time()
     return LiveReport(
         **vars(queue.report(now, count)),
-        registration=queue.registration,
+        registration=queue.epoch.registration,
         status=queue.status(),
         run=run,
         runs=service.runs,

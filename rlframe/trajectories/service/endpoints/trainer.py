@@ -29,35 +29,21 @@ async def register(registration: Registration, request: Request) -> Response:
 @router.get("/wandb_info", response_model=WandbInfo)
 async def wandb_info(request: Request) -> Response:
     """Group and project of the registration; nulls before."""
-    known = service_of(request).queue(run_of(request)).registration
+    known = service_of(request).queue(run_of(request)).epoch.registration
     return answer(WandbInfo(known.wandb_group, known.wandb_project) if known else WandbInfo())
 
 
 @router.get("/info", response_model=Info)
 async def info(request: Request) -> Response:
     """Sizes of the registration; -1 before."""
-    known = service_of(request).queue(run_of(request)).registration
+    known = service_of(request).queue(run_of(request)).epoch.registration
     return answer(Info(known.batch_size, known.max_token_len) if known else Info())
 
 
 @router.get("/status", response_model=RunStatus)
 async def status(request: Request) -> Response:
     """The step, what is queued, and what waits for what."""
-    queue = service_of(request).queue(run_of(request))
-    now = queue.status()
-    told = RunStatus(
-        current_step=now.current_step,
-        queue_size=now.queue_size,
-        set_aside=sum(groups for _, groups in now.set_aside),
-        waiting_for=[waiting.why for waiting in queue.waiting()],
-        buffered=now.buffered,
-        leased=now.leased,
-        epoch=now.epoch,
-        paused=now.paused,
-        policy_version=now.policy_version,
-        stored_bytes=now.stored_bytes,
-    )
-    return answer(told)
+    return answer(service_of(request).queue(run_of(request)).status())
 
 
 @router.post("/policy-version", response_model=models.Versioned, responses=WRITES)
