@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
-from rlframe.trajectories.service.follower import Follower
 from rlframe.trajectories.service.state_machine import (
     BEGINNING,
     Applied,
@@ -29,6 +28,7 @@ from rlframe.trajectories.service.state_machine import (
     decode_command,
     encode_command,
     encode_state,
+    read_on,
 )
 from rlframe.trajectories.stores import Store
 
@@ -37,6 +37,8 @@ SNAPSHOT_BYTES = 4 << 20  # of commands: about 20,000, and a second of replaying
 ANSWER_DEADLINE = 60.0  # seconds for a command to be durable and applied
 _AT_ONCE = 64  # commands that are applied before the event loop does something else
 _TICK = 0.5  # seconds between looks at the clock, for leases and silent environments
+_WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds for what others append, until it looks whether the service has ended
+_RETRY = 0.5  # seconds until a store that did not answer is read again
 _NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
@@ -103,7 +105,7 @@ class Service:
         self._draining = False
         self._changes: dict[str, asyncio.Event] = {}  # of the runs where somebody waits for one
         self._background: set[asyncio.Task[None]] = set()
-        self._follower: Follower | None = None
+        self._following: asyncio.Task[None] | None = None
         self._left: list[int] = []  # payloads that nobody needed when this process started
 
     # Life
@@ -118,8 +120,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._later(self._tick())
         if self.store.shared:
-            self._follower = Follower(self, self._machine.position, self._loop)
-            self._follower.start()
+            self._following = self._loop.create_task(self._follow())
         # What a crash left behind; another process may just be reading what it took.
         self._loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
 
@@ -137,9 +138,9 @@ class Service:
             await asyncio.gather(*self._background, return_exceptions=True)
             if answers := [submitted.answer for submitted in self._submitted.values()]:
                 await asyncio.wait(answers, timeout=10.0)
-            if self._follower is not None:  # it ends once nothing is pending
+            if self._following is not None:  # it ends once nothing is pending
                 self._fail(PeerError("The service ended before the store told what became of the request."))
-                await self._in_thread(self._follower.join, 10.0)
+                await asyncio.wait([self._following], timeout=10.0)
             if self.failed is None and self._machine.position > self._machine.snapshot_position:
                 await self._snapshot()
         finally:
@@ -282,7 +283,7 @@ class Service:
             future, number = self._durable.popleft()
             error = future.exception()
             if isinstance(error, StoreError):
-                self.give_up(error, number)
+                self._give_up(error, number)
             elif error is not None:
                 self._fail(error, number)
             elif not self.store.shared:
@@ -376,25 +377,29 @@ class Service:
     def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         return self._loop.run_in_executor(None, call, *arguments)
 
-    # What `Follower` reads of a store that several processes share
-
-    def go_on(self, snapshot: tuple[int, bytes] | None, records: list[tuple[int, bytes]]) -> None:
-        """Apply what the log holds now, or become what another process has taken a snapshot of."""
-        if snapshot is None:
-            self._apply_records(records)
-            return
-        self._machine.set_state(*snapshot)
-        self._fail(PeerError("This process was too far behind the others to tell what became of the request."))
-        self._wake(*self._changes)
-
-    def give_up(self, error: StoreError, *numbers: int) -> None:
+    def _give_up(self, error: StoreError, *numbers: int) -> None:
         """The store takes nothing more. What was submitted under these numbers, or all of it, ends with the error."""
         if self.failed is None:
             self.failed = error
             self.on_failure()
         self._fail(error, *numbers)
 
-    @property
-    def idle(self) -> bool:
-        """It is closing, and nothing that was submitted is still to be applied."""
-        return self.closing and not self._submitted
+    async def _follow(self) -> None:
+        """Apply what any process appends to a store that several share, until this one has nothing more to submit."""
+        while not self.closing or self._submitted:
+            wait = _WAIT_CLOSING if self.closing else _WAIT
+            try:
+                snapshot, records = await self._in_thread(read_on, self.store, self._machine.position, wait)
+            except StoreError as error:
+                self._give_up(error)
+                return
+            except RlframeError as error:
+                if not self.closing:
+                    _logger.warning("%s", error)
+                await asyncio.sleep(_RETRY)
+                continue
+            if snapshot is not None:  # another process has taken it
+                self._machine.set_state(*snapshot)
+                self._fail(PeerError("This process was too far behind the others to tell what became of the request."))
+                self._wake(*self._changes)
+            self._apply_records(records)

@@ -451,8 +451,6 @@ class UnreadableStore(MemoryStore):
 
 
 def test_a_service_ends_whole_where_its_store_cannot_be_read_any_more(caplog):
-    before = set(threading.enumerate())
-
     async def test():
         store = UnreadableStore()
         async with serving(store) as service:
@@ -462,7 +460,7 @@ def test_a_service_ends_whole_where_its_store_cannot_be_read_any_more(caplog):
             while "It is away" not in caplog.text:
                 await asyncio.sleep(0.01)
             asking.cancel()
-        assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("follower")]
+        assert service._following.done()
 
     run(test())
 
