@@ -38,15 +38,12 @@ class RequestMetrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
 
-    def exposition(self, families: Iterable[Metric]) -> bytes:
+    def response(self, families: Iterable[Metric]) -> Response:
         """`families`, and these, in Prometheus's text format 0.0.4. May be called in any thread."""
         asked = CollectorRegistry()
         asked.register(_Families(families))
-        return generate_latest(asked) + generate_latest(self._registry)
-
-    def response(self, families: Iterable[Metric]) -> Response:
-        """The answer to Prometheus."""
-        return Response(self.exposition(families), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = generate_latest(asked) + generate_latest(self._registry)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class _Families(Collector):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -49,7 +48,6 @@ class Handle:
         self.request = request
         self.future: Future[Answer] = Future()
         self._on_tokens = on_tokens
-        self._lock = threading.Lock()  # guards the lists, against `finish`
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self._versions: list[int] = []
@@ -78,37 +76,27 @@ class Handle:
         """Give the request up, if it is not done."""
         self.future.cancel()
 
-    def finish(self, length: int) -> None:
-        """End the answer after its first `length` tokens as "stop" does: what follows them is not wanted any more.
-
-        For whoever looks at the text, for a stop string say. Does nothing to an answer that is done.
-        """
-        with self._lock:
-            self._set(self._answer(slice(0, length), "stop"))
-
     def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int) -> bool:
         """The engine's: tokens that were sampled. Returns whether the answer is complete."""
-        with self._lock:
-            if self.done:
-                return True
-            start = len(self._tokens)
-            self._tokens += tokens
-            self._log_probs += log_probs
-            self._versions += [version] * len(tokens)
-            reason = None
-            if self._tokens[-1] in self.request.sampling.stop_tokens:
-                reason = "stop"
-            elif len(self._tokens) >= self.request.max_tokens:
-                reason = "length"
-            piece = self._answer(slice(start, None), reason)
+        if self.done:
+            return True
+        start = len(self._tokens)
+        self._tokens += tokens
+        self._log_probs += log_probs
+        self._versions += [version] * len(tokens)
+        reason = None
+        if self._tokens[-1] in self.request.sampling.stop_tokens:
+            reason = "stop"
+        elif len(self._tokens) >= self.request.max_tokens:
+            reason = "length"
         if self._on_tokens is not None:
             try:
-                self._on_tokens(piece)
+                self._on_tokens(self._answer(start, reason))
             except Exception as error:  # the caller's: it concerns this request alone
                 self.fail(error)
         if reason is not None:
-            with self._lock:
-                self._set(self._answer(slice(None), reason))
+            with contextlib.suppress(InvalidStateError):  # it failed, or was cancelled
+                self.future.set_result(self._answer(0, reason))
         return self.done
 
     def fail(self, error: Exception) -> None:
@@ -121,9 +109,5 @@ class Handle:
         """Tokens so far."""
         return len(self._tokens)
 
-    def _answer(self, part: slice, reason: str | None) -> Answer:
-        return Answer(self._tokens[part], self._log_probs[part], self._versions[part], reason)
-
-    def _set(self, answer: Answer) -> None:
-        with contextlib.suppress(InvalidStateError):  # it is done, or was cancelled
-            self.future.set_result(answer)
+    def _answer(self, start: int, reason: str | None) -> Answer:
+        return Answer(self._tokens[start:], self._log_probs[start:], self._versions[start:], reason)

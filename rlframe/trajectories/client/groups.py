@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from rlframe.errors import UsageError
@@ -91,14 +90,6 @@ class Group:
             fields["lengths"] = _little(self.lengths).tobytes()
         fields["scores"] = self.scores.tolist()
         return fields
-
-    def to_json(self) -> bytes:
-        """The body of a `POST /scored_data`, as JSON."""
-        return msgspec.json.encode(self.to_dict(binary=False))
-
-    def to_msgpack(self) -> bytes:
-        """The body of a `POST /scored_data`, as MessagePack with binary arrays."""
-        return msgspec.msgpack.encode(self.to_dict(binary=True))
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:

@@ -1,4 +1,4 @@
-"""Small requests and answers, as the service's OpenAPI document describes them; the others are `messages`."""
+"""Requests and answers, as the service's OpenAPI document describes them; the others are `messages`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field
 
-from rlframe.trajectories.messages import INT64, TEXT, RegisteredEnv
+from rlframe.trajectories.messages import INT64, TEXT, RegisteredEnv, Registration, RunStatus
+from rlframe.trajectories.queue.reports import Report
+from rlframe.trajectories.service.previews import GroupPreview
 
 Int64 = Annotated[int, Field(**INT64)]
 Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # what JSON carries everywhere; differences have 64 bits too
@@ -32,14 +34,6 @@ class PolicyVersion(BaseModel):
     policy_version: Version
 
 
-class Root(BaseModel):
-    message: str
-
-
-class Runs(BaseModel):
-    runs: list[str]
-
-
 @dataclass(frozen=True, kw_only=True)
 class EnvRegistered(RegisteredEnv):
     """The environment has joined."""
@@ -56,7 +50,9 @@ class Success(BaseModel):
 
 
 class Failure(BaseModel):
-    status: Literal["failure"]
+    """Of them only 503 may be answered otherwise later."""
+
+    status: Literal["failure", "full", "too early", "too old"]
     error: str
 
 
@@ -97,20 +93,6 @@ class Item(BaseModel):
     policy_version: Version | None = Field(None, description="That the group was sampled from.")
 
 
-class NoItem(BaseModel):
-    """The keys of a group, where there is none."""
-
-    tokens: list[Any]
-    masks: list[Any]
-    scores: list[Any]
-    advantages: list[Any]
-    ref_logprobs: list[Any]
-    generation_params: list[Any]
-    inference_logprobs: list[Any]
-    messages: list[Any]
-    images: list[Any]
-
-
 class BatchAnswer(BaseModel):
     batch: list[Item] | None
     batch_id: int | None = Field(None, description="With lease or consumer only.")
@@ -118,24 +100,10 @@ class BatchAnswer(BaseModel):
     redelivered: bool | None = Field(None, description="With lease or consumer only.")
 
 
-class LatestAnswer(BaseModel):
-    groups: list[Item]
-
-
 class NotRegistered(BaseModel):
     status: Literal["error"]
     message: str
     batch: list[Item]
-
-
-class Unavailable(BaseModel):
-    status: Literal["full", "too early", "failure"]
-    error: str
-
-
-class TooOld(BaseModel):
-    status: Literal["too old"]
-    error: str
 
 
 class Refusal(BaseModel):
@@ -150,3 +118,34 @@ class FieldProblem(BaseModel):
 
 class Invalid(BaseModel):
     detail: list[FieldProblem]
+
+
+@dataclass(frozen=True)
+class ServiceReport:
+    """What all runs share. `failed` says what is wrong with the store, null where nothing is."""
+
+    version: str
+    durability: str
+    stored_bytes: int  # with those that are being written
+    writing_bytes: int
+    max_bytes: int
+    nearly_full: bool
+    failed: str | None
+
+
+@dataclass(kw_only=True)
+class LiveReport(Report):
+    """Counts are of this epoch; ages and silences, and `now`, the service's clock, in seconds."""
+
+    registration: Registration | None
+    status: RunStatus
+    run: str
+    runs: list[str]
+    now: float
+    service: ServiceReport
+
+
+@dataclass(frozen=True)
+class Previews:
+    decoded: bool  # whether tokens are text; else they are ids
+    groups: list[GroupPreview]

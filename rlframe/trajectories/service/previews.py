@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
 from rlframe import extras
 from rlframe.errors import UsageError
 from rlframe.trajectories.messages import IGNORED
-from rlframe.trajectories.service.wire import as_json, is_packed
+from rlframe.trajectories.service.wire import as_json
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text
 
@@ -60,20 +60,6 @@ class GroupPreview:
     sequences: list[SequencePreview]
 
 
-class _Group(msgspec.Struct, gc=False):
-    """What is shown of a stored group."""
-
-    tokens: list[list[int]]
-    masks: list[list[int]]
-    scores: list[float]
-    messages: Union[list[list[dict[str, Any]]], None] = None
-    env_id: Union[int, None] = None
-    policy_version: Union[int, None] = None
-
-
-_decode_group = msgspec.json.Decoder(_Group).decode
-
-
 def preview(payload: bytes, decode: Decode | None) -> GroupPreview:
     """A stored group (see `wire`) as it is shown.
 
@@ -82,14 +68,16 @@ def preview(payload: bytes, decode: Decode | None) -> GroupPreview:
     """
     if len(payload) > MAX_BYTES:
         return GroupPreview(None, None, None, len(payload), [])
-    group = _decode_group(as_json(payload) if is_packed(payload) else payload)
-    messages = group.messages or []
+    group = msgspec.json.decode(as_json(payload))
+    messages = group.get("messages") or []
     sequences = [
         _sequence(score, tokens, masks, messages[i] if i < len(messages) else None, decode or ids_as_text)
-        for i, (tokens, masks, score) in enumerate(zip(group.tokens, group.masks, group.scores))
+        for i, (tokens, masks, score) in enumerate(zip(group["tokens"], group["masks"], group["scores"]))
         if i < MAX_SEQUENCES
     ]
-    return GroupPreview(group.env_id, group.policy_version, len(group.tokens), len(payload), sequences)
+    return GroupPreview(
+        group.get("env_id"), group.get("policy_version"), len(group["tokens"]), len(payload), sequences
+    )
 
 
 def _sequence(

@@ -215,19 +215,6 @@ def test_a_cancelled_request_leaves_its_slot_or_the_queue():
         assert len(gate.pieces) == 1
 
 
-def test_an_answer_can_be_ended_where_its_text_ends(engine):
-    whole = engine.submit([1], SamplingParams(max_tokens=20, seed=1)).result(TIMEOUT)
-    gate = Gate()
-    handle = engine.submit([1], SamplingParams(max_tokens=20, seed=1), gate)
-    gate.wait()
-    gate.pass_on()
-    gate.wait()
-    handle.finish(2)  # of the three that there are
-    gate.leave_open()
-    assert handle.result(TIMEOUT) == (whole.tokens[:2], whole.log_probs[:2], [0, 0], "stop")
-    assert len(gate.pieces) == 2
-
-
 def test_what_on_tokens_raises_concerns_its_request_alone(engine):
     def fail(_):
         raise ValueError("mine")

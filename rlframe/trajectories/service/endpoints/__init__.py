@@ -17,7 +17,7 @@ MAX_NAME = 200  # characters of a key or a consumer's name
 
 INVALID: dict[int | str, dict[str, Any]] = {422: {"model": models.Invalid, "description": "A field is wrong."}}
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {
-    503: {"model": models.Unavailable, "description": "Not now: again after Retry-After seconds."}
+    503: {"model": models.Failure, "description": "Not now: again after Retry-After seconds."}
 }
 WRITES = INVALID | UNAVAILABLE
 REFUSED: dict[int | str, dict[str, Any]] = {  # before an endpoint sees the request

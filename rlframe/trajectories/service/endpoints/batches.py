@@ -96,7 +96,7 @@ async def renew(batch_id: models.Int64, request: Request, lease: Lease, consumer
     return _settled(batch_id, renewed)
 
 
-@router.get("/latest_example", response_model=Union[models.Item, models.NoItem])
+@router.get("/latest_example", response_model=Union[models.Item, dict[str, list[Any]]])
 async def latest_example(request: Request) -> Response:
     """The group that was sent last, or the keys of one with empty lists."""
     groups = await service_of(request).latest_groups(run_of(request), 1)
@@ -107,7 +107,7 @@ async def latest_example(request: Request) -> Response:
     return Response(as_json(groups[0]), media_type="application/json")
 
 
-@router.get("/latest", response_model=models.LatestAnswer, responses=WRITES)
+@router.get("/latest", response_model=dict[str, list[models.Item]], responses=WRITES)
 async def latest(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 1) -> Response:
     """The groups that were sent last, newest first."""
     groups = await service_of(request).latest_groups(run_of(request), count)

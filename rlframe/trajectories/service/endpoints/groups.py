@@ -28,7 +28,7 @@ from rlframe.trajectories.service.wire import Parsed, parse_group, parse_groups
 router = APIRouter(tags=["groups"])
 RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves
 TOO_OLD: dict[int | str, dict[str, Any]] = {
-    409: {"model": models.TooOld, "description": "Sampled from an older policy than the trainer takes."}
+    409: {"model": models.Failure, "description": "Sampled from an older policy than the trainer takes."}
 }
 _PACING = 5  # seconds after which a group that came too early may be tried again
 
