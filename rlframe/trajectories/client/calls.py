@@ -1,4 +1,4 @@
-"""What trainers and environments say to the service, as flows (see `exchange`) that either client runs."""
+"""What trainers and environments say to the service, as coroutines (see `exchange`) that either client runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 
 from rlframe.errors import StoppedError, UnavailableError, UsageError
 from rlframe.trajectories.client import exchange
-from rlframe.trajectories.client.exchange import MSGPACK, Flow, FlowMethod, HttpReply, HttpRequest
+from rlframe.trajectories.client.exchange import MSGPACK, ClientMethod, HttpReply, HttpRequest, Lost
 from rlframe.trajectories.client.groups import Group, Posted, ServedBatch
 from rlframe.trajectories.messages import EnvStatus, Info, Registered, RegisteredEnv, RunStatus, WandbInfo
 
@@ -70,6 +70,13 @@ class BaseClient:
         """Nothing is sent from now on: a call ends with the answer to what was sent, or StoppedError."""
         self._stopped.set()
 
+    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | Lost:
+        """Make one attempt, of at most so many seconds."""
+        raise NotImplementedError
+
+    async def _pause(self, seconds: float) -> None:
+        raise NotImplementedError
+
     def _check(self) -> None:
         if self._stopped.is_set():
             raise StoppedError(f"The client of {self.url} was stopped or closed.")
@@ -78,24 +85,27 @@ class BaseClient:
         """Seconds for a call that was given this `timeout`."""
         return self._timeout if timeout is None else timeout
 
-    def _exchange(self, request: HttpRequest, timeout: float | None) -> Flow[HttpReply]:
+    async def _exchange(self, request: HttpRequest, timeout: float | None) -> HttpReply:
         """Send a request until it is answered."""
-        return (yield from exchange.exchange(self.url, request, self._deadline(timeout), self._attempt_timeout))
+        deadline = self._deadline(timeout)
+        return await exchange.exchange(
+            self.url, request, deadline, self._attempt_timeout, self._send, self._pause
+        )
 
-    def _ask(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Flow[Any]:
+    async def _ask(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
         """As `_tell`; the answer as a `reply_type`."""
-        content = yield from self._tell(request, timeout)
+        content = await self._tell(request, timeout)
         return exchange.convert(self.url, content, reply_type)
 
-    def _tell(self, request: HttpRequest, timeout: float | None) -> Flow[dict[str, Any]]:
+    async def _tell(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
         """Send a request until it is accepted."""
-        reply = yield from self._exchange(request, timeout)
+        reply = await self._exchange(request, timeout)
         return exchange.accepted(self.url, request, reply)
 
     # A trainer
 
-    @FlowMethod
-    def register(
+    @ClientMethod
+    async def register(
         self,
         *,
         batch_size: int,
@@ -110,7 +120,7 @@ class BaseClient:
         stale: str | None = None,
         lapse_after: float | None = None,
         timeout: float | None = None,
-    ) -> Flow[Registered]:
+    ) -> Registered:
         """Say what batches are wanted. The same settings again are confirmed; others start the run afresh.
 
         Args:
@@ -125,25 +135,25 @@ class BaseClient:
         settings = {name: value for name, value in locals().items() if name not in ("self", "timeout")}
         optional = ("max_staleness", "stale", "lapse_after")
         sent = {name: value for name, value in settings.items() if name not in optional or value is not None}
-        return (yield from self._ask(post_request("/register", sent), Registered, timeout))
+        return await self._ask(post_request("/register", sent), Registered, timeout)
 
-    @FlowMethod
-    def info(self, *, timeout: float | None = None) -> Flow[Info]:
+    @ClientMethod
+    async def info(self, *, timeout: float | None = None) -> Info:
         """What the trainer registered."""
-        return (yield from self._ask(HttpRequest("GET", "/info"), Info, timeout))
+        return await self._ask(HttpRequest("GET", "/info"), Info, timeout)
 
-    @FlowMethod
-    def wandb_info(self, *, timeout: float | None = None) -> Flow[WandbInfo]:
+    @ClientMethod
+    async def wandb_info(self, *, timeout: float | None = None) -> WandbInfo:
         """Where the trainer logs."""
-        return (yield from self._ask(HttpRequest("GET", "/wandb_info"), WandbInfo, timeout))
+        return await self._ask(HttpRequest("GET", "/wandb_info"), WandbInfo, timeout)
 
-    @FlowMethod
-    def status(self, *, timeout: float | None = None) -> Flow[RunStatus]:
+    @ClientMethod
+    async def status(self, *, timeout: float | None = None) -> RunStatus:
         """How much waits, and for what."""
-        return (yield from self._ask(HttpRequest("GET", "/status"), RunStatus, timeout))
+        return await self._ask(HttpRequest("GET", "/status"), RunStatus, timeout)
 
-    @FlowMethod
-    def batch(
+    @ClientMethod
+    async def batch(
         self,
         *,
         wait: float = 0.0,
@@ -152,7 +162,7 @@ class BaseClient:
         policy_version: int | None = None,
         request: str | None = None,
         timeout: float | None = None,
-    ) -> Flow[ServedBatch | None]:
+    ) -> ServedBatch | None:
         """The next batch; None while there is not enough. Asked again after a lost reply, it is the same batch.
 
         Args:
@@ -179,49 +189,49 @@ class BaseClient:
         }
         params = {name: value for name, value in params.items() if value is not None}
         asked = HttpRequest("GET", "/batch", params, {"Accept": MSGPACK}, patience=wait)
-        reply = yield from self._exchange(asked, self._deadline(timeout) + wait)
+        reply = await self._exchange(asked, self._deadline(timeout) + wait)
         content = exchange.accepted(self.url, asked, reply)
         if content.get("batch") is None:
             return None
         groups = [Group.from_item(item) for item in content["batch"]]
         return ServedBatch(groups, content["batch_id"], content["step"], bool(content["redelivered"]))
 
-    @FlowMethod
-    def ack(self, batch_id: int, *, timeout: float | None = None) -> Flow[bool]:
+    @ClientMethod
+    async def ack(self, batch_id: int, *, timeout: float | None = None) -> bool:
         """Say that a leased batch is done with. False where it was before, or the run has started afresh."""
-        return (yield from self._settle("ack", batch_id, {}, timeout))
+        return await self._settle("ack", batch_id, {}, timeout)
 
-    @FlowMethod
-    def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> Flow[bool]:
+    @ClientMethod
+    async def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> bool:
         """Give a leased batch back: it is the next to be given. False where it is not this consumer's."""
-        return (yield from self._settle("nack", batch_id, {"consumer": consumer or self.consumer}, timeout))
+        return await self._settle("nack", batch_id, {"consumer": consumer or self.consumer}, timeout)
 
-    @FlowMethod
-    def renew(
+    @ClientMethod
+    async def renew(
         self, batch_id: int, lease: float, *, consumer: str | None = None, timeout: float | None = None
-    ) -> Flow[bool]:
+    ) -> bool:
         """Have a leased batch for `lease` seconds from now on. False where it is not this consumer's any more."""
         told = {"consumer": consumer or self.consumer, "lease": lease}
-        return (yield from self._settle("renew", batch_id, told, timeout))
+        return await self._settle("renew", batch_id, told, timeout)
 
-    @FlowMethod
-    def set_policy_version(self, version: int, *, timeout: float | None = None) -> Flow[None]:
+    @ClientMethod
+    async def set_policy_version(self, version: int, *, timeout: float | None = None) -> None:
         """Say which version of the parameters the trainer has now; `batch` can say it, too."""
-        yield from self._tell(post_request("/policy-version", {"policy_version": version}), timeout)
+        await self._tell(post_request("/policy-version", {"policy_version": version}), timeout)
 
-    @FlowMethod
-    def pause(self, *, timeout: float | None = None) -> Flow[None]:
+    @ClientMethod
+    async def pause(self, *, timeout: float | None = None) -> None:
         """Have every environment hold, for an evaluation say, until `resume`."""
-        yield from self._tell(post_request("/pause", {}), timeout)
+        await self._tell(post_request("/pause", {}), timeout)
 
-    @FlowMethod
-    def resume(self, *, timeout: float | None = None) -> Flow[None]:
+    @ClientMethod
+    async def resume(self, *, timeout: float | None = None) -> None:
         """End `pause`."""
-        yield from self._tell(post_request("/resume", {}), timeout)
+        await self._tell(post_request("/resume", {}), timeout)
 
-    def _settle(self, what: str, batch_id: int, told: dict[str, Any], timeout: float | None) -> Flow[bool]:
+    async def _settle(self, what: str, batch_id: int, told: dict[str, Any], timeout: float | None) -> bool:
         request = HttpRequest("POST", f"/batch/{batch_id}/{what}", told)
-        reply = yield from self._exchange(request, timeout)
+        reply = await self._exchange(request, timeout)
         content = reply.content
         if reply.status == 404 and isinstance(content, dict) and content.get("status") == "failure":
             return False
@@ -230,8 +240,8 @@ class BaseClient:
 
     # An environment
 
-    @FlowMethod
-    def register_env(
+    @ClientMethod
+    async def register_env(
         self,
         *,
         desired_name: str,
@@ -242,7 +252,7 @@ class BaseClient:
         resume_token: str | None = None,
         wait: float = 0.0,
         timeout: float | None = None,
-    ) -> Flow[RegisteredEnv]:
+    ) -> RegisteredEnv:
         """Join the run; with the `resume_token` of an earlier answer as the same environment, under the same name.
 
         Args:
@@ -268,7 +278,7 @@ class BaseClient:
         while True:
             # A key for each look: what is sent again because an answer was lost has the same one.
             request = post_request("/register-env", settings, {"Idempotency-Key": new_key()})
-            content = exchange.accepted(self.url, request, (yield from self._exchange(request, timeout)))
+            content = exchange.accepted(self.url, request, await self._exchange(request, timeout))
             if content.get("status") == "success":
                 return exchange.convert(self.url, content, RegisteredEnv)
             pause = next(looks, None)
@@ -277,32 +287,32 @@ class BaseClient:
                     f"{self.url}: {desired_name!r} waited {wait:g} s to join, and the service still says "
                     f"{content.get('status')!r}. Start the trainer, which has to ask for a batch once, or wait longer."
                 )
-            yield pause
+            await self._pause(pause)
 
-    @FlowMethod
-    def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> Flow[None]:
+    @ClientMethod
+    async def disconnect_env(self, env_id: int, *, timeout: float | None = None) -> None:
         """Leave the run; what was sent stays."""
-        yield from self._tell(post_request("/disconnect-env", {"env_id": env_id}), timeout)
+        await self._tell(post_request("/disconnect-env", {"env_id": env_id}), timeout)
 
-    @FlowMethod
-    def heartbeat(self, env_id: int, *, timeout: float | None = None) -> Flow[None]:
+    @ClientMethod
+    async def heartbeat(self, env_id: int, *, timeout: float | None = None) -> None:
         """A sign of life for an environment that is silent for long; a group is one, and so is `env_status`."""
-        yield from self._tell(post_request("/heartbeat", {"env_id": env_id}), timeout)
+        await self._tell(post_request("/heartbeat", {"env_id": env_id}), timeout)
 
-    @FlowMethod
-    def env_status(self, env_id: int, *, timeout: float | None = None) -> Flow[EnvStatus]:
+    @ClientMethod
+    async def env_status(self, env_id: int, *, timeout: float | None = None) -> EnvStatus:
         """How much waits, as the environment should see it."""
-        return (yield from self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout))
+        return await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
 
-    @FlowMethod
-    def post(
+    @ClientMethod
+    async def post(
         self,
         groups: Group | Sequence[Group],
         *,
         binary: bool = True,
         key: str | None = None,
         timeout: float | None = None,
-    ) -> Flow[Posted]:
+    ) -> Posted:
         """Send a group, or several in one request. Once it returns, they outlive a crash of the service.
 
         Args:
@@ -331,7 +341,7 @@ class BaseClient:
         began, deadline = time.monotonic(), self._deadline(timeout)
         while True:
             left = began + deadline - time.monotonic()
-            reply = yield from self._exchange(request, left)
+            reply = await self._exchange(request, left)
             content = exchange.accepted(self.url, request, reply)
             refused, taken = content.get("refused", 0), content.get("groups_processed", 1)
             if not refused:
@@ -342,15 +352,15 @@ class BaseClient:
                     f"{self.url}: {refused} of {len(listed)} groups were not accepted within {deadline:g} s, the "
                     f"others were; at last: {content.get('error')} Send all again with the same key, or these later."
                 )
-            yield min(LONGEST_POLL, left)  # what was taken is known by its key
+            await self._pause(min(LONGEST_POLL, left))  # what was taken is known by its key
         size = content.get("buffer_size", content.get("last_buffer_size"))
         status = "buffered" if content.get("buffered") else str(content.get("status"))
         return Posted(status, taken, size, reply.headers.get("idempotent-replayed") == "true")
 
-    @FlowMethod
-    def wait_until_wanted(
+    @ClientMethod
+    async def wait_until_wanted(
         self, env_id: int, max_queued: int, *, wait: float = 600.0, timeout: float | None = None
-    ) -> Flow[EnvStatus]:
+    ) -> EnvStatus:
         """Return once the environment should start a new group: at most `max_queued` wait, and it is not to hold.
 
         Asking is a sign of life, too. `max_queued` is in groups of this environment: so many batches as the policy may
@@ -361,7 +371,7 @@ class BaseClient:
         """
         looks = pauses(wait)
         while True:
-            status = yield from self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
+            status = await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
             if status.queue_size <= max_queued and not status.hold:
                 return status
             pause = next(looks, None)
@@ -370,7 +380,7 @@ class BaseClient:
                     f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
                     f"wait, of which it may leave {max_queued}, and hold is {status.hold}. Does the trainer run?"
                 )
-            yield pause
+            await self._pause(pause)
 
 
 def post_request(path: str, content: dict[str, Any], headers: dict[str, str] | None = None) -> HttpRequest:

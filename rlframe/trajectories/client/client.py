@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import anyio
 import httpx
 
 from rlframe.trajectories.client.calls import BaseClient
-from rlframe.trajectories.client.exchange import Flow, HttpAttempt, HttpReply, Lost
+from rlframe.trajectories.client.exchange import HttpReply, HttpRequest, Lost
 
 T = TypeVar("T")
 
@@ -55,29 +56,26 @@ class TrajectoryClient(BaseClient):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _run(self, flow: Flow[T]) -> T:
-        answer: HttpReply | Lost | None = None
-        while True:
-            try:
-                step = flow.send(answer)
-            except StopIteration as done:
-                return done.value
-            answer = None
-            if isinstance(step, HttpAttempt):
-                self._check()
-                answer = self._attempt(step)
-            else:
-                self._stopped.wait(step)
+    def _run(self, method: Coroutine[Any, Any, T]) -> T:
+        try:
+            method.send(None)
+        except StopIteration as done:
+            return done.value
+        raise AssertionError("What blocks never waits for an event loop.")
 
-    def _attempt(self, attempt: HttpAttempt) -> HttpReply | Lost:
-        end = time.monotonic() + attempt.timeout
+    async def _pause(self, seconds: float) -> None:
+        self._stopped.wait(seconds)
+
+    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | Lost:
+        self._check()
+        end = time.monotonic() + timeout
         body = bytearray()
         try:
-            with self._http.stream(**_arguments(self.url, attempt)) as response:
+            with self._http.stream(**_arguments(self.url, request, timeout)) as response:
                 for chunk in response.iter_bytes():
                     body += chunk
                     if time.monotonic() > end:  # the transport's own timeouts are for each read
-                        return Lost(f"the answer was not complete after {attempt.timeout:g} s")
+                        return Lost(f"the answer was not complete after {timeout:g} s")
                 return HttpReply(response.status_code, response.headers, bytes(body))
         except httpx.HTTPError as error:
             return Lost(_reason(error))
@@ -105,26 +103,19 @@ class AsyncTrajectoryClient(BaseClient):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _run(self, flow: Flow[T]) -> T:
-        answer: HttpReply | Lost | None = None
-        while True:
-            try:
-                step = flow.send(answer)
-            except StopIteration as done:
-                return done.value
-            answer = None
-            if isinstance(step, HttpAttempt):
-                self._check()
-                answer = await self._attempt(step)
-            else:
-                await anyio.sleep(step)
+    def _run(self, method: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return method
 
-    async def _attempt(self, attempt: HttpAttempt) -> HttpReply | Lost:
+    async def _pause(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+
+    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | Lost:
+        self._check()
         try:
-            with anyio.fail_after(attempt.timeout):
-                response = await self._http.request(**_arguments(self.url, attempt))
+            with anyio.fail_after(timeout):
+                response = await self._http.request(**_arguments(self.url, request, timeout))
         except TimeoutError:
-            return Lost(f"the answer was not complete after {attempt.timeout:g} s")
+            return Lost(f"the answer was not complete after {timeout:g} s")
         except httpx.HTTPError as error:
             return Lost(_reason(error))
         except RuntimeError:  # the transport was closed by another task
@@ -133,16 +124,15 @@ class AsyncTrajectoryClient(BaseClient):
         return HttpReply(response.status_code, response.headers, response.content)
 
 
-def _arguments(url: str, attempt: HttpAttempt) -> dict[str, Any]:
+def _arguments(url: str, request: HttpRequest, timeout: float) -> dict[str, Any]:
     """Of the transport's method that sends."""
-    request, connect = attempt.request, min(attempt.timeout, _CONNECT_TIMEOUT)
     return {
         "method": request.method,
         "url": url + request.path,
         "params": request.params,
         "headers": request.headers,
         "content": request.body,
-        "timeout": httpx.Timeout(attempt.timeout, connect=connect),
+        "timeout": httpx.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT)),
     }
 
 

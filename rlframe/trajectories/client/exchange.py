@@ -1,7 +1,7 @@
 """One request until it is answered: what is sent again, when, and what comes of it. No input or output of its own.
 
-Both clients run the same generators ("flows"): a flow yields an `HttpAttempt`, to be sent and answered with `HttpReply`
-or `Lost`, or a number of seconds to pause for, and returns what the caller gets.
+Both clients run the same coroutines. In a client that blocks, what they await is done when it returns: they end at
+their first step, and nothing waits for an event loop.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, Union, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
 
@@ -44,12 +44,6 @@ class HttpRequest:
 
 
 @dataclass(frozen=True)
-class HttpAttempt:
-    request: HttpRequest
-    timeout: float  # seconds
-
-
-@dataclass(frozen=True)
 class HttpReply:
     status: int
     headers: Mapping[str, str]  # lower case
@@ -72,18 +66,15 @@ class Lost:
     reason: str
 
 
-Flow = Generator[Union[HttpAttempt, float], Any, T]
-
-
-class FlowMethod(Generic[P, T]):
-    """A method that makes a flow. Called on a `TrajectoryClient`, it returns what the flow does; on an
+class ClientMethod(Generic[P, T]):
+    """A coroutine function as a method. Called on a `TrajectoryClient`, it returns what the coroutine does; on an
     `AsyncTrajectoryClient`, it is awaited."""
 
-    def __init__(self, flow: Callable[Concatenate[Any, P], Flow[T]]) -> None:
-        self._flow = flow
+    def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
+        self._method = method
 
     @overload
-    def __get__(self, client: None, owner: Any) -> Callable[..., Flow[T]]: ...
+    def __get__(self, client: None, owner: Any) -> Callable[..., Coroutine[Any, Any, T]]: ...
 
     @overload
     def __get__(self, client: TrajectoryClient, owner: Any) -> Callable[P, T]: ...
@@ -93,16 +84,23 @@ class FlowMethod(Generic[P, T]):
 
     def __get__(self, client: Any, owner: Any) -> Callable[..., Any]:
         if client is None:
-            return self._flow
+            return self._method
 
-        @functools.wraps(self._flow)
+        @functools.wraps(self._method)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return client._run(self._flow(client, *args, **kwargs))
+            return client._run(self._method(client, *args, **kwargs))
 
         return call
 
 
-def exchange(base: str, request: HttpRequest, deadline: float, attempt_timeout: float) -> Flow[HttpReply]:
+async def exchange(
+    base: str,
+    request: HttpRequest,
+    deadline: float,
+    attempt_timeout: float,
+    send: Callable[[HttpRequest, float], Awaitable[HttpReply | Lost]],
+    pause: Callable[[float], Awaitable[None]],
+) -> HttpReply:
     """Send a request until there is an answer other than "not now".
 
     Args:
@@ -110,6 +108,8 @@ def exchange(base: str, request: HttpRequest, deadline: float, attempt_timeout: 
         deadline: seconds for all attempts and the pauses between them; one attempt is made in any case, and the last
             one has at least 2 s.
         attempt_timeout: seconds for one attempt, beside the request's patience.
+        send: makes an attempt, of so many seconds.
+        pause: for so many seconds.
 
     Raises:
         UnavailableError: at the deadline the service answered that it cannot now, or it says that it will not before.
@@ -120,7 +120,7 @@ def exchange(base: str, request: HttpRequest, deadline: float, attempt_timeout: 
     while True:
         left = began + deadline - time.monotonic()
         attempts += 1
-        answer = yield HttpAttempt(request, min(max(left, _LEAST), attempt_timeout + request.patience))
+        answer = await send(request, min(max(left, _LEAST), attempt_timeout + request.patience))
         if isinstance(answer, HttpReply) and answer.status not in _NOT_NOW:
             return answer
         left = began + deadline - time.monotonic()
@@ -129,8 +129,8 @@ def exchange(base: str, request: HttpRequest, deadline: float, attempt_timeout: 
             waited = f"{time.monotonic() - began:.1f} s and {attempts} attempts (the deadline is {deadline:g} s)"
             raise _failure(f"{request.method} {base}{request.path}", waited, answer)
         # Jitter keeps clients that lost the service together from coming back together.
-        pause = random.uniform(0.5, 1.0) * min(_PAUSE * 2 ** min(attempts - 1, 16), _LONGEST_PAUSE)
-        yield min(least + pause, left)
+        jittered = random.uniform(0.5, 1.0) * min(_PAUSE * 2 ** min(attempts - 1, 16), _LONGEST_PAUSE)
+        await pause(min(least + jittered, left))
 
 
 def accepted(base: str, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
