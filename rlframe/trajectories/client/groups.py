@@ -85,9 +85,9 @@ class Group:
         for name in (*INTS, *FLOATS):
             if name in fields:
                 rows = fields[name]
-                fields[name] = _joined(rows) if binary else [row.tolist() for row in rows]
+                fields[name] = np.concatenate(rows).tobytes() if binary else [row.tolist() for row in rows]
         if binary:
-            fields["lengths"] = _little(self.lengths).tobytes()
+            fields["lengths"] = self.lengths.tobytes()
         fields["scores"] = self.scores.tolist()
         return fields
 
@@ -164,14 +164,6 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
         position = int(np.argmin(fits))
         raise UsageError(f"{name} must be finite float32; got {array[position]} at position {position}.")
     return converted
-
-
-def _little(array: np.ndarray) -> np.ndarray:
-    return array.astype(array.dtype.newbyteorder("<"), copy=False)
-
-
-def _joined(rows: Sequence[np.ndarray]) -> bytes:
-    return _little(np.concatenate(rows)).tobytes()
 
 
 def _divided(name: str, data: bytes, lengths: np.ndarray) -> list[np.ndarray]:

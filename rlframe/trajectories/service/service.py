@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.queue.leases import LeasedBatch
@@ -30,7 +30,7 @@ from rlframe.trajectories.service.state_machine import (
     encode_state,
     read_on,
 )
-from rlframe.trajectories.stores import Store
+from rlframe.trajectories.stores import SharedStore, Store
 
 MAX_RUNS = 1000
 SNAPSHOT_BYTES = 4 << 20  # of commands: about 20,000, and a second of replaying them
@@ -120,7 +120,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._later(self._tick())
         if self.store.shared:
-            self._following = self._loop.create_task(self._follow())
+            self._following = self._loop.create_task(self._follow(cast(SharedStore, self.store)))
         # What a crash left behind; another process may just be reading what it took.
         self._loop.call_later(_GRACE if self.store.shared else 0.0, self._forget, self._left)
 
@@ -384,12 +384,14 @@ class Service:
             self.on_failure()
         self._fail(error, *numbers)
 
-    async def _follow(self) -> None:
+    async def _follow(self, store: SharedStore) -> None:
         """Apply what any process appends to a store that several share, until this one has nothing more to submit."""
         while not self.closing or self._submitted:
-            wait = _WAIT_CLOSING if self.closing else _WAIT
+            after, wait = self._machine.position, _WAIT_CLOSING if self.closing else _WAIT
             try:
-                snapshot, records = await self._in_thread(read_on, self.store, self._machine.position, wait)
+                if not await self._in_thread(store.wait, after, wait):
+                    continue
+                snapshot, records = await self._in_thread(read_on, store, after)
             except StoreError as error:
                 self._give_up(error)
                 return

@@ -135,16 +135,8 @@ def encode_state(runs: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode({"format": _FORMAT, "runs": runs})
 
 
-def read_on(
-    store: Store, after: int, wait: float = 0.0
-) -> tuple[tuple[int, bytes] | None, list[tuple[int, bytes]]]:
-    """What follows a position of the log: (a snapshot, where it took the place of the records; the records).
-
-    Args:
-        wait: seconds to wait for something to follow.
-    """
-    if wait and not store.wait(after, wait):
-        return None, []
+def read_on(store: Store, after: int) -> tuple[tuple[int, bytes] | None, list[tuple[int, bytes]]]:
+    """What follows a position of the log: (a snapshot, where it took the place of the records; the records)."""
     try:
         return None, store.read(after)
     except RecordsDroppedError:  # another process took a snapshot meanwhile

@@ -25,7 +25,7 @@ class Store(Protocol):
     """An ordered durable log with payloads. Every method may be called from any thread, and none waits for ever.
 
     Attributes:
-        shared: whether other processes append too, so that only `read` tells the order.
+        shared: whether other processes append too, so that only `read` tells the order: it is a `SharedStore`.
         durability: a sentence for people: what an acknowledged append survives.
     """
 
@@ -58,10 +58,6 @@ class Store(Protocol):
         """
         ...
 
-    def wait(self, after: int, timeout: float) -> bool:
-        """Wait until there is a record at a position above `after`, at most `timeout` seconds. Returns if there is."""
-        ...
-
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
         """The payloads stored under these positions. None: there was none, it was forgotten, or it is damaged."""
         ...
@@ -91,6 +87,14 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Write what was appended, and let go of everything. May be called again."""
+        ...
+
+
+class SharedStore(Store, Protocol):
+    """A store that other processes append to, too."""
+
+    def wait(self, after: int, timeout: float) -> bool:
+        """Wait until there is a record at a position above `after`, at most `timeout` seconds. Returns if there is."""
         ...
 
 

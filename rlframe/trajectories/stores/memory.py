@@ -17,7 +17,7 @@ class MemoryStore:
     durability = "Nothing survives the end of this process."
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._first = 1  # the position of the first record that is kept
         self._records: list[bytes] = []
         self._payloads: dict[int, bytes] = {}
@@ -26,43 +26,37 @@ class MemoryStore:
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
         future: Future[int] = Future()
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise UnavailableError("The trajectory store in memory is closed.")
             self._records.append(record)
             if payload is not None:
                 self._payloads[self._last] = payload
             future.set_result(self._last)
-            self._changed.notify_all()
         return future
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-        with self._changed:
+        with self._lock:
             first = max(after + 1, self._first)
             check_range(after, first, self._last, "The trajectory store in memory")
             found = self._records[first - self._first :][:limit]
         return list(enumerate(found, start=first))
 
-    def wait(self, after: int, timeout: float) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._last > after or self._closed, timeout)
-            return self._last > after
-
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
         return [self._payloads.get(position) for position in positions]
 
     def forget(self, positions: Iterable[int]) -> None:
-        with self._changed:
+        with self._lock:
             for position in positions:
                 self._payloads.pop(position, None)
 
     def held(self) -> list[int]:
-        with self._changed:
+        with self._lock:
             return list(self._payloads)
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
         done: Future[None] = Future()
-        with self._changed:
+        with self._lock:
             if self._snapshot is None or position > self._snapshot[0]:
                 self._snapshot = (position, state)
                 del self._records[: position + 1 - self._first]
@@ -74,9 +68,7 @@ class MemoryStore:
         return self._snapshot
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
 
     @property
     def _last(self) -> int:

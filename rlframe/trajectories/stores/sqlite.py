@@ -64,8 +64,8 @@ class SQLiteStore:
         self._sync = sync
         self._path = os.fspath(path)
         self._name = f"The trajectory store {self._path}"
-        self._changed = threading.Condition()
         self._closed = False
+        self._lock = threading.Lock()  # of `_forgotten` and the free places
         self._reading = threading.Lock()
         with contextlib.ExitStack() as undo, self._opening():
             self._file = PayloadFile(self._path + "-payloads")
@@ -94,17 +94,12 @@ class SQLiteStore:
         check_range(after, found[0][0] if found else None, last, self._name)
         return found
 
-    def wait(self, after: int, timeout: float) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._last > after or self._closed, timeout)
-            return self._last > after
-
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
         found = self._places(positions)
         return [self._payload(position, found.get(position)) for position in positions]
 
     def forget(self, positions: Iterable[int]) -> None:
-        with self._changed:
+        with self._lock:
             dropped = [position for position in positions if position not in self._forgotten]
             self._forgotten.update(dropped)
         if dropped:
@@ -132,9 +127,7 @@ class SQLiteStore:
         if self._closed:
             return
         self._commits.close()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
         with self._reading:
             self._reader.close()
         self._writer.close()  # the last connection: SQLite removes its log
@@ -214,10 +207,9 @@ class SQLiteStore:
             for place in new.values():
                 self._file.give_back(place)
             raise self._explained(error) from error
-        with self._changed:
+        with self._lock:
             self._forgotten.difference_update(commit.forgotten)
             self._last += len(commit.appends)
-            self._changed.notify_all()
             for place in old.values():
                 self._file.give_back(place)
         return first

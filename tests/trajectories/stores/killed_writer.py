@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import threading
+import time
 
 from rlframe.trajectories.stores import Store, open_store
 
@@ -46,12 +47,13 @@ def take_snapshots(store: Store) -> None:
     if loaded := store.load():
         position, records = loaded[0], json.loads(loaded[1])
     while True:
-        if store.wait(position, 60.0):
-            found = store.read(position, 100)
-            records += [record.decode() for _, record in found]
-            position = found[-1][0]
-            store.snapshot(position, json.dumps(records).encode()).result(60.0)
-            say("snapshot", position)
+        if not (found := store.read(position, 100)):
+            time.sleep(0.001)
+            continue
+        records += [record.decode() for _, record in found]
+        position = found[-1][0]
+        store.snapshot(position, json.dumps(records).encode()).result(60.0)
+        say("snapshot", position)
 
 
 def main(url: str, round_: str) -> None:

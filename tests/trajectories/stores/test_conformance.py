@@ -33,6 +33,9 @@ DURABLE = ["sqlite", "sqlite without sync", "redis"]
 SURVIVES = pytest.mark.parametrize("place", DURABLE, indirect=True)  # nothing does in memory
 
 
+SHARED = pytest.mark.parametrize("place", ["redis"], indirect=True)
+
+
 @pytest.fixture(params=["memory", *DURABLE])
 def place(request, tmp_path):
     if request.param == "redis":
@@ -144,6 +147,7 @@ def test_the_space_of_forgotten_payloads_is_used_again(store, place):
     assert sizes[-1] <= 1.5 * max(sizes[:5])
 
 
+@SHARED
 def test_waiting_ends_when_a_record_is_there(store):
     assert not store.wait(0, 0.05)
     appended = []
@@ -227,6 +231,7 @@ def test_closing_writes_what_was_appended(place):
     assert len(place.open().read(0, 1000)) == 100
 
 
+@SHARED
 def test_closing_ends_the_waiting(store):
     waited = []
     thread = threading.Thread(target=lambda: waited.append(store.wait(0, DEADLINE)))
@@ -234,5 +239,9 @@ def test_closing_ends_the_waiting(store):
     store.close()
     thread.join(DEADLINE)
     assert waited == [False]
+
+
+def test_nothing_is_appended_to_a_closed_store(store):
+    store.close()
     with pytest.raises(UnavailableError, match="closed"):
         store.append(b"late")
