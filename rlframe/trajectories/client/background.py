@@ -28,7 +28,9 @@ class Prefetched(Dataset):
         client: of the thread's own; it is closed with the dataset.
     """
 
-    def __init__(self, buffer: TrajectoryBuffer, client: TrajectoryClient, prefetch: int, timeout: float | None) -> None:
+    def __init__(
+        self, buffer: TrajectoryBuffer, client: TrajectoryClient, prefetch: int, timeout: float | None
+    ) -> None:
         self._trajectories, self._client = buffer, client
         self._room = threading.Semaphore(max(1, prefetch))
         self._lock = threading.Lock()  # of the two below

@@ -88,9 +88,7 @@ class BaseClient:
     async def _exchange(self, request: HttpRequest, timeout: float | None) -> HttpReply:
         """Send a request until it is answered."""
         deadline = self._deadline(timeout)
-        return await exchange.exchange(
-            self.url, request, deadline, self._attempt_timeout, self._send, self._pause
-        )
+        return await exchange.exchange(self.url, request, deadline, self._attempt_timeout, self._send, self._pause)
 
     async def _ask(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
         """As `_tell`; the answer as a `reply_type`."""

@@ -75,9 +75,7 @@ def preview(payload: bytes, decode: Decode | None) -> GroupPreview:
         for i, (tokens, masks, score) in enumerate(zip(group["tokens"], group["masks"], group["scores"]))
         if i < MAX_SEQUENCES
     ]
-    return GroupPreview(
-        group.get("env_id"), group.get("policy_version"), len(group["tokens"]), len(payload), sequences
-    )
+    return GroupPreview(group.get("env_id"), group.get("policy_version"), len(group["tokens"]), len(payload), sequences)
 
 
 def _sequence(

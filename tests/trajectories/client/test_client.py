@@ -323,7 +323,10 @@ def test_a_token_is_asked_for_and_a_full_service_takes_groups_again_once_there_i
 @pytest.mark.parametrize("fault", ["refuse", "drop", "busy"])
 def test_a_group_is_there_once_whatever_is_lost(service, client, run, fault):
     client.register(**SETTINGS)
-    with flaky_proxy(service.url, retry_after="0") as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through:
+    with (
+        flaky_proxy(service.url, retry_after="0") as proxy,
+        TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through,
+    ):
         proxy.faults.extend([fault, fault])
         assert through.post(numbered(1)).replayed == (fault == "drop")
         proxy.faults.extend([fault])
@@ -337,7 +340,10 @@ def test_a_group_is_there_once_whatever_is_lost(service, client, run, fault):
 def test_a_batch_is_given_once_whatever_is_lost(service, client, run, fault, lease):
     client.register(**SETTINGS)
     client.post([numbered(1), numbered(2)])
-    with flaky_proxy(service.url, retry_after="0") as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through:
+    with (
+        flaky_proxy(service.url, retry_after="0") as proxy,
+        TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as through,
+    ):
         proxy.faults.extend([fault, fault])
         first = through.batch(lease=lease)
         proxy.faults.extend([fault])
@@ -357,7 +363,10 @@ def test_an_environment_is_registered_once_whatever_is_lost(service, client, run
 
 def test_the_service_says_when_to_come_again(service, run, monkeypatch):
     monkeypatch.setattr(exchange, "_LEAST", DEADLINE)
-    with flaky_proxy(service.url, retry_after="0.7") as proxy, TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as client:
+    with (
+        flaky_proxy(service.url, retry_after="0.7") as proxy,
+        TrajectoryClient(proxy.url, run=run, timeout=DEADLINE) as client,
+    ):
         proxy.faults.extend(["busy"])
         began = time.monotonic()
         client.status()

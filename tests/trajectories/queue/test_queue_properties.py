@@ -336,7 +336,9 @@ class AnyOrder(RuleBasedStateMachine):
         for env_id, groups in twin.buffers.items():
             assert twin.envs[env_id]["group_size"] not in sums_of(group[1] for group in groups)
         flowing = set(reports.flowing(self.queue.epoch))
-        aside = sum(len(ids_in(unit)) for (_, size), units in twin.lanes.items() for unit in units if size not in flowing)
+        aside = sum(
+            len(ids_in(unit)) for (_, size), units in twin.lanes.items() for unit in units if size not in flowing
+        )
         assert self.queue.status().set_aside == aside
         largest = max(flowing, default=1)
         total = sum(size for size in twin.sizes() if size in flowing)
