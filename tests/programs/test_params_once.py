@@ -1,4 +1,4 @@
-"""In the processes of every topology, a version of the parameters is packed by the update, and unpacked where it acts."""
+"""In every topology's processes, a version of the parameters is packed by the update, and unpacked where it acts."""
 
 from __future__ import annotations
 
