@@ -4,7 +4,6 @@ A version is packed once, by its learner, and unpacked where it acts; between th
 """
 
 from rlframe.params.files import FileParamStore
-from rlframe.params.local import LocalParamStore
 from rlframe.params.packing import PackedParams
 from rlframe.params.shared import SharedParamStore
 from rlframe.params.source import ParamSource
@@ -13,7 +12,6 @@ from rlframe.params.store import Attempt, ParamStore
 __all__ = [
     "Attempt",
     "FileParamStore",
-    "LocalParamStore",
     "PackedParams",
     "ParamSource",
     "ParamStore",

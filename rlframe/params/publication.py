@@ -10,19 +10,17 @@ import jax
 
 from rlframe.errors import NoMethodError, StoppedError, UnavailableError
 from rlframe.interprocess.memory import SUPPORTED
-from rlframe.params.local import LocalParamStore
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.shared import SharedParamStore
-from rlframe.params.source import unpacked
+from rlframe.params.source import NewestParams, unpacked
 from rlframe.params.store import PolicySource
 from rlframe.transport import Client, Future
-from rlframe.types import Tree
 
 _POLICY = "main"
 
 
-class Publication:
-    """A `PackedSource` of the newest version. Any thread may ask, and waits for no update.
+class Publication(NewestParams):
+    """The newest version, also where other processes of this machine read it. Who asks waits for no update.
 
     Args:
         packing: of the parameters for acting.
@@ -31,35 +29,19 @@ class Publication:
     """
 
     def __init__(self, packing: Packing, version: int, packed: list[jax.Array]) -> None:
+        super().__init__()
         self._packing = packing
         self._lock = threading.Lock()
         self._shared: SharedParamStore | None = None  # once another process of this machine has asked for it
         self._writer: threading.Thread | None = None
-        self.version = -1
         self.publish(version, packed)
 
     def publish(self, version: int, packed: list[jax.Array]) -> None:
         """Puts a newer version in the place of the last; or the one that a checkpoint has, before anybody has read."""
-        if version <= self.version or self.version < 0:
-            self._store = LocalParamStore(kept=1)
-            self._source = self._store.source(_POLICY)
-        self._store.put(_POLICY, version, PackedParams(self._packing, packed))
-        self.version = version
+        self.put(version, PackedParams(self._packing, packed))
         with self._lock:
             if self._shared is not None:
                 self._shared.offer(_POLICY, version)
-
-    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """See `PackedSource`."""
-        return self._source.get_packed(known_version)
-
-    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`."""
-        return self._source.get_params(known_version)
-
-    def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`."""
-        return self._source.wait_for_version(known_version, timeout)
 
     def shared(self) -> PolicySource | None:
         """Where processes of this machine read the newest version; None where there is no such memory, or any more."""
@@ -81,12 +63,7 @@ class Publication:
     def _answer(self) -> None:
         assert self._shared is not None
         with contextlib.suppress(StoppedError):  # closed while it was putting
-            self._shared.answer(_POLICY, self._newest)
-
-    def _newest(self) -> tuple[int, PackedParams]:
-        version, packed = self.get_packed()
-        assert packed is not None
-        return version, packed
+            self._shared.answer(_POLICY, self)
 
 
 class LearnerClient:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from rlframe.interprocess.futex import Futex, fence
 from rlframe.interprocess.memory import SUPPORTED, Fields, Name, Seqlock, SharedArrays
 from rlframe.params import store
 from rlframe.params.packing import PackedParams, Packing
+from rlframe.params.source import PackedSource
 from rlframe.params.store import HPARAMS_BYTES, PINS, Attempt, ParamStore, StoredParams, overdue
 from rlframe.types import Tree
 
@@ -132,12 +133,12 @@ class SharedParamStore(ParamStore):
         self._offered.add(policy_id)
         self._memory.set_newest(self._policy(policy_id), version)
 
-    def answer(self, policy_id: str, newest: Callable[[], tuple[int, PackedParams]]) -> None:
+    def answer(self, policy_id: str, source: PackedSource) -> None:
         """Puts what readers of one policy want, until the store is closed: for a thread of who offers.
 
         Args:
             policy_id: whose versions were offered.
-            newest: gives the one that was offered last, or a newer one.
+            source: gives the one that was offered last, or a newer one.
         """
         here, answered = self._memory, 0
         while not here.arrays.closed:
@@ -146,8 +147,8 @@ class SharedParamStore(ParamStore):
                 here.wanted.wait(wanted, 60.0)
                 continue
             answered = wanted
-            version, packed = newest()
-            if version > super().newest(policy_id) and not here.arrays.closed:
+            version, packed = source.get_packed()
+            if packed is not None and version > super().newest(policy_id) and not here.arrays.closed:
                 self.put(policy_id, version, packed)
             here.changed.wake()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, Protocol
 
@@ -53,24 +54,44 @@ def as_packed_source(source: Any) -> PackedSource:
     return _Packs(source)
 
 
-class FixedParams:
-    """A source of one version, which somebody holds: of an evaluation, say."""
+class NewestParams:
+    """A `PackedSource` of the version that was put last: by a Learner, or for an evaluation. Any thread may call it."""
 
-    def __init__(self, version: int = -1, packed: PackedParams | None = None) -> None:
-        self.version, self.packed = version, packed
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._newest: tuple[int, PackedParams | None] = (-1, None)
+        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # once for a version, however many ask
+
+    @property
+    def version(self) -> int:
+        """The version that was put last; -1 where there is none."""
+        return self._newest[0]
+
+    def put(self, version: int, packed: PackedParams) -> None:
+        """Puts a version in the place of the last. Device arrays must not be donated afterwards."""
+        with self._changed:
+            self._newest = version, packed
+            self._changed.notify_all()
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`."""
-        return self.version, None if self.version == known_version else self.packed
+        version, packed = self._newest
+        return version, None if version == known_version else packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`."""
-        return unpacked(self.get_packed(known_version))
+        """See `ParamSource`. Nobody may write to the arrays: others have them, too."""
+        version, packed = self.get_packed(known_version)
+        if packed is None:
+            return version, None
+        unpacked = self._unpacked
+        if unpacked[0] is not packed:
+            self._unpacked = unpacked = packed, packed.unpack()
+        return version, unpacked[1]
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`: no other will come."""
-        if known_version >= self.version:
-            time.sleep(min(timeout, LONGEST_WAIT))
+        """See `ParamSource`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.version > known_version, min(timeout, LONGEST_WAIT))
         return self.version
 
 

@@ -1,8 +1,7 @@
 """Where policies lie: parameters under rising versions, put by a learner and fetched by whoever acts.
 
-What all stores promise is here. `local.py` keeps policies in this process, `shared.py` in memory that the processes of
-one machine share, `files.py` in files: each says how a version is written and read, and how one writer keeps others
-out.
+What all stores promise is here. `shared.py` keeps policies in memory that the processes of one machine share, `files.py`
+in files: each says how a version is written and read, and how one writer keeps others out.
 """
 
 from __future__ import annotations
@@ -277,7 +276,6 @@ class PolicySource:
 
     def __init__(self, store: ParamStore, policy_id: str) -> None:
         self.store, self._policy_id = store, policy_id
-        self._tree: tuple[int, Tree | None] = (-1, None)  # unpacked once for a version, however many ask
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _policy_source, (pickle.dumps(self.store), self._policy_id)
@@ -289,13 +287,8 @@ class PolicySource:
         return (found.version, found.packed) if found is not None else (newest, None)
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`. Nobody may write to the arrays: others have them, too."""
-        newest = self.store.newest(self._policy_id)
-        if newest == known_version:
-            return newest, None
-        if self._tree[0] != newest:
-            self._tree = unpacked(self.get_packed(known_version))
-        return self._tree
+        """See `ParamSource`."""
+        return unpacked(self.get_packed(known_version))
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
         """See `ParamSource`."""

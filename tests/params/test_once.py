@@ -12,7 +12,7 @@ from rlframe.handles import Remote
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess import memory
 from rlframe.learners import Learner, LearnerConfig
-from rlframe.params import FileParamStore, LocalParamStore, SharedParamStore
+from rlframe.params import FileParamStore, SharedParamStore
 from rlframe.params.packing import Packing
 from rlframe.params.publication import LearnerClient
 from tests.fakes import OBSERVATION_SPEC, RecordingBuffer, counting_agent, reward_batch
@@ -59,7 +59,6 @@ WAYS = {
     "in one process": (Learner, in_one_process),
     "shared memory": (Learner, by_a_handle),
     "calls": (Elsewhere, by_a_handle),
-    "local store": (Learner, by_a_store(lambda learner, tmp_path: LocalParamStore())),
     "shared store": (Learner, by_a_store(lambda learner, tmp_path: SharedParamStore.of(counting_agent()))),
     "files": (Learner, by_a_store(lambda learner, tmp_path: FileParamStore(tmp_path))),
 }

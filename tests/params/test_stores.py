@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import CheckpointError, FencedError, PeerError, StoppedError, UnavailableError, UsageError
-from rlframe.params import Attempt, FileParamStore, LocalParamStore, PackedParams, ParamStore, SharedParamStore
+from rlframe.params import Attempt, FileParamStore, PackedParams, ParamStore, SharedParamStore
 from rlframe.params import store as store_module
 from rlframe.params.store import HPARAMS_BYTES
 from tests.params import processes
@@ -26,16 +26,8 @@ from tests.params.processes import DEADLINE, Process, numbers_in, params
 Make = Callable[..., ParamStore]
 
 
-BETWEEN_PROCESSES = ("shared", "files")
-
-
-@pytest.fixture(params=["local", *BETWEEN_PROCESSES])
+@pytest.fixture(params=["shared", "files"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    yield from make_of(request.param, tmp_path)
-
-
-@pytest.fixture(params=BETWEEN_PROCESSES)
-def make_shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     yield from make_of(request.param, tmp_path)
 
 
@@ -43,9 +35,7 @@ def make_of(kind: str, directory: Path) -> Iterator[Make]:
     made: list[ParamStore] = []
 
     def build(kept: int = 3) -> ParamStore:
-        if kind == "local":
-            made.append(LocalParamStore(kept=kept))
-        elif kind == "shared":
+        if kind == "shared":
             made.append(SharedParamStore(params(0), policy_ids=("main", "rival"), kept=kept))
         else:
             made.append(FileParamStore(directory, kept=kept))
@@ -57,8 +47,8 @@ def make_of(kind: str, directory: Path) -> Iterator[Make]:
 
 
 def as_elsewhere(store: ParamStore) -> ParamStore:
-    """The store, as another process has it where there may be one."""
-    return store if isinstance(store, LocalParamStore) else pickle.loads(pickle.dumps(store))
+    """The store, as another process has it."""
+    return pickle.loads(pickle.dumps(store))
 
 
 @pytest.fixture
@@ -193,10 +183,10 @@ def test_a_policy_that_nobody_opened_takes_what_anybody_puts_and_one_that_was_op
 
 
 def test_a_process_that_wakes_up_late_is_fenced_and_its_successor_goes_on(
-    make_shared: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+    make: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "LOCK_TIMEOUT", 0.2)
-    store = make_shared()
+    store = make()
     old = process(processes.wake, store, 1, (1, 0))
     assert old.hear() == "puts"
     with stopped_outside_a_put(store, old):
@@ -294,9 +284,9 @@ def test_a_source_answers_as_a_learner_does(make: Make) -> None:
 
 
 def test_who_waits_is_told_at_once(
-    make_shared: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+    make: Make, process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = make_shared()
+    store = make()
     store.put("main", 1, params(1))
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 100.0) == 1
@@ -348,8 +338,8 @@ def test_hparams_that_are_none_are_refused(make: Make, hparams: dict[str, Any]) 
         make().put("main", 1, params(1), hparams)
 
 
-def test_a_second_process_never_sees_half_a_version(make_shared: Make, process: Callable[..., Process]) -> None:
-    store = make_shared(kept=1)  # the one that is read is overwritten after the next
+def test_a_second_process_never_sees_half_a_version(make: Make, process: Callable[..., Process]) -> None:
+    store = make(kept=1)  # the one that is read is overwritten after the next
     reader = process(processes.read, store, 100)
     writer = process(processes.write, store, 0, 1_000_000)  # until the test ends
     assert (reader.hear(), writer.hear()) == ("begins", "begins")
@@ -358,9 +348,9 @@ def test_a_second_process_never_sees_half_a_version(make_shared: Make, process: 
 
 @pytest.mark.system
 def test_a_writer_that_dies_in_a_put_leaves_the_newest_and_another_goes_on(
-    make_shared: Make, process: Callable[..., Process]
+    make: Make, process: Callable[..., Process]
 ) -> None:
-    store = make_shared(kept=2)
+    store = make(kept=2)
     for version in (1, 2, 3):
         store.put("main", version, params(version), {"version": version})
     for version in (4, 5, 6, 7):  # more often than there is room for what they leave behind
@@ -378,9 +368,9 @@ def test_a_writer_that_dies_in_a_put_leaves_the_newest_and_another_goes_on(
 
 @pytest.mark.system
 def test_a_writer_killed_at_any_moment_leaves_whole_versions(
-    make_shared: Make, process: Callable[..., Process]
+    make: Make, process: Callable[..., Process]
 ) -> None:
-    store, newest = make_shared(kept=2), -1
+    store, newest = make(kept=2), -1
     for _ in range(4):
         writer = process(processes.write, store, newest + 1, 10**6)
         assert writer.hear() == "begins"

@@ -11,7 +11,7 @@ from rlframe.coordinator.workers.base import TaskWorker
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import waiting_for
-from rlframe.params.source import FixedParams, ParamSource
+from rlframe.params.source import NewestParams, ParamSource
 from rlframe.params.store import ParamStore
 from rlframe.types import Logs
 
@@ -69,7 +69,7 @@ class CollectorWorker(TaskWorker):
         self._agent, self._store, self._seed = agent, param_store, seed
         self._actor: Actor | None = None
         self._inferencer: Inferencer | None = None
-        self._one_version = FixedParams()
+        self._one_version = NewestParams()
         self._evaluations: VersionEvaluator | None = None
         self._evaluated: Evaluated | None = None
         self._is_evaluating = False
@@ -113,7 +113,7 @@ class CollectorWorker(TaskWorker):
                 f"Version {version} of policy {task.policy_id!r} cannot be evaluated: the param store has {there}. "
                 "Pin a version until it is evaluated."
             )
-        self._one_version.version, self._one_version.packed = found.version, found.packed
+        self._one_version.put(found.version, found.packed)
         self._evaluated, self._is_evaluating = None, True
         if self._evaluations is None:
             assert self._make_evaluations is not None
