@@ -28,7 +28,6 @@ _MAGIC = b"rlframe policy 2\n"
 _LENGTHS = struct.Struct("<QI")
 _POLICY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _NAME = re.compile(r"(\d{12,})\.params")
-_PIN = re.compile(r"(\d{12,})\.pinned")
 _TEMPORARY = re.compile(r"\..*\.\d+\.new")
 _OPENED = "opened.json"  # which attempt may put
 
@@ -106,14 +105,14 @@ class FileParamStore(ParamStore):
         return None
 
     def _set_pinned(self, policy_id: str, version: int, pinned: bool) -> None:
-        path = self._folder(policy_id) / f"{version:012d}.pinned"
+        path = self._folder(policy_id) / _pin(version)
         if pinned:
             path.touch()
         else:
             path.unlink(missing_ok=True)
 
     def _drop_old(self, policy_id: str) -> None:
-        for old in set(self._whole(policy_id)).difference(self.versions(policy_id)):
+        for old in set(self._there(policy_id)).difference(self.versions(policy_id)):
             self._path(policy_id, old).unlink(missing_ok=True)
 
     def _check_policy(self, policy_id: str) -> None:
@@ -130,20 +129,20 @@ class FileParamStore(ParamStore):
     def _path(self, policy_id: str, version: int) -> Path:
         return self._folder(policy_id) / f"{version:012d}.params"
 
-    def _whole(self, policy_id: str) -> list[int]:
-        return self._numbers(policy_id, _NAME)
-
-    def _pinned(self, policy_id: str) -> list[int]:
-        return self._numbers(policy_id, _PIN)
-
-    def _numbers(self, policy_id: str, kind: re.Pattern[str]) -> list[int]:
+    def _there(self, policy_id: str) -> dict[int, bool]:
         try:
             names = os.listdir(self._folder(policy_id))
         except FileNotFoundError:
-            return []
+            return {}
         except OSError as error:
             raise CheckpointError(f"The versions of policy {policy_id!r} cannot be listed: {error}.") from error
-        return sorted(int(match[1]) for match in map(kind.fullmatch, names) if match)
+        versions = sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        return {version: _pin(version) in names for version in versions}
+
+
+def _pin(version: int) -> str:
+    """The name of the file that says that a version is pinned."""
+    return f"{version:012d}.pinned"
 
 
 def _write(path: Path, *contents: bytes) -> None:

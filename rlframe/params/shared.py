@@ -116,11 +116,12 @@ class SharedParamStore(ParamStore):
         return not self._memory.arrays.creator_is_alive
 
     def opened(self, policy_id: str) -> Attempt | None:
-        return self._memory.opened(self._policy(policy_id))
+        attempt = self._memory.attempts[self._policy(policy_id)]
+        return Attempt(*attempt.read()) if attempt.count else None
 
     def newest(self, policy_id: str) -> int:
         """The newest version that was put or offered; -1 where there is none. One look at one word."""
-        return self._memory.newest(self._policy(policy_id))
+        return self._memory.policies[self._policy(policy_id)][_NEWEST] - 1
 
     def get(self, policy_id: str, min_version: int = -1, *, version: int | None = None) -> StoredParams | None:
         """See `ParamStore`. Waits, for a second at most, until a version that is offered is there."""
@@ -131,7 +132,7 @@ class SharedParamStore(ParamStore):
     def offer(self, policy_id: str, version: int) -> None:
         """Tells readers that there is a newer version, which `answer` puts when they want it."""
         self._offered.add(policy_id)
-        self._memory.set_newest(self._policy(policy_id), version)
+        self._set_newest(policy_id, version)
 
     def answer(self, policy_id: str, source: PackedSource) -> None:
         """Puts what readers of one policy want, until the store is closed: for a thread of who offers.
@@ -153,10 +154,10 @@ class SharedParamStore(ParamStore):
             here.changed.wake()
 
     def _want(self, policy_id: str) -> None:
-        here, policy, deadline = self._memory, self._policy(policy_id), time.monotonic() + _PATIENCE
+        here, deadline = self._memory, time.monotonic() + _PATIENCE
         while not here.arrays.closed:
             seen = here.changed.value
-            if super().newest(policy_id) >= here.newest(policy) or time.monotonic() > deadline:
+            if super().newest(policy_id) >= self.newest(policy_id) or time.monotonic() > deadline:
                 return
             here.wanted.wake()
             here.changed.wait(seen, _AGAIN)
@@ -186,8 +187,8 @@ class SharedParamStore(ParamStore):
         """Version -> slot, of those that are whole."""
         count = _slots_each(self.kept)
         first = self._policy(policy_id) * count
-        states = {slot: self._memory.state(slot) for slot in range(first, first + count)}
-        return {version: slot for slot, version in states.items() if version >= 0}
+        written = {slot: self._memory.states[slot].read()[0] for slot in range(first, first + count)}
+        return {number - 1: slot for slot, number in written.items() if number}
 
     @contextlib.contextmanager
     def _writing(self, policy_id: str) -> Iterator[None]:
@@ -196,16 +197,17 @@ class SharedParamStore(ParamStore):
             yield
 
     def _set_opened(self, policy_id: str, attempt: Attempt) -> None:
-        self._memory.open(self._policy(policy_id), attempt)
+        self._memory.attempts[self._policy(policy_id)].write(*attempt)
 
-    def _whole(self, policy_id: str) -> list[int]:
-        return sorted(self._slots(policy_id))
+    def _set_newest(self, policy_id: str, version: int) -> None:
+        self._memory.policies[self._policy(policy_id)][_NEWEST] = version + 1
 
-    def _pinned(self, policy_id: str) -> list[int]:
-        return sorted(version for version, slot in self._slots(policy_id).items() if self._memory.is_pinned(slot))
+    def _there(self, policy_id: str) -> dict[int, bool]:
+        slots = sorted(self._slots(policy_id).items())
+        return {version: self._memory.slots[slot][_PINNED] == 1 for version, slot in slots}
 
     def _set_pinned(self, policy_id: str, version: int, pinned: bool) -> None:
-        self._memory.pin(self._slots(policy_id)[version], pinned)
+        self._memory.slots[self._slots(policy_id)[version]][_PINNED] = int(pinned)
 
     def _write(self, policy_id: str, version: int, prepared: tuple[PackedParams, bytes]) -> None:
         packed, hparams = prepared
@@ -217,7 +219,7 @@ class SharedParamStore(ParamStore):
         slot = next(slot for slot in range(first, first + _slots_each(self.kept)) if slot not in kept)
         self._memory.write(slot, version, packed.arrays, hparams)
         if policy_id not in self._offered:  # else a newer one may be offered just now
-            self._memory.set_newest(self._policy(policy_id), version)
+            self._set_newest(policy_id, version)
 
     def _read(self, policy_id: str, version: int) -> tuple[PackedParams, bytes] | None:
         slot = self._slots(policy_id).get(version)
@@ -241,6 +243,9 @@ class _Memory:
         arrays: who holds their lock may write.
         changed: wakes who waits for a version.
         wanted: wakes who has offered one.
+        policies, slots: words of each, as above.
+        attempts: of each policy, which has opened it; not written yet where none has.
+        states: of each slot, see `_STATE`.
     """
 
     def __init__(self, plan: _Plan) -> None:
@@ -253,54 +258,25 @@ class _Memory:
             ) from None
         arrays = self.arrays.arrays
         self.changed, self.wanted = (Futex(self.arrays.rows(name)[0]) for name in ("changed", "wanted"))
-        self._policies, self._slots = self.arrays.rows("policies"), self.arrays.rows("slots")
-        self._attempts = [Seqlock(words[_ATTEMPT]) for words in self._policies]
-        self._states = [Seqlock(words[_STATE]) for words in self._slots]
+        self.policies, self.slots = self.arrays.rows("policies"), self.arrays.rows("slots")
+        self.attempts = [Seqlock(words[_ATTEMPT]) for words in self.policies]
+        self.states = [Seqlock(words[_STATE]) for words in self.slots]
         self._hparams = arrays["hparams"]
         count = len(plan.packing.packed_shapes)
-        self._packed = [[arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(len(self._slots))]
-
-    def opened(self, policy: int) -> Attempt | None:
-        """The attempt that has opened a policy."""
-        attempt = self._attempts[policy]
-        return Attempt(*attempt.read()) if attempt.count else None
-
-    def open(self, policy: int, attempt: Attempt) -> None:
-        """Sets it; the caller holds the right to write, and may die at any word."""
-        self._attempts[policy].write(*attempt)
-
-    def newest(self, policy: int) -> int:
-        """The newest version of a policy that was put or offered; -1 where there is none."""
-        return self._policies[policy][_NEWEST] - 1
-
-    def set_newest(self, policy: int, version: int) -> None:
-        """Says that there is one."""
-        self._policies[policy][_NEWEST] = version + 1
-
-    def state(self, slot: int) -> int:
-        """The version in a slot; -1 where there is none, or it is being written."""
-        return self._states[slot].read()[0] - 1
-
-    def is_pinned(self, slot: int) -> bool:
-        """Whether what is in a slot is to stay."""
-        return self._slots[slot][_PINNED] == 1
-
-    def pin(self, slot: int, pinned: bool) -> None:
-        """Says whether it is; the caller holds the right to write."""
-        self._slots[slot][_PINNED] = int(pinned)
+        self._packed = [[arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(len(self.slots))]
 
     def write(self, slot: int, version: int, packed: list[Any], hparams: bytes) -> None:
         """Puts a version into a slot; the caller holds the right to write."""
-        self._states[slot].write(0, 0)
-        self._slots[slot][_PINNED] = 0
+        self.states[slot].write(0, 0)
+        self.slots[slot][_PINNED] = 0
         self._hparams[slot, : len(hparams)] = np.frombuffer(hparams, np.uint8)
         for here, array in zip(self._packed[slot], packed):
             here[...] = array
-        self._states[slot].write(version + 1, len(hparams))
+        self.states[slot].write(version + 1, len(hparams))
 
     def read(self, slot: int, version: int) -> tuple[list[np.ndarray], bytes] | None:
         """Copies of the arrays and hparams of `version`; None where it is not in the slot any more."""
-        state = self._states[slot]
+        state = self.states[slot]
         count, (there, size) = state.count, state.read()
         if there - 1 != version:
             return None

@@ -119,7 +119,7 @@ class ParamStore(abc.ABC):
             if self._closed:
                 raise StoppedError(f"The param store was closed before version {version} of {policy_id!r} was put.")
             check_attempt(policy_id, attempt, self.opened(policy_id))
-            newest = max(self._whole(policy_id), default=-1)
+            newest = max(self._there(policy_id), default=-1)
             if version <= newest:
                 raise UsageError(
                     f"Version {version} of policy {policy_id!r} was put, but version {newest} is there already: "
@@ -155,9 +155,10 @@ class ParamStore(abc.ABC):
         For an evaluation, which is of exactly one version. Of more than `PINS` pins the oldest is let go of.
         """
         with self._writing(policy_id):
-            newest = max(self._whole(policy_id), default=-1)
+            there = self._there(policy_id)
+            newest = max(there, default=-1)
             if newest >= 0:
-                others = [version for version in self._pinned(policy_id) if version != newest]
+                others = [version for version, pinned in there.items() if pinned and version != newest]
                 for version in others[: 1 - PINS or None]:
                     self._set_pinned(policy_id, version, False)
                 self._set_pinned(policy_id, newest, True)
@@ -167,18 +168,19 @@ class ParamStore(abc.ABC):
     def unpin(self, policy_id: str, version: int) -> None:
         """Lets go of a pinned version. Of one that is not pinned it changes nothing."""
         with self._writing(policy_id):
-            if version in self._pinned(policy_id):
+            if self._there(policy_id).get(version):
                 self._set_pinned(policy_id, version, False)
                 self._drop_old(policy_id)
 
     def versions(self, policy_id: str) -> list[int]:
         """The versions that can be had, in order: the newest `kept`, and those that are pinned."""
-        there, pinned = self._whole(policy_id), self._pinned(policy_id)
-        return [version for version in there if version in there[-self.kept :] or version in pinned]
+        there = self._there(policy_id)
+        newest = list(there)[-self.kept :]
+        return [version for version, pinned in there.items() if pinned or version in newest]
 
     def newest(self, policy_id: str) -> int:
         """The newest version; -1 where there is none."""
-        return max(self._whole(policy_id), default=-1)
+        return max(self._there(policy_id), default=-1)
 
     def wait_for_version(self, policy_id: str, known: int, timeout: float) -> int:
         """The newest version, as soon as it is above `known`, or after `timeout` seconds (1 at most).
@@ -229,12 +231,8 @@ class ParamStore(abc.ABC):
         """Sets what `opened` gives. The caller holds the right to write, as in all that follows; it may die here."""
 
     @abc.abstractmethod
-    def _whole(self, policy_id: str) -> list[int]:
-        """All versions that are there whole, in order. Anybody may ask."""
-
-    @abc.abstractmethod
-    def _pinned(self, policy_id: str) -> list[int]:
-        """Those that are pinned, in order. Anybody may ask."""
+    def _there(self, policy_id: str) -> dict[int, bool]:
+        """All versions that are there whole, in order, and whether each is pinned. Anybody may ask."""
 
     @abc.abstractmethod
     def _set_pinned(self, policy_id: str, version: int, pinned: bool) -> None:
