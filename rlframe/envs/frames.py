@@ -25,7 +25,7 @@ class Frame:
         self.arrays = arrays
         self.step_type, self.reward, self.discount = arrays[:3]
         self.leaves = arrays[3:]
-        self._slices: dict[tuple[int, int], FrameRows] = {}
+        self._slices: dict[tuple[int, int], Frame] = {}
         self.idle_counts: list[int] | None = None
 
     def copy(self) -> Frame:
@@ -39,10 +39,10 @@ class Frame:
     def timestep(self) -> TimeStep:
         return TimeStep(self.step_type, self.reward, self.discount, self._layout.unflatten(self.leaves))
 
-    def rows(self, start: int, stop: int) -> FrameRows:
+    def rows(self, start: int, stop: int) -> Frame:
         """The part that the environments start .. stop write, as views."""
         if (start, stop) not in self._slices:
-            self._slices[start, stop] = FrameRows([array[start:stop] for array in self.arrays])
+            self._slices[start, stop] = Frame(self._layout, [array[start:stop] for array in self.arrays])
             self.idle_counts = None
         return self._slices[start, stop]
 
@@ -52,14 +52,6 @@ class Frame:
 
     def is_idle(self) -> bool:
         return [getrefcount(array) for array in self.arrays] == self.idle_counts
-
-
-class FrameRows:
-    """Views of a frame's rows that one group of environments writes."""
-
-    def __init__(self, arrays: list[np.ndarray]):
-        self.step_type, self.reward, self.discount = arrays[:3]
-        self.leaves = arrays[3:]
 
 
 def frame_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype]]:

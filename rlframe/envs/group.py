@@ -11,7 +11,7 @@ import numpy as np
 
 from rlframe.envs import snapshot
 from rlframe.envs.adapters import SingleEnv, wrap
-from rlframe.envs.frames import FrameRing, FrameRows
+from rlframe.envs.frames import Frame, FrameRing
 from rlframe.envs.logs import EnvLog
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
@@ -70,13 +70,13 @@ class EnvGroup:
         for i, env in enumerate(self.envs):
             env.log = functools.partial(log.add, self.first_id + i)
 
-    def reset(self, rows: FrameRows) -> None:
+    def reset(self, rows: Frame) -> None:
         """Starts a new episode in every environment."""
         for i in range(len(self.envs)):
             self.at[0] = i
             self.reset_one(i, rows, i)
 
-    def step(self, actions: np.ndarray, rows: FrameRows) -> None:
+    def step(self, actions: np.ndarray, rows: Frame) -> None:
         """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
         i = 0
         last, leaves, at = self._last, rows.leaves, self.at
@@ -110,7 +110,7 @@ class EnvGroup:
         self._write_numbers("discount", discounts, rows.discount)
         self._write_numbers("reward", rewards, rows.reward)
 
-    def step_one(self, i: int, action: np.ndarray, rows: FrameRows, row: int) -> None:
+    def step_one(self, i: int, action: np.ndarray, rows: Frame, row: int) -> None:
         """Steps environment i (counted in this group) alone and writes row `row`."""
         if self._last[i]:
             self.reset_one(i, rows, row)
@@ -124,7 +124,7 @@ class EnvGroup:
         rows.discount[row] = self._number("discount", discount, i)
         rows.reward[row] = self._number("reward", reward, i)
 
-    def reset_one(self, i: int, rows: FrameRows, row: int) -> None:
+    def reset_one(self, i: int, rows: Frame, row: int) -> None:
         """Resets environment i (counted in this group) and writes row `row`."""
         try:
             self._write(i, self._reset_env(i), rows.leaves, row)

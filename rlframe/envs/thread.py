@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.frames import FrameRing, FrameRows, new_frame
+from rlframe.envs.frames import Frame, FrameRing, new_frame
 from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted
 from rlframe.metrics.sums import Sums, add_up
 from rlframe.types import TimeStep
@@ -218,7 +218,7 @@ def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: SimpleQue
 def _serve_any(
     group: EnvGroup,
     worker: int,
-    rows: FrameRows,
+    rows: Frame,
     jobs: SimpleQueue[Any],
     done: SimpleQueue[Any],
     doing: list[tuple[int, int] | None],

@@ -54,27 +54,19 @@ class ItemRows:
                 records[leaf.name] = values
         return records.view(np.uint8).reshape(len(records), self.nbytes)
 
+    def records(self, rows: np.ndarray) -> np.ndarray:
+        """[B] of `dtype`: what is in rows. The number of one that is padding is below 0."""
+        return rows.reshape(-1).view(self.dtype)
+
     def unpack(self, rows: np.ndarray, probabilities: np.ndarray) -> Batch:
         """The inverse of `pack`, with the chances of the draws ([B] float32)."""
-        records = rows.reshape(-1).view(self.dtype)
+        records = self.records(rows)
         data = {
             field: layout.build([np.ascontiguousarray(records[leaf.name]) for leaf in layout.leaves])
             for field, layout in self._trees.items()
         }
         keys, versions = np.ascontiguousarray(records["key"]), np.ascontiguousarray(records["params_version"])
         return Batch(self._batch(**data), keys, probabilities, versions)
-
-    def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """[B] int64: the last part of each row's key. Below 0 the row is padding."""
-        return rows.reshape(-1).view(self.dtype)["key"][:, 2]
-
-    def ranks(self, rows: np.ndarray) -> np.ndarray:
-        """[B] int64: who wrote each row."""
-        return rows.reshape(-1).view(self.dtype)["key"][:, 0]
-
-    def versions(self, rows: np.ndarray) -> np.ndarray:
-        """[B] int64: the oldest version that acted in each row."""
-        return rows.reshape(-1).view(self.dtype)["params_version"]
 
     def padding(self, count: int) -> np.ndarray:
         """Returns rows that hold no item, [count, nbytes] uint8."""
@@ -140,22 +132,20 @@ class DrawnItems:
         # As samplers give them: [key, probability, size of the table, priority, rows [block, nbytes]].
         self._samples: collections.deque[list[np.ndarray]] = collections.deque()
         self._oldest = -1
-        self._single = True  # each draw is one item: none was a block of several yet
         self.came: collections.Counter[int] = collections.Counter()
         self.size = self.forgotten = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
         """Notes what a sampler gave."""
-        if samples and len(samples[0][_ROWS]) > 1:
-            self._single = False
-            for sample in samples:
-                if not self._rows.numbers(sample[_ROWS])[-1] >= 0:  # padding comes last
-                    sample[_ROWS] = sample[_ROWS][self._rows.numbers(sample[_ROWS]) >= 0]
-        if self._by_rank:
-            for sample in samples:
-                self.came.update(self._rows.ranks(sample[_ROWS]).tolist())
+        for sample in samples:
+            if len(sample[_ROWS]) > 1:
+                numbers = self._rows.records(sample[_ROWS])["key"][:, 2]
+                if numbers[-1] < 0:  # padding comes last
+                    sample[_ROWS] = sample[_ROWS][numbers >= 0]
+            if self._by_rank:
+                self.came.update(self._ranks(sample))
         self._samples.extend(samples)
-        self.size += len(samples) if self._single else sum([len(sample[_ROWS]) for sample in samples])
+        self.size += sum([len(sample[_ROWS]) for sample in samples])
         if self._oldest >= 0:
             self.forget_before(self._oldest)
 
@@ -164,7 +154,7 @@ class DrawnItems:
         self._oldest = max(self._oldest, version)
         kept = []
         for sample in self._samples:
-            fresh = self._rows.versions(sample[_ROWS]) >= self._oldest
+            fresh = self._rows.records(sample[_ROWS])["params_version"] >= self._oldest
             if not fresh.all():
                 sample = [*sample[:_ROWS], sample[_ROWS][fresh]]
             if len(sample[_ROWS]):
@@ -177,38 +167,28 @@ class DrawnItems:
         """How many of each rank there are."""
         counts: collections.Counter[int] = collections.Counter()
         for sample in self._samples:
-            counts.update(self._rows.ranks(sample[_ROWS]).tolist())
+            counts.update(self._ranks(sample))
         return counts
+
+    def _ranks(self, sample: list[np.ndarray]) -> list[int]:
+        """Who wrote each of its items."""
+        return self._rows.records(sample[_ROWS])["key"][:, 0].tolist()
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Returns (rows [count, nbytes] uint8, probabilities [count] float32, the server's key of each)."""
-        if self._single and count <= len(self._samples):
-            return self._take_single(count)
         samples, missing = [], count
         while missing > 0:
-            sample = self._samples.popleft()
-            samples.append(sample)
-            missing -= len(sample[_ROWS])
-        rows = [sample[_ROWS] for sample in samples]
+            samples.append(self._samples.popleft())
+            missing -= len(samples[-1][_ROWS])
         if missing:  # the last block has more than are wanted
-            self._samples.appendleft([*samples[-1][:_ROWS], rows[-1][missing:]])
-            rows[-1] = rows[-1][:missing]
+            *drawn, block = samples[-1]
+            samples[-1] = [*drawn, block[:missing]]
+            self._samples.appendleft([*drawn, block[missing:]])
         self.size -= count
-        chances = [float(sample[_PROBABILITY]) for sample in samples]
-        if self._queue:  # each has its turn: the chance of a draw among those that were there
-            chances = [1.0 / (max(1, int(sample[_SIZE])) * len(own)) for sample, own in zip(samples, rows)]
-        keys = [sample[_KEY] for sample in samples]
+        keys, chances, sizes, _, rows = zip(*samples)
         lengths = [len(own) for own in rows]
+        probabilities = np.fromiter(chances, np.float64, len(rows))
+        if self._queue:  # each has its turn: the chance of a draw among those that were there
+            probabilities = 1.0 / (np.maximum(np.fromiter(sizes, np.int64, len(rows)), 1) * lengths)
         all_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        return all_rows, np.repeat(np.array(chances, np.float32), lengths), keys
-
-    def _take_single(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """The same where each draw is one item: there are hundreds in a batch, so each line of a loop counts."""
-        pop = self._samples.popleft
-        keys, chances, sizes, _, rows = zip(*[pop() for _ in range(count)])
-        self.size -= count
-        if self._queue:
-            probabilities = (1.0 / np.maximum(np.fromiter(sizes, np.int64, count), 1)).astype(np.float32)
-        else:
-            probabilities = np.fromiter(chances, np.float32, count)
-        return np.concatenate(rows), probabilities, list(keys)
+        return all_rows, np.repeat(probabilities.astype(np.float32), lengths), list(keys)
