@@ -209,7 +209,7 @@ def test_closing_ends_a_reader_that_waits(serve: Serve) -> None:
         assert buffer.sample() is None
         dataset = buffer.make_dataset()
         reading, result = in_thread(lambda: list(dataset))
-        wait_until(lambda: dataset._sampler is not None)
+        wait_until(lambda: dataset._samplers is not None)
         dataset.close()
         reading.join(timeout=30.0)
         assert result == [[]]

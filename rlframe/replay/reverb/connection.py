@@ -126,8 +126,8 @@ class ReverbConnection:
         return self.client.NewSampler(table, -1, ahead)
 
     def samplers(self, table: str, ahead: int, count: int) -> Samplers:
-        """Returns `count` such samplers as one; their draws come in no order."""
-        return Samplers([self.sampler(table, ahead) for _ in range(count)], ahead)
+        """Returns `count` such samplers as one; see `Samplers`. What one alone draws ahead stays with it."""
+        return Samplers([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
 
     def set_priorities(self, table: str, priorities: dict[int, float]) -> None:
         """Sets the priorities of items by their keys; those that are gone are ignored."""
@@ -265,7 +265,7 @@ class Samplers:
     """Draws with several of Reverb's samplers at once, each drained by a thread: one alone waits for its round trips.
 
     No draw lies with a thread or a sampler while others are waited for, so a rate limiter that lets through just enough
-    for a batch is enough. Draws come in no order, so a queue has one sampler.
+    for a batch is enough. Draws of several come in no order, so a queue has one sampler.
 
     Args:
         samplers: of one table, without end.
@@ -285,21 +285,22 @@ class Samplers:
         for thread in self._threads:
             thread.start()
 
-    def draw(self, count: int) -> list[list[np.ndarray]]:
-        """Waits for `count` draws. Each is [key uint64, probability, size of the table, priority, *columns].
+    def draw(self, least: int, most: int, seconds: float) -> list[list[np.ndarray]]:
+        """Waits up to `seconds` for `least` draws, and gives those that are there, up to `most`.
+
+        Each is [key uint64, probability, size of the table, priority, *columns].
 
         Raises:
             RuntimeError: as Reverb's sampler does, also when it was closed.
         """
         with self._changed:
-            self._wanted = count
+            self._wanted = least
             self._changed.notify_all()
-            while len(self._drawn) < count and self._failure is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: len(self._drawn) >= least or self._failure is not None, seconds)
             self._wanted = self._ahead
-            if len(self._drawn) < count and self._failure is not None:
+            if not self._drawn and self._failure is not None:
                 raise self._failure
-            drawn = [self._drawn.popleft() for _ in range(count)]
+            drawn = [self._drawn.popleft() for _ in range(min(most, len(self._drawn)))]
             self._changed.notify_all()
             return drawn
 
