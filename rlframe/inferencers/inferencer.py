@@ -14,7 +14,7 @@ import numpy as np
 
 from rlframe import compilation, handles
 from rlframe.agents.base import Agent
-from rlframe.errors import UnavailableError, UsageError
+from rlframe.errors import UnavailableError, UsageError, check_above, check_at_least
 from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.refreshing import Refresher
 from rlframe.inferencers.shared_calls import CallReader
@@ -41,12 +41,9 @@ class InferencerConfig:
     max_wait: float = 0.0  # seconds to wait for more requests than are there; none was the fastest
 
     def __post_init__(self) -> None:
-        for name, least in (("sync_interval", 1), ("max_batch", 1), ("max_wait", 0.0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"InferencerConfig.{name} must be at least {least}, got {getattr(self, name)}.")
-        for name in ("refresh_interval", "learner_deadline"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"InferencerConfig.{name} must be more than 0 s, got {getattr(self, name)}.")
+        check_at_least(self, 1, "sync_interval", "max_batch")
+        check_at_least(self, 0, "max_wait")
+        check_above(self, 0, "refresh_interval", "learner_deadline")
 
 
 class Inferencer:

@@ -37,7 +37,6 @@ class Checkpointer:
         self._directory = pathlib.Path(directory).absolute()
         self._keep = keep
         self._open_manager: Any = None
-        self._has_saved = False
 
     @property
     def directory(self) -> pathlib.Path:
@@ -69,9 +68,7 @@ class Checkpointer:
         # Orbax checks its own indices, but not the arrays.
         sums = np.array([_checksum(array) for array in (*leaves.values(), pickled)], np.uint32)
         step = max([step, *(taken + 1 for taken in self.steps())])
-        if not self._has_saved:
-            self._remove_unfinished()  # of a writer that was killed
-            self._has_saved = True
+        self._remove_unfinished()  # of a writer that was killed
         with self._explain("write", step):
             args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled, "checksums": sums})
             self._manager().save(step, args=args, force=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,7 @@ class LearnerConfig:
     log_every: int = 100  # learner steps between two rows of `run()`'s logger
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "checkpoints_kept", "log_every"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"LearnerConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        if self.checkpoint_seconds <= 0:
-            raise UsageError(f"LearnerConfig.checkpoint_seconds must be more than 0, got {self.checkpoint_seconds}.")
+        check_at_least(self, 1, "checkpoint_every", "checkpoints_kept", "log_every")
+        check_above(self, 0, "checkpoint_seconds")
         if self.resume and not self.checkpoint_dir:
             raise UsageError("LearnerConfig.resume needs a checkpoint_dir.")

@@ -47,7 +47,6 @@ class Packing:
         others = [leaf for leaf, slot in zip(leaves, self._slots, strict=True) if slot is None]
         self.packed_shapes = [((self._size,), np.dtype(np.int32))]
         self.packed_shapes += [(tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in others]
-        self._all_small = None not in self._slots and self._size > 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _packing, (self.pickled,)
@@ -100,8 +99,6 @@ class Packing:
     def unpack_numpy(self, packed: list[Any]) -> Tree:
         """As `unpack`, fetched as numpy; small leaves are writable views of one copy, large ones read-only."""
         vector = _fetch(packed[0]).copy()  # environments refuse actions that they may not write to
-        if self._all_small:
-            return self._treedef.unflatten([np.ndarray(slot[2], slot[3], vector, 4 * slot[0]) for slot in self._slots])
         rest = (np.asarray(array) for array in packed[1:])
         leaves = [np.ndarray(slot[2], slot[3], vector, 4 * slot[0]) if slot else next(rest) for slot in self._slots]
         return self._treedef.unflatten(leaves)

@@ -63,7 +63,7 @@ class ItemAssembler:
         if not count:
             return None
         starts, probabilities = table.draw(count)
-        data, versions = store.read(store.timeline.relative(starts))
+        data, versions = store.read(store.timeline.slot(starts))
         keys = np.full((count, 3), (writer.rank, writer.incarnation, 0), np.int64)
         keys[:, 2] = np.arange(self._next[writer.rank], self._next[writer.rank] + count)
         self._next[writer.rank] += count

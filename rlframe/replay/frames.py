@@ -117,7 +117,7 @@ class FrameStore:
         self._sweep_at = max(1024, 2 * len(self._aside))
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> np.ndarray:
-        """Returns the stacks in `slots` (any shape; below 0 counts from the end), `[*slots.shape, k, H, W]`."""
+        """Returns the stacks in `slots` (any shape), `[*slots.shape, k, H, W]`."""
         references = self._references.take(slots, axis=0, mode="wrap")
         out = outputs.take(self._frames, references % self._rows)
         self._patch(out, references)

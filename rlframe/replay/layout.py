@@ -144,7 +144,7 @@ class OutputArrays:
         self._arrays: dict[tuple, list[np.ndarray]] = {}
 
     def take(self, data: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Returns `data[slots]`, `[*slots.shape, *data.shape[1:]]`. Slots below 0 count from the end."""
+        """Returns `data[slots]`, `[*slots.shape, *data.shape[1:]]`. Slots beyond the end wrap."""
         if slots.size * data.strides[0] < _LARGE:
             return data.take(slots, axis=0, mode="wrap")
         out = self.empty((*slots.shape, *data.shape[1:]), data.dtype)

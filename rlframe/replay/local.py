@@ -99,7 +99,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             if not len(starts):
                 return None
             store = self._store
-            slots = store.timeline.relative(starts)
+            slots = store.timeline.slot(starts)
             data, versions = store.read(slots)
             return Batch(data, self._keys(slots, starts), probabilities, versions)
 
@@ -125,7 +125,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 return Draw(batch.keys.copy(), batch.probabilities.copy())
             starts, probabilities = self._draw()
             return (
-                Draw(self._keys(self._store.timeline.relative(starts), starts), probabilities) if len(starts) else None
+                Draw(self._keys(self._store.timeline.slot(starts), starts), probabilities) if len(starts) else None
             )
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
@@ -136,7 +136,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store = self._store
             if store is None or not replace_gone((keys, probabilities), ~store.timeline.holds(self._numbers(keys))):
                 return None
-            data, versions = store.read(store.timeline.relative(keys[:, 2]))
+            data, versions = store.read(store.timeline.slot(keys[:, 2]))
             return Batch(data, keys, probabilities, versions)
 
     def finish(self, keys: np.ndarray) -> None:

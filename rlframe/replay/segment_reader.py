@@ -60,9 +60,6 @@ class SegmentsTimeline(Timeline):
         bases = self._of(self._bases, ranks)
         return (slots - bases + spans) % self._of(self.sizes, ranks) + bases
 
-    def relative(self, numbers: np.ndarray) -> np.ndarray:
-        return self.slot(numbers)
-
     def gone(self, numbers: Numbers) -> Any:
         if len(self._ranks) == 1:
             return numbers < self.floors.item(0)

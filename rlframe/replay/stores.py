@@ -80,7 +80,7 @@ class TreeStore:
                     self._give_up(i, store)
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> Any:
-        """Returns the tree of the rows in `slots` (any shape; below 0 counts from the end), `[*slots.shape, ...]`."""
+        """Returns the tree of the rows in `slots` (any shape), `[*slots.shape, ...]`."""
         if self.single is not None:
             return outputs.take(self.single, slots)
         return self._layout.build(

@@ -76,10 +76,6 @@ class Timeline:
         """The part of an array with a row per number that was ever written."""
         return rows[: self.head]
 
-    def relative(self, numbers: np.ndarray) -> np.ndarray:
-        """Slots of living numbers for `take(mode="wrap")`: may be negative, and costs no division."""
-        return numbers - (self.head - self.head % self.slots)
-
 
 class Fragments:
     """The open fragments of one rank's environments.

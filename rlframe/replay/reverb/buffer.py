@@ -10,6 +10,7 @@ second.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -86,7 +87,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._server_keys = ServerKeys()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self._agent, self._connection.address, self._options)
+        return functools.partial(ReverbReplayBuffer, **self._options), (self._agent, self._connection.address)
 
     @staticmethod
     def tables(
@@ -321,7 +322,3 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             return self._block
         self._block = block_size(self._connection.signature(REPLAY), self._rows, self._connection.address)
         return self._block
-
-
-def _open(agent: AgentSpecs, address: str, options: dict[str, Any]) -> ReverbReplayBuffer:
-    return ReverbReplayBuffer(agent, address, **options)
