@@ -21,7 +21,7 @@ from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import replacing
 from rlframe.types import ReplaySpec
 
-_MAGIC = b"rlframe replay 1\n"
+_MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _PIECE = 1 << 24  # bytes that are read, written and checked at once

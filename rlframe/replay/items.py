@@ -51,16 +51,6 @@ class _Items:
             arrays.update(tree.arrays())
         return arrays
 
-    def write_all_spans(self) -> None:
-        """Keeps the span of every item in its column, for readers elsewhere that know nothing but the columns."""
-
-    def state(self) -> dict[str, Any]:
-        """The scalars that a checkpoint must hold."""
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
-
     def _write(self, index: Index, step: Step) -> None:
         self.params_version[index] = step.params_version
         output = step.agent_output
@@ -87,9 +77,6 @@ class Transitions(_Items):
         self._powers = [np.float32(item.discount**k) for k in range(self._n)]
         self._outcome = self._columns["outcome"]
         self._reward, self._discount = self._outcome[:, 0], self._outcome[:, 1]
-        # The span of all items while they are the same (one writer in lockstep, one step), which is then not written:
-        # 0 before the first, -1 once they differ.
-        self._stride = 0 if self._n == 1 else -1
         # One-step discounts are multiplied by gamma when they are sampled, which is less often than they are added.
         self._late_gamma = self._n == 1
 
@@ -106,8 +93,7 @@ class Transitions(_Items):
         discount = after.discount if self._late_gamma else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
-        if self._stride != new - now:
-            self._span_of(index, new - now, new - now)
+        self._span[index] = new - now
         self._write(index, step)
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else None
         if self._n == 1:
@@ -129,28 +115,6 @@ class Transitions(_Items):
         if _LAST_BYTE in after_types:
             ended = np.frombuffer(after_types.translate(_IS_LAST), bool)
             self._finish(writer, ended, unbroken)
-
-    def _span_of(self, index: Index, span: Any, stride: int) -> None:
-        """Notes the spans of the items at `index`, which are all `stride`, or differ if that is -1."""
-        if self._stride in (0, stride):
-            self._stride = stride
-        if self._stride > 0 and self._stride == stride:
-            return
-        if self._stride > 0:
-            self._span[:] = self._stride
-            self._stride = -1
-        self._span[index] = span
-
-    def write_all_spans(self) -> None:
-        self._stride = -1
-
-    def state(self) -> dict[str, Any]:
-        """The scalars that a checkpoint must hold."""
-        return {"stride": self._stride}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
-        self._stride = state["stride"]
 
     def _extend(
         self, k: int, index: Index, span: int, reward: np.ndarray, discount: np.ndarray, within: np.ndarray | None
@@ -186,8 +150,7 @@ class Transitions(_Items):
         discount = after.discount if self._late_gamma else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
-        span = new - now
-        self._span_of(index, span, int(span[0]) if (span == span[0]).all() else -1)
+        self._span[index] = new - now
         self._write(index, step)
         writer.begin(now, envs)
         acting, ended = step.timestep.step_type != LAST, after.step_type == LAST
@@ -210,8 +173,7 @@ class Transitions(_Items):
         self, slots: np.ndarray, observations: Any, outputs: OutputArrays
     ) -> tuple[TransitionBatch, np.ndarray]:
         """Gathers the items that start in `slots` [B], and [B] the oldest version that acted in each."""
-        span = self._stride if self._stride > 0 else self._span.take(slots, mode="wrap")
-        ends = self._timeline.follow(slots, span)
+        ends = self._timeline.follow(slots, self._span.take(slots, mode="wrap"))
         outcome = self._outcome.take(slots, axis=0, mode="wrap")
         observation, next_observation = observations.read_both(slots, ends, outputs)
         batch = TransitionBatch(

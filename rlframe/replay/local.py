@@ -269,7 +269,6 @@ class ReplayBuffer(KeyedReplayBuffer):
                 "head": timeline.head,
                 "floor": timeline.floor,
                 "table": store.table.state(),
-                "items": store.items.state(),
                 "framed": observations.framed(),
                 "writers": [[w.rank, w.incarnation, w.num_envs, w.origin] for w in writers],
                 "state": {
@@ -313,7 +312,6 @@ class ReplayBuffer(KeyedReplayBuffer):
                 store.observations.restore_framed(header["framed"])
                 store.timeline.head, store.timeline.floor = header["head"], header["floor"]
                 store.table.set_state(header["table"])
-                store.items.set_state(header["items"])
                 arrays = store.arrays()
                 for writer in header["writers"]:
                     writers.put(store.open(*writer))

@@ -107,7 +107,6 @@ class SegmentReader:
             return array
 
         self._store = StepStore(spec, step_spec, self.timeline, self.table, allocate=whole)
-        self._store.items.write_all_spans()
         self._present = whole("present", (), np.dtype(bool))
 
     @property
