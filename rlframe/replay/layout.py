@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -31,7 +29,7 @@ class Leaf(NamedTuple):
 
 
 class TreeLayout:
-    """Takes trees apart into their leaves and builds them again, quicker than a general flatten."""
+    """Takes trees apart into their leaves and builds them again."""
 
     def __init__(self, name: str, spec: Tree):
         def is_spec(x: Any) -> bool:
@@ -40,17 +38,11 @@ class TreeLayout:
         paths, self._treedef = jtu.tree_flatten_with_path(spec, is_leaf=is_spec)
         self.leaves = [Leaf(name + jtu.keystr(path), tuple(leaf.shape), np.dtype(leaf.dtype)) for path, leaf in paths]
         self.is_leaf = len(paths) == 1 and not paths[0][0]
-        getters = [get for path, _ in paths if (get := _getter(path)) is not None]
-        self._getters = getters if len(getters) == len(paths) else None
         self._name = name
 
     def split(self, tree: Tree) -> list[Any]:
         """Returns the leaves of `tree`, in the order of `leaves`."""
-        if self.is_leaf:
-            return [tree]
-        if self._getters is None:
-            return self._treedef.flatten_up_to(tree)
-        return [get(tree) for get in self._getters]
+        return [tree] if self.is_leaf else self._treedef.flatten_up_to(tree)
 
     def build(self, leaves: list[Any]) -> Tree:
         """The inverse of `split`."""
@@ -99,29 +91,6 @@ def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:
 
 def _describe(tree: Tree) -> str:
     return str(jtu.tree_map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}", tree))
-
-
-def _getter(path: tuple[Any, ...]) -> Callable[[Tree], Any] | None:
-    """Returns the function that reaches `path`, or None where a node of it can only be flattened by JAX."""
-    steps: list[Callable[[Any], Any]] = []
-    for key in path:
-        if isinstance(key, jtu.DictKey):
-            steps.append(operator.itemgetter(key.key))
-        elif isinstance(key, jtu.SequenceKey):
-            steps.append(operator.itemgetter(key.idx))
-        elif isinstance(key, jtu.GetAttrKey):
-            steps.append(operator.attrgetter(key.name))
-        else:
-            return None
-    if len(steps) == 1:
-        return steps[0]
-
-    def get(tree: Tree) -> Any:
-        for step in steps:
-            tree = step(tree)
-        return tree
-
-    return get
 
 
 def storage(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
