@@ -18,7 +18,7 @@ from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
 from rlframe.inferencers.shared_calls import InferencerClient
-from rlframe.metrics.sums import Sums, add_up
+from rlframe.metrics.sums import add_up
 from rlframe.replay import BaseReplayBuffer, ReplayWriter, as_replay_buffer
 from rlframe.types import AgentOutput, AgentState, Logs, global_env_ids
 
@@ -111,19 +111,16 @@ class Actor:
         """Environments in the pools."""
         return sum(lane.env.num_envs for lane in self._lanes)
 
-    @property
-    def logged(self) -> Sums:
-        """What the environments logged since they were made: name -> [sum, count]."""
-        return add_up(lane.env.sums() for lane in self._lanes if hasattr(lane.env, "sums"))
-
     def stats(self) -> dict[str, Any]:
         """Counters since this Actor was made: env_steps, episodes, return_sum, length_sum; logged; rank, incarnation.
 
-        Any thread may ask. The sums are over the episodes that ended.
+        Any thread may ask. The sums are over the episodes that ended; what the environments logged is by its name
+        [sum, count].
         """
         names = ("env_steps", "episodes", "return_sum", "length_sum")
         counts = {name: sum(getattr(lane.episodes, name) for lane in self._lanes) for name in names}
-        return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": self.logged}
+        logged = add_up(lane.env.sums() for lane in self._lanes if hasattr(lane.env, "sums"))
+        return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": logged}
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
         """Lets `run()` go on until `env_steps` are that many, if this is that incarnation. Returns `stats()` before.

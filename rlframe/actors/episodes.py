@@ -47,7 +47,8 @@ class EpisodeStatistics:
             self._lengths[indices] += 1
         if began:
             first = np.flatnonzero(step_type == FIRST)
-            self._clear(first if indices is None else indices[first])
+            which = first if indices is None else indices[first]
+            self._returns[which], self._lengths[which] = 0.0, 0
         if not ended:
             return None
         self.episodes += ended
@@ -72,7 +73,3 @@ class EpisodeStatistics:
         self.env_steps, self.episodes = state["env_steps"], state["episodes"]
         if not resets:
             self._returns, self._lengths = state["returns"].copy(), state["lengths"].copy()
-
-    def _clear(self, which: np.ndarray) -> None:
-        self._returns[which] = 0.0
-        self._lengths[which] = 0

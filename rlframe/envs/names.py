@@ -166,16 +166,12 @@ class Builder:
         try:
             if isinstance(self.target, str):
                 return wrap(_make_named(self.target, self.seed_of(index), self.kwargs))
-            return wrap(self.target(**self.kwargs, **self._seed_argument(index)))
+            takes = takes_seed(self.target) and "seed" not in self.kwargs
+            return wrap(self.target(**self.kwargs, **({"seed": self.seed_of(index)} if takes else {})))
         except RlframeError:
             raise
         except (Exception, SystemExit) as error:
             raise EnvError(f"Building environment {index} failed: {type(error).__name__}: {error}") from error
-
-    def _seed_argument(self, index: int) -> dict[str, int]:
-        if takes_seed(self.target) and "seed" not in self.kwargs:
-            return {"seed": self.seed_of(index)}
-        return {}
 
 
 def takes_seed(builder: Callable[..., Any]) -> bool:

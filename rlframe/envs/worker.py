@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
+import setproctitle
 
 from rlframe.envs.frames import Frame, frame_shapes
 from rlframe.envs.group import EnvGroup, build_group
@@ -113,7 +114,7 @@ def main(descriptors: Descriptors) -> None:
     threading.Thread(target=watch.run, daemon=True).start()
     try:
         job: WorkerJob = pickle.loads(connection.recv_bytes())
-        _set_title(f"rlframe: env worker {job.worker}")
+        setproctitle.setproctitle(f"rlframe: env worker {job.worker}")
         group = _build(job, connection)
         if group is None:
             return
@@ -251,10 +252,3 @@ def _build(job: WorkerJob, connection: Connection) -> EnvGroup | None:
         return None
     connection.send(("ok", (group.observation_spec, group.action_spec)))
     return group
-
-
-def _set_title(title: str) -> None:
-    with contextlib.suppress(ImportError):
-        from setproctitle import setproctitle
-
-        setproctitle(title)

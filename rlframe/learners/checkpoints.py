@@ -31,23 +31,21 @@ class Checkpointer:
     Args:
         directory: created at the first save.
         keep: how many of the latest checkpoints stay.
+
+    Attributes:
+        directory: where the checkpoints lie.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int = 3) -> None:
-        self._directory = pathlib.Path(directory).absolute()
+        self.directory = pathlib.Path(directory).absolute()
         self._keep = keep
         self._open_manager: Any = None
 
-    @property
-    def directory(self) -> pathlib.Path:
-        """Where the checkpoints lie."""
-        return self._directory
-
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, oldest first."""
-        if not self._directory.is_dir():
+        if not self.directory.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self._directory.iterdir() if entry.name.isdigit())
+        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
 
     def save(self, step: int, tree: Tree, extras: Any = None) -> None:
         """Writes one checkpoint; the ones before it are untouched until it is complete.
@@ -85,7 +83,7 @@ class Checkpointer:
         """
         steps = self.steps()
         if not steps:
-            raise CheckpointError(f"There is no checkpoint in {self._directory}. Start the run without resuming.")
+            raise CheckpointError(f"There is no checkpoint in {self.directory}. Start the run without resuming.")
         step = steps[-1] if step is None else step
         leaves, extras = self._read(step)
         self._check(template, leaves, step)
@@ -122,27 +120,27 @@ class Checkpointer:
 
             # Orbax warns of every restore without a template; the arrays are checked against one in `_check`.
             logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
-            self._open_manager = ocp.CheckpointManager(self._directory, options=options)
+            self._open_manager = ocp.CheckpointManager(self.directory, options=options)
         return self._open_manager
 
     def _check(self, template: Tree, leaves: list[np.ndarray], step: int) -> None:
         expected = jax.tree.leaves_with_path(template)
         if len(expected) != len(leaves):
             raise CheckpointError(
-                f"Checkpoint {self._directory / str(step)} holds {len(leaves)} arrays where this agent has "
+                f"Checkpoint {self.directory / str(step)} holds {len(leaves)} arrays where this agent has "
                 f"{len(expected)}. It was written by another agent or network: resume with the run's own config.json."
             )
         for (path, want), got in zip(expected, leaves, strict=True):
             if np.shape(want) != got.shape:
                 raise CheckpointError(
-                    f"Checkpoint {self._directory / str(step)}: {jax.tree_util.keystr(path)} has shape {got.shape} "
+                    f"Checkpoint {self.directory / str(step)}: {jax.tree_util.keystr(path)} has shape {got.shape} "
                     f"where this agent has {np.shape(want)}. Resume with the run's own config.json."
                 )
 
     def _remove_unfinished(self) -> None:
-        for unfinished in self._directory.glob("*.orbax-checkpoint-tmp*"):
+        for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -150,17 +148,17 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            path = self._directory / str(step)
+            path = self.directory / str(step)
             if what == "write":
                 self._remove_unfinished()
                 with contextlib.suppress(Exception):  # the next try has a new manager: this one may be in any state
                     self.close()
                 self._open_manager = None
-            others = [self._directory / str(other) for other in self.steps() if other != step]
+            others = [self.directory / str(other) for other in self.steps() if other != step]
             kept = f" The last good checkpoint is {others[-1]}." if others else ""
             if what == "read":
                 raise CheckpointError(f"Checkpoint {path} is damaged: {_first_line(error)}.") from error
-            free = _free_megabytes(self._directory)
+            free = _free_megabytes(self.directory)
             hint = f" Only {free:.1f} MB are free there: make room." if free < 1_000 else ""
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
 

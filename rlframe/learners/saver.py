@@ -95,7 +95,7 @@ class Saver:
             steps = self._learner.learner_steps
             is_new, with_replay = steps != self._saved_step, self._is_replay_due(final)
             # At the end the learner comes first: the program may be killed while a large replay is written.
-            if is_new and not (with_replay and (self._is_small() or not final)):
+            if is_new and not (with_replay and (self._files.is_small(self._replay_buffer) or not final)):
                 self._save_learner(final)
             if with_replay:
                 began = time.monotonic()
@@ -138,12 +138,9 @@ class Saver:
         self._learner.save({"replay": self._files.newest()}, final=final)
         self._saved_step = self._learner.learner_steps
 
-    def _is_small(self) -> bool:
-        return self._files.is_small(self._replay_buffer)
-
     def _is_replay_due(self, final: bool) -> bool:
         if not self._carries_replay or self._files.newest() == self._learner.learner_steps:
             return False
         stats = self._replay_buffer.stats()
         may_be_large = time.monotonic() >= self._large_due or (final and stats["bytes"] <= _AT_END_BYTES)
-        return stats["steps"] > 0 and (may_be_large or self._is_small())
+        return stats["steps"] > 0 and (may_be_large or self._files.is_small(self._replay_buffer))

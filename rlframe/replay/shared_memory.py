@@ -79,11 +79,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
         assert self._created.name is not None
         waits = (timeout, in_threads, run_ahead, come_and_go)
-        self._attach(BufferPlan(self._created.name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
-
-    def _attach(self, plan: BufferPlan) -> None:
-        self.spec, self._plan = plan.spec, plan
-        self._opened: _Opened | None = None
+        self.__setstate__(BufferPlan(self._created.name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
 
     def __getstate__(self) -> BufferPlan:
         if this_process() == self._plan.name.maker:
@@ -91,7 +87,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         return self._plan
 
     def __setstate__(self, plan: BufferPlan) -> None:
-        self._attach(plan)
+        self.spec, self._plan = plan.spec, plan
+        self._opened: _Opened | None = None
 
     def _here(self) -> _Opened:
         """What this process has of the buffer, opened on first use; the same for all its copies here."""
@@ -184,7 +181,9 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         does not wait, came round.
         """
         keys, probabilities = check_keys(keys, probabilities)
-        batch, gone = self._here().fetch(keys, probabilities)
+        here = self._here()
+        with here.fetching:
+            batch, gone = here.fetcher.fetch(keys, probabilities)
         if self.spec.kind == "queue":
             return None if gone.any() else batch
         return batch if replace_gone(batch, gone) else None
@@ -279,20 +278,16 @@ class _Opened:
 
     Attributes:
         lock: held while this process adds or samples, never while it waits.
+        fetching: held while this process reads items by their keys, with `fetcher`.
     """
 
     def __init__(self, plan: BufferPlan) -> None:
         spec, step_spec = plan.spec, plan.step_spec
         self.memory = Block(plan.name, plan.num_writers, plan.rows, spec, step_spec)
-        self.lock, self._fetching = threading.RLock(), threading.Lock()
+        self.lock, self.fetching = threading.RLock(), threading.Lock()
         self.writers = SharedWriters(plan, self.memory, self.lock)
         self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, come_and_go=plan.come_and_go)
-        self._fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # it follows no log
-
-    def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copies the items `keys` [B, 3] out: (batch, [B] bool: which are gone)."""
-        with self._fetching:
-            return self._fetcher.fetch(keys, probabilities)
+        self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # it follows no log
 
 
 _opening = threading.Lock()
