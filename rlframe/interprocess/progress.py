@@ -10,6 +10,7 @@ Who waits for another process declares no time, so the one that is waited for is
 
 from __future__ import annotations
 
+import collections
 import math
 import sys
 import traceback
@@ -70,15 +71,8 @@ class _Thread:
         self.advances = 0
 
 
-class _Threads(dict[int, _Thread]):
-    """By their identifiers. A later thread may have that of one that has ended, and was in no phase any more."""
-
-    def __missing__(self, ident: int) -> _Thread:
-        thread = self[ident] = _Thread()
-        return thread
-
-
-_threads = _Threads()
+# By their identifiers. A later thread may have that of one that has ended, and was in no phase any more.
+_threads: collections.defaultdict[int, _Thread] = collections.defaultdict(_Thread)
 
 
 class Stay(NamedTuple):

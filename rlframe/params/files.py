@@ -100,9 +100,29 @@ class FileParamStore(ParamStore):
             ) from error
 
     def _read(self, policy_id: str, version: int) -> tuple[PackedParams, bytes] | None:
-        with contextlib.suppress(FileNotFoundError):
-            return _read(self._path(policy_id, version), policy_id, version)
-        return None
+        path = self._path(policy_id, version)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be read: {error}.") from error
+        begin = len(_MAGIC) + _LENGTHS.size
+        if not content.startswith(_MAGIC) or len(content) < begin:
+            raise CheckpointError(f"{path} is damaged, or no policy that rlframe wrote. Remove it.")
+        length, crc = _LENGTHS.unpack(content[len(_MAGIC) : begin])
+        body = memoryview(content)[begin:]
+        if len(body) != length or zlib.crc32(body) != crc:
+            raise CheckpointError(
+                f"{path} is damaged: {len(body)} of {length} bytes, or others than were written. Remove it."
+            )
+        try:
+            whose, written, packed, hparams = pickle.loads(body)
+        except Exception as error:  # classes of the agent's that this process does not know, say
+            raise CheckpointError(f"{path} holds what cannot be read here: {type(error).__name__}: {error}.") from error
+        if (whose, written) != (policy_id, version):
+            raise CheckpointError(f"{path} holds version {written} of policy {whose!r}: it was moved. Remove it.")
+        return packed, hparams
 
     def _set_pinned(self, policy_id: str, version: int, pinned: bool) -> None:
         path = self._folder(policy_id) / _pin(version)
@@ -152,29 +172,3 @@ def _write(path: Path, *contents: bytes) -> None:
         if _TEMPORARY.fullmatch(name):
             (folder / name).unlink()
     write_atomically(path, *contents, sync=True)
-
-
-def _read(path: Path, policy_id: str, version: int) -> tuple[PackedParams, bytes]:
-    """(parameters, hparams). Raises `FileNotFoundError`, and `CheckpointError` for whatever else is the matter."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error}.") from error
-    begin = len(_MAGIC) + _LENGTHS.size
-    if not content.startswith(_MAGIC) or len(content) < begin:
-        raise CheckpointError(f"{path} is damaged, or no policy that rlframe wrote. Remove it.")
-    length, crc = _LENGTHS.unpack(content[len(_MAGIC) : begin])
-    body = memoryview(content)[begin:]
-    if len(body) != length or zlib.crc32(body) != crc:
-        raise CheckpointError(
-            f"{path} is damaged: {len(body)} of {length} bytes, or others than were written. Remove it."
-        )
-    try:
-        whose, written, packed, hparams = pickle.loads(body)
-    except Exception as error:  # classes of the agent's that this process does not know, say
-        raise CheckpointError(f"{path} holds what cannot be read here: {type(error).__name__}: {error}.") from error
-    if (whose, written) != (policy_id, version):
-        raise CheckpointError(f"{path} holds version {written} of policy {whose!r}: it was moved. Remove it.")
-    return packed, hparams
