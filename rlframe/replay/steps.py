@@ -62,7 +62,10 @@ class StepStore:
     def in_own_memory(
         cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ) -> StepStore:
-        """Room for `slots` timesteps in this process's memory."""
+        """Room for `slots` timesteps in this process's memory. Raises `UsageError` where it is not there."""
+        names = ", ".join(leaf.name for leaf in TreeLayout("observation", step_spec.observation).leaves)
+        size = bytes_needed(spec, step_spec, slots, num_envs, single_frame)
+        check_memory(size, slots, f"{names} and what the agent stores of each step")
         timeline = Timeline(slots, chunk)
         table = make_table(spec.kind, timeline, spec.priority_exponent)
         return cls(spec, step_spec, timeline, table, num_envs, single_frame)
