@@ -1,7 +1,7 @@
 """Where policies lie: parameters under rising versions, put by a learner and fetched by whoever acts.
 
-What all stores promise is here. `shared.py` keeps policies in memory that the processes of one machine share, `files.py`
-in files: each says how a version is written and read, and how one writer keeps others out.
+What all stores promise is here. `shared.py` keeps policies in memory that the processes of one machine share,
+`files.py` in files: each says how a version is written and read, and how one writer keeps others out.
 """
 
 from __future__ import annotations

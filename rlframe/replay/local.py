@@ -123,9 +123,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 self._held[batch.keys.tobytes()] = batch
                 return Draw(batch.keys.copy(), batch.probabilities.copy())
             starts, probabilities = self._draw()
-            return (
-                Draw(self._keys(self._store.timeline.slot(starts), starts), probabilities) if len(starts) else None
-            )
+            return Draw(self._keys(self._store.timeline.slot(starts), starts), probabilities) if len(starts) else None
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
         keys, probabilities = check_keys(keys, probabilities)

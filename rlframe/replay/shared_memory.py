@@ -77,9 +77,9 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         steps.check_capacity(spec, agent.step_spec, False)
         rows = segments.segment_rows(spec, num_writers, max_envs)
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
-        assert self._created.name is not None
-        waits = (timeout, in_threads, run_ahead, come_and_go)
-        self.__setstate__(BufferPlan(self._created.name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
+        name, waits = self._created.name, (timeout, in_threads, run_ahead, come_and_go)
+        assert name is not None
+        self.__setstate__(BufferPlan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
 
     def __getstate__(self) -> BufferPlan:
         if this_process() == self._plan.name.maker:

@@ -367,9 +367,7 @@ def test_a_writer_that_dies_in_a_put_leaves_the_newest_and_another_goes_on(
 
 
 @pytest.mark.system
-def test_a_writer_killed_at_any_moment_leaves_whole_versions(
-    make: Make, process: Callable[..., Process]
-) -> None:
+def test_a_writer_killed_at_any_moment_leaves_whole_versions(make: Make, process: Callable[..., Process]) -> None:
     store, newest = make(kept=2), -1
     for _ in range(4):
         writer = process(processes.write, store, newest + 1, 10**6)
