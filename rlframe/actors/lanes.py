@@ -107,7 +107,10 @@ class AsyncLane:
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
         self.env, self.episodes = env, EpisodeStatistics(len(env_ids))
         self._env_ids, self._replay_buffer = env_ids, replay_buffer
-        self._pending = _Pending(len(env_ids))
+        # What each environment was last asked, until its answer comes: which were, its trees, and the version.
+        self._has_asked = np.zeros(len(env_ids), bool)
+        self._asked: tuple[TimeStep, AgentOutput, AgentState] | None = None
+        self._versions = np.zeros(len(env_ids), np.int64)
         self._running = len(env_ids)  # environments that have something to do
         self._state: AgentState = None
         self.is_adding = False  # to the buffer, which may have no room
@@ -131,9 +134,7 @@ class AsyncLane:
         with self._stepping:
             indices, timestep = self.env.recv()
         self._running -= len(indices)
-        self.is_adding = True
-        self._pending.add_to(self._replay_buffer, self._env_ids, indices, timestep)
-        self.is_adding = False
+        self._add_answered(indices, timestep)
         state = self._state
         if self._is_recurrent:
             initial, state = (jax.tree.map(lambda leaf: leaf[indices], tree) for tree in (self._initial_state, state))
@@ -146,10 +147,27 @@ class AsyncLane:
         with self._stepping:
             self.env.send(indices, output.action)
         self._running += len(indices)
-        self._pending.keep(indices, request.timestep, output, request.state)
+        asked = (request.timestep, output._replace(params_version=None), request.state)
+        if self._asked is None:
+            rows = len(self._env_ids)
+            self._asked = jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), asked)
+        _write(self._asked, indices, asked)
+        self._versions[indices], self._has_asked[indices] = output.params_version, True
         if self._is_recurrent:
             _write(self._state, indices, next_state)
         return self.episodes.update(request.timestep, indices)
+
+    def _add_answered(self, indices: np.ndarray, timestep: TimeStep) -> None:
+        """Adds the steps that `timestep` completes: an environment's first answers no action."""
+        has = self._has_asked[indices]
+        if not has.any():
+            return
+        if not has.all():
+            indices, timestep = indices[has], jax.tree.map(lambda leaf: leaf[has], timestep)
+        before, output, state = jax.tree.map(lambda leaf: leaf[indices], self._asked)
+        self.is_adding = True
+        self._replay_buffer.add(self._env_ids[indices], Step(before, output, state, self._versions[indices], timestep))
+        self.is_adding = False
 
     def get_state(self, with_envs: bool) -> dict[str, Any]:
         """See `Actor.get_state`: environments that are in the middle of a step cannot be saved."""
@@ -159,34 +177,6 @@ class AsyncLane:
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes over what `get_state` gave: the environments are reset."""
         self.episodes.set_state(state["episodes"], True)
-
-
-class _Pending:
-    """What each environment of an asynchronous pool was last asked, until its answer comes."""
-
-    def __init__(self, num_envs: int) -> None:
-        self._num_envs = num_envs
-        self._has = np.zeros(num_envs, bool)
-        self._rows: tuple[TimeStep, AgentOutput, AgentState] | None = None
-        self._versions = np.zeros(num_envs, np.int64)
-
-    def keep(self, indices: np.ndarray, timestep: TimeStep, output: AgentOutput, state: AgentState) -> None:
-        asked = (timestep, output._replace(params_version=None), state)
-        if self._rows is None:
-            self._rows = jax.tree.map(lambda leaf: np.zeros((self._num_envs, *leaf.shape[1:]), leaf.dtype), asked)
-        _write(self._rows, indices, asked)
-        self._versions[indices] = output.params_version
-        self._has[indices] = True
-
-    def add_to(self, replay_buffer: Any, env_ids: np.ndarray, indices: np.ndarray, timestep: TimeStep) -> None:
-        has = self._has[indices]
-        if not has.any():
-            return
-        if not has.all():
-            indices, timestep = indices[has], jax.tree.map(lambda leaf: leaf[has], timestep)
-        before, output, state = jax.tree.map(lambda leaf: leaf[indices], self._rows)
-        step = Step(before, output, state, self._versions[indices], timestep)
-        replay_buffer.add(env_ids[indices], step)
 
 
 def make_lane(env: Any, env_ids: np.ndarray, replay_buffer: Any) -> SyncLane | AsyncLane:
