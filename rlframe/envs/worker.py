@@ -23,10 +23,10 @@ import numpy as np
 import setproctitle
 
 from rlframe.envs.frames import Frame, frame_shapes
-from rlframe.envs.group import EnvGroup, build_group
+from rlframe.envs.group import EnvGroup, build_group, env_error
 from rlframe.envs.logs import EnvLog, log_shapes
 from rlframe.envs.spaces import Layout
-from rlframe.errors import EnvError, RlframeError, UsageError
+from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.futex import Futex
 from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import die_soon_after_parent
@@ -118,7 +118,6 @@ def main(descriptors: Descriptors) -> None:
         group = _build(job, connection)
         if group is None:
             return
-        connection.recv_bytes()  # the pool has laid out the memory
     except (EOFError, OSError):
         return
     gc.collect()
@@ -246,8 +245,7 @@ def _build(job: WorkerJob, connection: Connection) -> EnvGroup | None:
         if not isinstance(error, RlframeError):
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             sentence = f"A worker could not load the builder of the environments: {type(error).__name__}: {error}"
-            error = EnvError(sentence)
-            error.traceback_text = text  # type: ignore[attr-defined]
+            error = env_error(sentence, text)
         send_error(connection, error)
         return None
     connection.send(("ok", (group.observation_spec, group.action_spec)))

@@ -72,8 +72,6 @@ class WorkerProcesses:
         layout = Layout(self.observation_spec)
         self.block = PoolMemory(self._memory, len(self.slices), self.num_envs, layout, self.action_spec)
         self.headers = self.block.headers
-        for worker in range(len(self.slices)):
-            self.tell(worker, b"")
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, self.processes, self.connections, self._memory, self.block)
 
