@@ -18,8 +18,7 @@ Watch = Callable[[bool, list[dict[str, Any]]], None]
 # The groups whose nodes save when they end. Of a run that was stopped, everything is saved only if they ended well.
 SAVING_GROUPS = ("learner", "replay", "coordinator")
 
-# The groups whose end is the program's: of the first that it has, which has one node. Without any it ends with its
-# last.
+# The groups whose end is the program's: of the first that it has, with its one node. Without any, of the last node.
 _DECIDING_GROUPS = ("coordinator", "monitor", "guest", "learner")
 
 

@@ -154,9 +154,7 @@ class GameConfig(TopologyConfig):
             )
         is_own = self.takes_own_replay and ":" in self.replay
         if self.replay not in ("auto", *self.replays) and not is_own:
-            own = (
-                "A replay of your own is named as file.py:Class." if self.takes_own_replay else "It takes no other one."
-            )
+            own = "A replay of your own is file.py:Class." if self.takes_own_replay else "It takes no other one."
             raise UsageError(
                 f"The topology {self.name} keeps its experience in {' or '.join(self.replays)}, got replay="
                 f"{self.replay!r}. {own}"
