@@ -98,8 +98,6 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self._learned: OrderedDict[int, None] = OrderedDict()  # the last of those that were done with
         self._read: int | None = None  # that `sample` gave last
         self._counts = dict.fromkeys(("batches", "sampled", "steps", "cut", "came_again", "lost_leases"), 0)
-        self._datasets: list[Prefetched] = []
-        self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._copy, ()
@@ -143,9 +141,6 @@ class TrajectoryBuffer(BaseReplayBuffer):
         if len(keys):
             self.finish(int(keys[0, 1]))
 
-    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        raise UsageError("A TrajectoryBuffer is a queue: it has no priorities to update.")
-
     @property
     def size(self) -> int:
         """Groups that wait for a batch."""
@@ -166,18 +161,11 @@ class TrajectoryBuffer(BaseReplayBuffer):
         service = {"items": status.queue_size, "bytes": status.stored_bytes}
         return {**dict.fromkeys(STATS, 0), **service, "added": mine["sampled"], **mine}
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called: nothing is sampled any more."""
-        return self._closed
-
     def close(self) -> None:
         """Stop the datasets, acknowledge what was learned from, and give back the rest. Twice does nothing more."""
         if self._closed:
             return
-        self._closed = True
-        for dataset in self._datasets:
-            dataset.close()
+        super().close()
         if self._renewal is not None:
             self._renewal.close()
         with self._lock:

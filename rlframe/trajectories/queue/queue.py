@@ -258,15 +258,6 @@ class Queue:
             return True
         return bool(epoch.leases.returned) or self.due(now) or (not epoch.barren and reports.formable(epoch))
 
-    def knows(self, resume_token: str | None) -> bool:
-        """Whether an environment would come back with this token."""
-        return self.epoch.envs.known(resume_token) is not None
-
-    def silence(self, env_id: int, now: float) -> float | None:
-        """Seconds since the environment was heard of, None where it is unknown or has left."""
-        env = self.epoch.envs.get(env_id)
-        return now - env.last_heard if env is not None and env.connected else None
-
     def status(self) -> RunStatus:
         return reports.status(self.epoch)
 

@@ -46,10 +46,6 @@ _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "ta
 _logger = logging.getLogger(__name__)
 
 
-class FullError(UnavailableError):
-    """The service keeps as many bytes as it may."""
-
-
 class _Submitted(NamedTuple):
     """A command that is not applied yet."""
 
@@ -225,10 +221,10 @@ class Service:
         return applied
 
     def check_room(self, size: int) -> None:
-        """Raise `FullError` where so many bytes more are too much."""
+        """Raise `UnavailableError` where so many bytes more are too much."""
         if self.stored_bytes + self.pending_bytes + size > self.max_bytes:
             kept = self.stored_bytes >> 20
-            raise FullError(f"The service keeps {kept} MB, its limit. Trainers have to take some first.")
+            raise UnavailableError(f"The service keeps {kept} MB, its limit. Trainers have to take some first.")
 
     # Reads
 

@@ -14,7 +14,7 @@ import pytest
 
 from rlframe.errors import PeerError, StoreError, UnavailableError
 from rlframe.trajectories.service.app import make_app
-from rlframe.trajectories.service.service import FullError, Service
+from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.settings import Settings
 from rlframe.trajectories.service.state_machine import encode_state
 from rlframe.trajectories.stores import RecordsDroppedError, open_store
@@ -346,7 +346,7 @@ def test_over_the_limit_there_is_no_room():
             service.check_room(100)
             await add(service, bytes(81))
             assert service.nearly_full
-            with pytest.raises(FullError):
+            with pytest.raises(UnavailableError):
                 service.check_room(20)
             await add(service, bytes(10))
             await service.take("run")

@@ -48,11 +48,11 @@ async def register_env(env: models.RegisterEnv, request: Request, key: Idempoten
     service, run = service_of(request), run_of(request)
     told = env.model_dump()
     resume = told.pop("resume_token")
-    queue = service.queue(run)
+    known = service.queue(run).epoch.envs.known
     # The same key makes the same token: a retry after a lost answer is somebody who comes back.
     token = f"key-{hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else secrets.token_urlsafe(24)
-    replayed = key is not None and queue.knows(token)
-    if not queue.knows(resume):
+    replayed = key is not None and known(token) is not None
+    if known(resume) is None:
         resume = token if key else None
     registered = await service.submit(run, "register_env", **told, resume_token=resume, token=token)
     if registered is None:
@@ -104,11 +104,11 @@ async def status_env(
 
 def _hear(service: Service, run: str, env_id: int) -> bool:
     """Log a sign of life, now and then. False where there is no such environment."""
-    queue = service.queue(run)
-    silence = queue.silence(env_id, time.time())
-    if silence is None:
+    epoch = service.queue(run).epoch
+    env = epoch.envs.get(env_id)
+    if env is None or not env.connected:
         return False
-    if queue.epoch.registration and silence > _QUARTER * queue.epoch.registration.lapse_after:
+    if epoch.registration and time.time() - env.last_heard > _QUARTER * epoch.registration.lapse_after:
         service.submit_later(run, "heartbeat", env_id=env_id)
     return True
 
