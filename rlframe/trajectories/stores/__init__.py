@@ -94,7 +94,11 @@ class SharedStore(Store, Protocol):
     """A store that other processes append to, too."""
 
     def wait(self, after: int, timeout: float) -> bool:
-        """Wait until there is a record at a position above `after`, at most `timeout` seconds. Returns if there is."""
+        """Wait until there is a record at a position above `after`, at most `timeout` seconds. Returns if there is.
+
+        Raises:
+            PeerError: the store did not answer, again and again.
+        """
         ...
 
 

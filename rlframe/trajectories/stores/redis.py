@@ -162,19 +162,15 @@ class RedisStore:
 
     def wait(self, after: int, timeout: float) -> bool:
         end = time.monotonic() + timeout
-        pause = _PAUSE
+
+        def ask() -> bool:
+            block = max(1, int(min(end - time.monotonic(), _WAIT) * 1000))  # 0 would be for ever
+            since = f"{after}-{_LATEST}"
+            return self._last() > after or bool(self._redis.xread({LOG: since}, count=1, block=block))
+
         while not self._closed:
-            left = end - time.monotonic()
-            block = max(1, int(min(left, _WAIT) * 1000))  # 0 would be for ever
-            try:
-                if self._last() > after or self._redis.xread({LOG: f"{after}-{_LATEST}"}, count=1, block=block):
-                    return True
-                pause = _PAUSE
-            except _UNANSWERED:
-                time.sleep(max(0.0, min(pause, end - time.monotonic())))
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            except redis.RedisError as error:
-                raise self._refused("waiting for records", error) from error
+            if self._call("waiting for records", ask):
+                return True
             if time.monotonic() >= end:
                 return False
         self._disconnect()
