@@ -278,9 +278,7 @@ class Service:
                 return
             future, number = self._durable.popleft()
             error = future.exception()
-            if isinstance(error, StoreError):
-                self._give_up(error, number)
-            elif error is not None:
+            if error is not None:
                 self._fail(error, number)
             elif not self.store.shared:
                 self._apply_submitted(future.result(), number)
@@ -333,7 +331,10 @@ class Service:
         return None if submitted.answer.done() else submitted
 
     def _fail(self, error: BaseException, *numbers: int) -> None:
-        """End what was submitted under these numbers, or all of it, with an error."""
+        """End what was submitted under these numbers, or all of it, with an error. After a `StoreError` nothing is taken."""
+        if isinstance(error, StoreError) and self.failed is None:
+            self.failed = error
+            self.on_failure()
         for number in numbers or list(self._submitted):
             if (submitted := self._settle(number)) is not None:
                 submitted.answer.set_exception(error)
@@ -373,13 +374,6 @@ class Service:
     def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         return self._loop.run_in_executor(None, call, *arguments)
 
-    def _give_up(self, error: StoreError, *numbers: int) -> None:
-        """The store takes nothing more. What was submitted under these numbers, or all of it, ends with the error."""
-        if self.failed is None:
-            self.failed = error
-            self.on_failure()
-        self._fail(error, *numbers)
-
     async def _follow(self, store: SharedStore) -> None:
         """Apply what any process appends to a store that several share, until this one has nothing more to submit."""
         while not self.closing or self._submitted:
@@ -389,7 +383,7 @@ class Service:
                     continue
                 snapshot, records = await self._in_thread(read_on, store, after)
             except StoreError as error:
-                self._give_up(error)
+                self._fail(error)
                 return
             except RlframeError as error:
                 if not self.closing:

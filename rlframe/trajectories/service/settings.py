@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import UsageError, check_at_least, suggest
 from rlframe.http.token_file import check_guarded, read_token
 
 PREFIX = "RLFRAME_TRAJECTORIES_"
@@ -33,9 +33,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_guarded("localhost", self.token_file, CAN, self.no_token)  # where it listens is not said here
-        for name in ("max_queue_mb", "max_body_mb"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is at least 1 megabyte; got {getattr(self, name)}.")
+        check_at_least(self, 1, "max_queue_mb", "max_body_mb")
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Settings:
