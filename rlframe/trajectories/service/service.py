@@ -331,7 +331,7 @@ class Service:
         return None if submitted.answer.done() else submitted
 
     def _fail(self, error: BaseException, *numbers: int) -> None:
-        """End what was submitted under these numbers, or all of it, with an error. After a `StoreError` nothing is taken."""
+        """End what was submitted under these numbers, or all of it, with an error; a `StoreError` ends the service."""
         if isinstance(error, StoreError) and self.failed is None:
             self.failed = error
             self.on_failure()
