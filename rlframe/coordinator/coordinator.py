@@ -11,6 +11,7 @@ import pathlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rlframe import handles
@@ -99,6 +100,19 @@ class Coordinator:
         self._calls = WorkerCalls(operator.transport, self._events.put)
         self._operator = OperatorThread(operator, cfg.path, self._events.put)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
+        self._does: dict[type, Callable[[Any], None]] = {
+            ev.Send: self._calls.send,
+            ev.Open: lambda effect: self._calls.open(effect.key, effect.address),
+            ev.Shut: lambda effect: self._calls.shut(effect.key),
+            ev.RequestWorkers: lambda effect: self._operator.request(effect.role, effect.count),
+            ev.ReportFailed: lambda effect: self._operator.report_failed(effect.key),
+            ev.Release: lambda effect: self._operator.release(effect.key),
+            ev.Disconnect: lambda effect: self._operator.disconnect(),
+            **dict.fromkeys((ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
+            ev.Note: lambda note: None,  # it is in the journal by now
+            ev.Row: self._write_row,
+            ev.Over: self._finish,
+        }
         scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
         self._watch = Watch(scaling)
         self._rates = statuses.Rates()
@@ -318,6 +332,9 @@ class Coordinator:
         for effect in effects:
             self._execute(effect)
 
+    def _execute(self, effect: Any) -> None:
+        self._does[type(effect)](effect)
+
     def _write_down(self, effects: list[Any]) -> None:
         """Before anything is done about it: what a coordinator that is killed has done, its successor knows."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
@@ -335,27 +352,9 @@ class Coordinator:
         if notes:
             self._noted.notify_all()
 
-    def _execute(self, effect: Any) -> None:
-        if isinstance(effect, ev.Send):
-            self._calls.send(effect)
-        elif isinstance(effect, ev.Open):
-            self._calls.open(effect.key, effect.address)
-        elif isinstance(effect, ev.Shut):
-            self._calls.shut(effect.key)
-        elif isinstance(effect, ev.RequestWorkers):
-            self._operator.request(effect.role, effect.count)
-        elif isinstance(effect, ev.ReportFailed):
-            self._operator.report_failed(effect.key)
-        elif isinstance(effect, ev.Release):
-            self._operator.release(effect.key)
-        elif isinstance(effect, ev.Disconnect):
-            self._operator.disconnect()
-        elif isinstance(effect, (ev.DrawBatches, ev.Settle, ev.SaveReplay, ev.Pin, ev.Unpin)):
-            self._replay.put(effect)
-        elif isinstance(effect, ev.Row) and self._recorder is not None:
-            self._recorder.write(effect.env_steps, effect.values, self._job.accounts.census)
-        elif isinstance(effect, ev.Over):
-            self._finish(effect)
+    def _write_row(self, row: ev.Row) -> None:
+        if self._recorder is not None:
+            self._recorder.write(row.env_steps, row.values, self._job.accounts.census)
 
     def _finish_late(self) -> None:
         """As `_finish`, for a coordinator that was killed before it had done so."""

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +48,8 @@ class OperatorThread:
         self._operator, self._happened = operator, happened
         self._incarnations = _Incarnations(pathlib.Path(state_dir) / "incarnations.json")
         self._reconciler = Reconciler(self._incarnations.read(), backoff or Backoff(), operator.grace)
-        self._lock = threading.Lock()  # of the reconciler
+        self._asked: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()  # at a time, of the reconciler
+        self._problems: dict[str, str] = {}
         self._seen: list[WorkerInfo] = []
         self._outage = ""
         self._has_answered = False
@@ -66,23 +68,21 @@ class OperatorThread:
 
     def request(self, role: Role, n: int) -> None:
         """Keep `n` workers of this role alive from now on. Ends none where there are more; `release` does."""
-        with self._lock:
-            self._reconciler.request(role, n)
-        self._wake.set()
+        self._ask(lambda now: self._reconciler.request(role, n))
 
     def report_failed(self, key: WorkerKey) -> None:
         """Ends this worker at once, whatever it is at, and replaces it: the same index, the next incarnation."""
-        with self._lock:
-            self._reconciler.report_failed(key, time.monotonic())
-        self._wake.set()
+        self._ask(lambda now: self._reconciler.report_failed(key, now))
 
     def release(self, key: WorkerKey) -> None:
         """Ends this worker for good, giving it the time to do it itself.
 
         Where that leaves fewer than are wanted, others are started: `request` the lower number first.
         """
-        with self._lock:
-            self._reconciler.release(key, time.monotonic())
+        self._ask(lambda now: self._reconciler.release(key, now))
+
+    def _ask(self, what: Callable[[float], None]) -> None:
+        self._asked.put(what)
         self._wake.set()
 
     def disconnect(self) -> None:
@@ -101,11 +101,8 @@ class OperatorThread:
 
     def problems(self) -> dict[str, str]:
         """Return what is wrong now, in a sentence each: by worker_id, or "" for the operator itself."""
-        with self._lock:
-            outage = {"": self._outage} if self._outage else {}
-            if self._operator.starts:
-                return {**outage, **self._reconciler.problems()}
-            return {**outage, **{worker.worker_id: worker.problem for worker in self._seen if worker.problem}}
+        outage = {"": self._outage} if self._outage else {}
+        return {**outage, **self._problems}
 
     def _run(self) -> None:
         failures = 0
@@ -136,23 +133,23 @@ class OperatorThread:
         self._happened(ev.OperatorFailed(why) if is_outage or self._has_answered else ev.OperatorBroke(why))
 
     def _until_due(self) -> float:
-        with self._lock:
-            due = self._reconciler.next_due()
+        due = self._reconciler.next_due()
         every = self._operator.every
         return every if due is None else min(every, max(0.0, due - time.monotonic()))
 
     def _round(self) -> list[WorkerInfo]:
         """Lists, starts and stops; returns the workers that live and are wanted."""
+        while not self._asked.empty():
+            self._asked.get()(time.monotonic())
         seen = [worker for worker in self._operator.list() if worker.role in ROLES]
         seen.sort(key=lambda worker: (ROLES.index(worker.role), worker.index, worker.incarnation))
         self._seen = seen
         live = [worker for worker in seen if worker.health is WorkerHealth.LIVE]
         if not self._operator.starts:
+            self._problems = {worker.worker_id: worker.problem for worker in seen if worker.problem}
             return live
-        with self._lock:
-            starts, stops = self._reconciler.plan(seen, time.monotonic())
-            incarnations = self._reconciler.incarnations()
-        self._incarnations.write(incarnations)  # before anything is started
+        starts, stops = self._reconciler.plan(seen, time.monotonic())
+        self._incarnations.write(self._reconciler.incarnations())  # before anything is started
         for worker, kill in stops:
             self._operator.stop(worker, kill)
         for worker in starts:
@@ -161,19 +158,16 @@ class OperatorThread:
             try:
                 self._operator.start(worker)
             except OperatorError as error:
-                with self._lock:
-                    self._reconciler.failed_to_start(worker, time.monotonic(), str(error))
+                self._reconciler.failed_to_start(worker, time.monotonic(), str(error))
                 continue
-            with self._lock:
-                self._reconciler.started(worker, time.monotonic())
+            self._reconciler.started(worker, time.monotonic())
             self._wake.set()  # to list it
-        with self._lock:
-            return [worker for worker in live if self._reconciler.is_wanted(worker.key)]
+        self._problems = self._reconciler.problems()
+        return [worker for worker in live if self._reconciler.is_wanted(worker.key)]
 
     def _stop_all(self) -> str:
         """Ends all workers; returns why that could not be done, empty where it was."""
-        with self._lock:
-            self._reconciler.release_all(time.monotonic())
+        self._reconciler.release_all(time.monotonic())
         deadline, pause = time.monotonic() + self._operator.grace + _PATIENCE, 0.02
         while True:
             try:

@@ -54,6 +54,13 @@ class ReplayThread:
         draws = bool(getattr(replay, "fetches_by_key", False))
         self._files = ReplayFiles(directory, 1) if draws and replay.is_saved_by_learner else None
         self._save_at = time.monotonic() + _SAVE_EVERY
+        self._does: dict[type, Callable[[Any], None]] = {
+            ev.DrawBatches: self._draw,
+            ev.Settle: self._settle,
+            ev.SaveReplay: lambda effect: self._save(),
+            ev.Pin: self._pin,
+            ev.Unpin: lambda effect: self._store.unpin(effect.policy_id, effect.params_version),
+        }
         self._thread = threading.Thread(target=self._run, name="rlframe keys", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +92,8 @@ class ReplayThread:
                 if self._stop.is_set():
                     break
                 effect = None
-            self._try(functools.partial(self._do, effect))
+            if effect is not None:
+                self._try(functools.partial(self._does[type(effect)], effect))
             self._look()
             if time.monotonic() > self._save_at:
                 self._try(self._save)
@@ -99,18 +107,6 @@ class ReplayThread:
             what()
         except Exception as error:  # the thread goes on: the job waits for its answers
             _log.warning("The coordinator's data: %s", error, exc_info=not isinstance(error, RlframeError))
-
-    def _do(self, effect: Any) -> None:
-        if isinstance(effect, ev.DrawBatches):
-            self._draw(effect)
-        elif isinstance(effect, ev.Settle):
-            self._settle(effect)
-        elif isinstance(effect, ev.SaveReplay):
-            self._save()
-        elif isinstance(effect, ev.Pin):
-            self._pin(effect)
-        elif isinstance(effect, ev.Unpin):
-            self._store.unpin(effect.policy_id, effect.params_version)
 
     def _look(self) -> None:
         if time.monotonic() < self._looked_at + _STATS_EVERY or not hasattr(self._replay, "stats"):

@@ -153,7 +153,7 @@ def _end(job: TrainingJob, task: Task, state: TaskState) -> None:
 # --- collecting
 
 
-def collected(job: TrainingJob, worker: KnownWorker, reply: Collected) -> None:
+def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collected) -> None:
     """Takes what a collector said of itself."""
     note_pace(job, worker, reply.waits)
     job.accounts.collect(reply)
@@ -225,7 +225,7 @@ def _learn(job: TrainingJob, worker: KnownWorker, task: Task, learn: Learn) -> N
     job.call(worker, task, "learn", learn)
 
 
-def learned(job: TrainingJob, task: Task, reply: Learned) -> None:
+def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -> None:
     """Takes what came of a grant."""
     accounts = job.accounts
     job.learner_waits.note(None, job.now)

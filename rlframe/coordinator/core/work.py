@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core import results, workers
@@ -156,23 +158,21 @@ def _answered(job: TrainingJob, worker: KnownWorker, call: OpenCall, reply: Work
         _not_ready(job, worker, task, call, reply)
         return
     worker.call, worker.progress_at = None, job.now
-    if isinstance(reply, Failed):
-        results.failed(job, worker, task, reply)
-    elif isinstance(reply, CallRefused):
-        results.failed(job, worker, task, Failed("Refused", f"it refused {call.method}: {reply.why}"))
-    elif isinstance(reply, Started):
-        results.started(job, worker, task, reply)
-    elif isinstance(reply, Demand):
-        results.demanded(job, worker, task, reply)
-    elif isinstance(reply, Learned):
-        results.learned(job, task, reply)
-    elif isinstance(reply, Collected):
-        results.collected(job, worker, reply)
-    elif isinstance(reply, Evaluated):
-        results.evaluated(job, worker, task, reply)
-    elif isinstance(reply, Closed):
-        results.closed(job, worker, task, reply)
+    if isinstance(reply, CallRefused):
+        reply = Failed("Refused", f"it refused {call.method}: {reply.why}")
+    _TAKES[type(reply)](job, worker, task, reply)
     job.wake(worker)
+
+
+_TAKES: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
+    Failed: results.failed,
+    Started: results.started,
+    Demand: results.demanded,
+    Learned: results.learned,
+    Collected: results.collected,
+    Evaluated: results.evaluated,
+    Closed: results.closed,
+}
 
 
 def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: OpenCall, reply: NotReady) -> None:

@@ -128,15 +128,13 @@ class Reconciler:
 
     def started(self, worker: WorkerInfo, now: float) -> None:
         """This worker was started."""
-        slot = self._slot(worker.role, worker.index)
-        if slot.state is _State.DUE and slot.incarnation == worker.incarnation:
-            slot.state, slot.up_since = _State.UP, now
+        slot = self._slots[worker.worker_id]
+        slot.state, slot.up_since = _State.UP, now
 
     def failed_to_start(self, worker: WorkerInfo, now: float, problem: str) -> None:
         """This worker may, or may not, have been started: the same incarnation is tried again, after a while."""
-        slot = self._slot(worker.role, worker.index)
-        if slot.state is _State.DUE and slot.incarnation == worker.incarnation:
-            slot.due_at, slot.problem = slot.delay(now, self._backoff), problem
+        slot = self._slots[worker.worker_id]
+        slot.due_at, slot.problem = slot.delay(now, self._backoff), problem
 
     def plan(self, seen: Iterable[WorkerInfo], now: float) -> Plan:
         """Return which workers to start and which to stop, given all that there are now."""
