@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlframe.interprocess.processes import ProcessId
+
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
 
@@ -44,6 +46,7 @@ class WorkerInfo:
     stays: bool = False  # its operator does not end it: it may be let go, and be wanted again
     health: WorkerHealth = WorkerHealth.LIVE
     problem: str = ""  # why it does not start, or how it ended, where that is known
+    started: int = -1  # when the process `pid` was, in clock ticks since boot; -1 where it is not known
 
     @functools.cached_property
     def worker_id(self) -> str:
@@ -54,6 +57,12 @@ class WorkerInfo:
     def key(self) -> WorkerKey:
         """By which it is told from all others."""
         return self.worker_id, self.incarnation
+
+    @property
+    def process(self) -> ProcessId:
+        """Its process, where that is known: it means something on `host` only."""
+        assert self.pid is not None
+        return ProcessId(self.pid, self.started)
 
 
 def worker_id_of(role: str, index: int) -> str:

@@ -16,7 +16,7 @@ from typing import TextIO
 from rlframe.coordinator.messages import ROLES, WorkerHealth, WorkerInfo, WorkerKey
 from rlframe.coordinator.operators.base import OperatorError
 from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
-from rlframe.coordinator.workers.records import Record, Records, this_host
+from rlframe.coordinator.workers.records import Records, record_of, this_host
 from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.engines.launching.supervisor import FOR_GOOD
 from rlframe.engines.logs import shown
@@ -76,7 +76,7 @@ class LocalOperator:
     def list(self) -> list[WorkerInfo]:
         """See `Operator`."""
         records = {key: child.record for key, child in self._children.items()}
-        records |= {(record.worker_id, record.incarnation): record for record in self._records.all()}
+        records |= {record.key: record for record in self._records.all()}
         return [self._seen(record) for record in records.values()]
 
     def start(self, worker: WorkerInfo) -> None:
@@ -97,54 +97,43 @@ class LocalOperator:
                 )
         except OSError as error:
             raise OperatorError(f"{worker.worker_id} could not be started: {error}.") from error
-        process = ProcessId.of(popen.pid)
-        record = Record(worker.role, worker.index, worker.incarnation, process.pid, process.started, this_host())
+        record = record_of(worker.role, worker.index, worker.incarnation, ProcessId.of(popen.pid))
         self._children[worker.key] = _Child(popen, record)
         self._records.write(record)  # it may have done so itself by now; if it has not, it is found by this one
 
     def stop(self, worker: WorkerInfo, kill: bool) -> None:
         """See `Operator`."""
-        key, record = worker.key, self._record(worker.key)
-        if record is None:
-            return
+        key = worker.key
         if worker.health is not WorkerHealth.DEAD and not kill:
             if key not in self._told:
                 self._told.add(key)
-                _signal(record, signal.SIGTERM)
-                _signal(record, signal.SIGCONT)  # one that was stopped would not hear of it
+                _signal(worker, signal.SIGTERM)
+                _signal(worker, signal.SIGCONT)  # one that was stopped would not hear of it
             return
         if worker.health is WorkerHealth.DEAD and worker.problem and key not in self._told:
             self._tail.last_words(worker.worker_id)  # before this line
             problem = worker.problem.removeprefix(f"{worker.worker_id} ")
             self._tail.say(worker.worker_id, f"(incarnation {worker.incarnation}) {problem}")
         self._told.add(key)
-        _kill_session(record)
+        _kill_session(worker)
         child = self._children.get(key)
         if child is not None and child.popen.poll() is None:
             return  # it is killed, and not gone yet
-        if not record.process.is_alive or record.host != this_host():
+        if not worker.process.is_alive or worker.host != this_host():
             self._children.pop(key, None)
             self._told.discard(key)
-            self._records.remove(record)
+            self._records.remove(worker)
 
     def close(self) -> None:
         """See `Operator`."""
         self._tail.close()
 
-    def _record(self, key: WorkerKey) -> Record | None:
-        if key in self._children:
-            return self._children[key].record
-        found = (record for record in self._records.all() if (record.worker_id, record.incarnation) == key)
-        return next(found, None)
-
-    def _seen(self, record: Record) -> WorkerInfo:
+    def _seen(self, record: WorkerInfo) -> WorkerInfo:
         self._tail.follow(record.worker_id, self._log_dir / f"{record.role}-{record.index}.log")
-        which = (record.role, record.index, record.incarnation, record.address, record.host, record.pid)
-        info = WorkerInfo(*which)
-        child = self._children.get(info.key)
+        child = self._children.get(record.key)
         if record.host == this_host() and (record.process.is_alive or (child is not None and _is_ending(child.popen))):
-            return info
-        return dataclasses.replace(info, health=WorkerHealth.DEAD, problem=self._how_it_ended(info))
+            return record
+        return dataclasses.replace(record, health=WorkerHealth.DEAD, problem=self._how_it_ended(record))
 
     def _how_it_ended(self, info: WorkerInfo) -> str:
         child = self._children.get(info.key)
@@ -167,7 +156,7 @@ class _Child:
     """A process that this one spawned, and has not waited for."""
 
     popen: subprocess.Popen[bytes]
-    record: Record
+    record: WorkerInfo
 
 
 def _is_ending(popen: subprocess.Popen[bytes]) -> bool:
@@ -189,18 +178,18 @@ def _exit_code(popen: subprocess.Popen[bytes]) -> int | None:
     return None
 
 
-def _signal(record: Record, number: int) -> None:
-    if record.host == this_host() and record.process.is_alive:
+def _signal(worker: WorkerInfo, number: int) -> None:
+    if worker.host == this_host() and worker.process.is_alive:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(record.pid, number)
+            os.kill(worker.process.pid, number)
 
 
-def _kill_session(record: Record) -> None:
+def _kill_session(worker: WorkerInfo) -> None:
     """Kills a worker with all that it started, or what is left of them; not who has its number by now."""
-    now = ProcessId.of(record.pid)
-    if record.host == this_host() and now.started in (-1, record.started):
+    now = ProcessId.of(worker.process.pid)
+    if worker.host == this_host() and now.started in (-1, worker.started):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(record.pid, signal.SIGKILL)
+            os.killpg(now.pid, signal.SIGKILL)
 
 
 class LogTail:

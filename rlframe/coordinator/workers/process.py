@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from rlframe.coordinator.messages import Role
-from rlframe.coordinator.workers.records import Record, Records, load_maker, this_host
+from rlframe.coordinator.workers.records import Records, load_maker, record_of
 from rlframe.engines import logs
 from rlframe.engines.launching.supervisor import FOR_GOOD
 from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
@@ -144,9 +144,8 @@ def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, ad
     end = WorkerEnd(life)
     end.on_sigterm()
     records = Records(state_dir)
-    process = this_process()
-    record = Record(role, index, incarnation, process.pid, process.started, this_host())
-    if not records.write(record) and _is_outdated(records, record):
+    record = record_of(role, index, incarnation, this_process())
+    if not records.write(record):
         raise UsageError(f"{record.worker_id} has a newer incarnation than {incarnation}: this one is not wanted.")
     try:
         worker = load_maker(state_dir, role)(record.worker_id, index, incarnation)
@@ -166,12 +165,6 @@ def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, ad
                 worker.close()
     finally:
         records.remove(record)
-
-
-def _is_outdated(records: Records, record: Record) -> bool:
-    return any(
-        other.worker_id == record.worker_id and other.incarnation > record.incarnation for other in records.all()
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

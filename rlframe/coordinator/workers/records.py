@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -12,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlframe.coordinator.messages import Role, worker_id_of
+from rlframe.coordinator.messages import Role, WorkerInfo
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.processes import ProcessId
@@ -20,67 +19,49 @@ from rlframe.interprocess.processes import ProcessId
 MakeWorker = Callable[[str, int, int], Any]  # (worker_id, index, incarnation) -> an object with the worker's calls
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """One incarnation of a worker, and the process that it lives in."""
+_KEPT = ("role", "index", "incarnation", "pid", "started", "host", "address")
 
-    role: Role
-    index: int
-    incarnation: int
-    pid: int
-    started: int  # when that process was, in clock ticks since boot
-    host: str
-    address: str | None = None  # "host:port"; None until it serves
 
-    @property
-    def worker_id(self) -> str:
-        """`collector/1`."""
-        return worker_id_of(self.role, self.index)
-
-    @property
-    def process(self) -> ProcessId:
-        """Its process, which means something on `host` only."""
-        return ProcessId(self.pid, self.started)
+def record_of(role: Role, index: int, incarnation: int, process: ProcessId) -> WorkerInfo:
+    """The record of a worker whose process, on this machine, has yet to serve."""
+    return WorkerInfo(role, index, incarnation, host=this_host(), pid=process.pid, started=process.started)
 
 
 class Records:
-    """The records of `state_dir/workers`: of each worker, the newest incarnation's."""
+    """The records of `state_dir/workers`: of each worker, the newest incarnation's process and address."""
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         self._dir = pathlib.Path(state_dir) / "workers"
         self._dir.mkdir(parents=True, exist_ok=True)
 
-    def all(self) -> list[Record]:
+    def all(self) -> list[WorkerInfo]:
         """The records that there are."""
         records = (self._read(path) for path in sorted(self._dir.glob("*.json")))
         return [record for record in records if record is not None]
 
-    def write(self, record: Record) -> bool:
-        """Puts the record in the place of an older one; False where there is a newer one, which stays."""
-        with self.locked():
-            return self.write_locked(record)
+    def write(self, record: WorkerInfo) -> bool:
+        """Puts the record in the place of an older one; False where there is a newer one, which stays.
 
-    def write_locked(self, record: Record) -> bool:
-        """As `write`, for who holds the lock."""
+        One of the same incarnation stays too, where it has an address and this one has none yet.
+        """
         path = self._path(record)
-        before = self._read(path)
-        if before is not None:
-            is_newer = before.incarnation > record.incarnation
-            knows_more = before.incarnation == record.incarnation and before.address and not record.address
-            if is_newer or knows_more:
+        with self._locked():
+            before = self._read(path)
+            if before is not None and before.incarnation > record.incarnation:
                 return False
-        write_atomically(path, json.dumps(dataclasses.asdict(record)))
+            if before is None or before.incarnation < record.incarnation or record.address or not before.address:
+                write_atomically(path, json.dumps({name: getattr(record, name) for name in _KEPT}))
         return True
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: WorkerInfo) -> None:
         """Removes the record of this process; that of another stays."""
-        with self.locked():
+        with self._locked():
             before = self._read(self._path(record))
             if before is not None and (before.process, before.host) == (record.process, record.host):
                 self._path(record).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Holds the lock that the workers of this directory share; the kernel lets go of it for who dies."""
         descriptor = os.open(self._dir, os.O_RDONLY)
         try:
@@ -89,13 +70,13 @@ class Records:
         finally:
             os.close(descriptor)
 
-    def _path(self, record: Record) -> pathlib.Path:
+    def _path(self, record: WorkerInfo) -> pathlib.Path:
         return self._dir / f"{record.role}-{record.index}.json"
 
     @staticmethod
-    def _read(path: pathlib.Path) -> Record | None:
+    def _read(path: pathlib.Path) -> WorkerInfo | None:
         try:
-            return Record(**json.loads(path.read_text()))
+            return WorkerInfo(**json.loads(path.read_text()))
         except FileNotFoundError:
             return None
 
