@@ -249,9 +249,10 @@ class Coordinator:
             written.wait(_HEARD_WITHIN)
 
     def _check_runs(self) -> None:
-        if self._thread is None or is_over(self._job.state):
-            state = self._job.state.value if self._thread is not None else "not submitted"
-            raise UsageError(f"The job is {state}: there is nothing to change. {self._job.reason}".rstrip())
+        if self._thread is None:
+            raise UsageError("The job is not submitted: there is nothing to change.")
+        if is_over(self._job.state):
+            raise UsageError(f"The job is over: {self._job.state.value} ({self._job.reason}). It takes no more commands.")
         if self._job.ending is not None:  # it would be dropped
             raise UsageError(f"The job is about to end: nothing can be changed any more. {self._job.reason}".rstrip())
 

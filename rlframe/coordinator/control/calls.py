@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import contextlib
+import concurrent.futures
 import threading
 import time
 from collections import deque
@@ -37,7 +37,7 @@ class CoordinatorCalls:
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._under_way = 0
+        self._free = threading.Semaphore(AT_ONCE)  # calls that may be made now
         self._status: asyncio.Task[dict[str, Any]] | None = None
         self._status_at = 0.0
 
@@ -48,27 +48,22 @@ class CoordinatorCalls:
             PeerError: it did neither within `deadline` seconds. It may yet.
             UnavailableError: too many calls are under way; this one was not made.
         """
-        if self._under_way >= AT_ONCE:
-            raise UnavailableError(
-                f"{self._under_way} calls wait for the coordinator already: it is slow, or away. Ask again."
-            )
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self._under_way += 1
+        if not self._free.acquire(blocking=False):
+            raise UnavailableError(f"{AT_ONCE} calls wait for the coordinator already: it is slow, or away. Ask again.")
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # it goes on when nobody waits for it any more
 
         def call() -> None:
-            outcome: Any = None
-            error: BaseException | None = None
             try:
-                outcome = getattr(self._target, method)(*args)
-            except Exception as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(self._done, future, outcome, error)
+                future.set_result(getattr(self._target, method)(*args))
+            except Exception as error:
+                future.set_exception(error)
+            finally:
+                self._free.release()
 
         threading.Thread(target=call, name=f"control {method}", daemon=True).start()
         try:
-            return await asyncio.wait_for(asyncio.shield(future), deadline)
+            return await asyncio.wait_for(asyncio.wrap_future(future), deadline)
         except asyncio.TimeoutError:
             raise PeerError(
                 f"The coordinator did not answer {method}() within {deadline:g} s: it may be restarting, or hang. "
@@ -95,16 +90,6 @@ class CoordinatorCalls:
             return await self("status", deadline=STATUS_DEADLINE)
         finally:
             self._status_at = time.monotonic()
-
-    def _done(self, future: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
-        self._under_way -= 1
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(outcome)
-        else:
-            future.set_exception(error)
-            future.exception()  # it was looked at: nobody may wait for it any more
 
 
 class EventLog:

@@ -10,11 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
-from rlframe.coordinator.control.errors import ConflictError, FieldError
+from rlframe.coordinator.control.errors import FieldError
 from rlframe.coordinator.control.prometheus import families
 from rlframe.coordinator.messages import Role
-from rlframe.coordinator.states import JobState, is_over
-from rlframe.errors import RlframeError, UsageError
+from rlframe.errors import RlframeError
 from rlframe.http.measuring import RequestMetrics
 from rlframe.http.middleware import answer
 
@@ -132,11 +131,8 @@ def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRou
     router = APIRouter(tags=["commands"])
 
     async def call(method: str, *args: Any) -> Response:
-        """The coordinator's answer; a refusal names the job's state where that is the reason."""
         try:
             result = await calls(method, *args)
-        except UsageError as error:
-            raise await _why_refused(calls, error) from error
         finally:
             calls.forget_status()
         return answer({"status": "ok", "result": result})
@@ -180,29 +176,8 @@ def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRou
 
 
 def _check_limits(status: dict[str, Any], body: Scale) -> None:
-    _check_not_over(status)
     limits = (status.get("limits") or {}).get(body.role)
     if limits is not None and not limits[0] <= body.n <= limits[1]:
         raise FieldError(
             "n", f"This job has between {limits[0]} and {limits[1]} of the role {body.role}, not {body.n}."
         )
-
-
-def _check_not_over(status: dict[str, Any]) -> None:
-    job = status["job"]
-    if is_over(JobState(job["state"])):
-        reason = f" ({job['reason']})" if job["reason"] else ""
-        raise ConflictError(f"The job is over: {job['state']}{reason}. It takes no more commands.")
-
-
-async def _why_refused(calls: CoordinatorCalls, error: UsageError) -> UsageError:
-    """`error`, or that the job is over."""
-    if isinstance(error, FieldError):
-        return error
-    try:
-        _check_not_over(await calls.status())
-    except ConflictError as over:
-        return over
-    except RlframeError:
-        pass
-    return error

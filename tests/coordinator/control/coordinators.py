@@ -172,7 +172,8 @@ class ScriptedCoordinator:
     def _command(self, *call: Any) -> None:
         self._answer()
         if is_over(JobState(self.job["state"])):
-            raise UsageError("The job is over.")
+            job = self.job
+            raise UsageError(f"The job is over: {job['state']} ({job['reason']}). It takes no more commands.")
         self.calls.append(call)
 
     def _answer(self) -> None:
