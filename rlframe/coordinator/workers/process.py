@@ -7,7 +7,6 @@ for a while; never because the coordinator died, whose successor finds it by its
 from __future__ import annotations
 
 import argparse
-import atexit
 import dataclasses
 import faulthandler
 import functools
@@ -16,16 +15,15 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rlframe.coordinator.messages import Role
 from rlframe.coordinator.workers.records import Records, load_maker, record_of
 from rlframe.engines import logs
-from rlframe.engines.launching.supervisor import FOR_GOOD
-from rlframe.errors import CheckpointError, NonFiniteLossError, UsageError
+from rlframe.engines.launching.node_main import command_of, run_to_exit, set_title
+from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.transport import DEFAULT, Transport
 
@@ -167,33 +165,19 @@ def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, ad
         records.remove(record)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one worker; the process's exit code says how it ended."""
     options = _parse(arguments)
     faulthandler.enable()
-    import setproctitle
-
-    setproctitle.setproctitle(f"rlframe: {options.role} {options.index}")
+    set_title(f"{options.role}/{options.index}")
     logs.set_up(f"{options.role}-{options.index}")
     owner = None
     if options.owner:
         pid, _, started = options.owner.partition(":")
         owner = ProcessId(int(pid), int(started))
     life = Life(owner, options.silence)
-    code = 0
-    try:
-        run(options.state_dir, options.role, options.index, options.incarnation, life, options.address)
-    except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
-        traceback.print_exc()
-        code = FOR_GOOD
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    # As in launching/node_main.py: threads of the server and JAX do not survive the end of the interpreter.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    which = (options.state_dir, options.role, options.index, options.incarnation)
+    run_to_exit(functools.partial(run, *which, life, options.address))
 
 
 def command(
@@ -201,13 +185,11 @@ def command(
 ) -> list[str]:
     """The command line of a worker's process on this machine, which imports from where this one does."""
     life = life or Life()
-    code = "import sys; sys.path[:] = {path!r}; from rlframe.coordinator.workers.process import main; main()"
-    path = [entry or os.getcwd() for entry in sys.path]
     options = ["--silence", f"{life.silence:g}"]
     if life.owner is not None:
         options += ["--owner", f"{life.owner.pid}:{life.owner.started}"]
     numbers = [str(index), str(incarnation)]
-    return [sys.executable, "-c", code.format(path=path), os.fspath(state_dir), role, *numbers, *options]
+    return command_of("rlframe.coordinator.workers.process", os.fspath(state_dir), role, *numbers, *options)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

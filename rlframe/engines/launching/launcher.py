@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from rlframe.engines.base import GRACE, Watch
-from rlframe.engines.launching.node_main import LAUNCHER_PID
+from rlframe.engines.launching.node_main import LAUNCHER_PID, command_of
 from rlframe.engines.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError, suggest
@@ -40,6 +40,8 @@ ON_CPU = {
     "OPENBLAS_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+
+_NODE_MAIN = "rlframe.engines.launching.node_main"
 
 _OPEN = (
     "{}, and what these start, listen on all interfaces of this machine, without authentication: whoever reaches such "
@@ -112,7 +114,7 @@ def launch(
                 nodes.append(
                     NodeProcess(
                         name=name,
-                        command=_command(descriptors[label], index, name),
+                        command=command_of(_NODE_MAIN, str(descriptors[label]), str(index), name),
                         env={**policy.env, LAUNCHER_PID: str(os.getpid())},
                         descriptors=(descriptors[label],),
                         max_restarts=policy.max_restarts,
@@ -123,12 +125,6 @@ def launch(
         if listening := _open_ports(program):
             print(f"[launcher] {_OPEN.format(listening)}", file=output or sys.stderr, flush=True)
         return Supervisor(nodes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
-
-
-def _command(descriptor: int, index: int, name: str) -> list[str]:
-    code = "import sys; sys.path[:] = {path!r}; from rlframe.engines.launching.node_main import main; main()"
-    path = [entry or os.getcwd() for entry in sys.path]
-    return [sys.executable, "-c", code.format(path=path), str(descriptor), str(index), name]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from rlframe.engines import logs
 from rlframe.engines.launching.supervisor import FOR_GOOD
@@ -35,6 +35,17 @@ def main() -> None:
     sys.path.append(os.getcwd())
     with progress.STARTING:
         function = _load(descriptor, index)
+    run_to_exit(function)
+
+
+def command_of(module: str, *arguments: str) -> list[str]:
+    """The command line of a process that calls `main` of a module, and imports from where this one does."""
+    code = f"import sys; sys.path[:] = {[entry or os.getcwd() for entry in sys.path]!r}; from {module} import main; main()"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run_to_exit(function: Callable[[], Any]) -> NoReturn:
+    """Does what this process is for, and ends it; the exit code says how that went."""
     code = 0
     try:
         function()
