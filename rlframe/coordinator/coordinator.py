@@ -252,7 +252,9 @@ class Coordinator:
         if self._thread is None:
             raise UsageError("The job is not submitted: there is nothing to change.")
         if is_over(self._job.state):
-            raise UsageError(f"The job is over: {self._job.state.value} ({self._job.reason}). It takes no more commands.")
+            raise UsageError(
+                f"The job is over: {self._job.state.value} ({self._job.reason}). It takes no more commands."
+            )
         if self._job.ending is not None:  # it would be dropped
             raise UsageError(f"The job is about to end: nothing can be changed any more. {self._job.reason}".rstrip())
 

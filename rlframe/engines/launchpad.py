@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -10,7 +11,8 @@ from typing import Any
 
 from rlframe import extras, handles
 from rlframe.engines.base import SAVING_GROUPS, Engine, EngineOptions, Watch, deciding_group
-from rlframe.engines.launching.launcher import ON_CPU, GroupPolicy, launch
+from rlframe.engines.launching.launcher import ON_CPU, launch
+from rlframe.engines.launching.supervisor import GroupPolicy
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError
 from rlframe.interprocess.progress import STARTING
@@ -39,7 +41,7 @@ class LaunchpadEngine(Engine):
         self._logs = NodeLogs(options.logs)
         self._ports = dict(options.ports)
         check_free(self._ports)
-        self._resources: list[Any] = []
+        self._resources = contextlib.ExitStack()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -59,7 +61,7 @@ class LaunchpadEngine(Engine):
 
     def own(self, resource: Any) -> Any:
         """See `Engine`."""
-        self._resources.append(resource)
+        self._resources.callback(resource.close)
         return resource
 
     def address_of(self, group: str) -> str:
@@ -72,7 +74,7 @@ class LaunchpadEngine(Engine):
 
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; as `rlframe.launch`."""
-        try:
+        with self._resources:
             policies = {label: self._policy(label) for label in self.program.groups}
             return launch(
                 self.program,
@@ -83,9 +85,6 @@ class LaunchpadEngine(Engine):
                 watch=watch,
                 grace=self._asked.grace_seconds,
             )
-        finally:
-            for resource in self._resources:
-                resource.close()
 
     def _policy(self, label: str) -> GroupPolicy:
         # The accelerators are the learner's, and the cores that others leave: more threads than cores slow each other.

@@ -29,7 +29,7 @@ class ThreadsEngine(Engine):
         del options
         self._nodes: list[tuple[str, Any]] = []
         self._addresses: dict[str, str] = {}  # of Reverb servers, by group
-        self._resources: list[Any] = []
+        self._resources = contextlib.ExitStack()
         self._ended: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -47,13 +47,14 @@ class ThreadsEngine(Engine):
         with extras.needed("--replay reverb", "reverb"):
             import reverb
 
-        server = self.own(_ReverbServer(reverb.Server(tables(), port=None)))
+        server = reverb.Server(tables(), port=None)
+        self._resources.callback(server.stop)
         self._addresses[group] = f"localhost:{server.port}"
         return reverb.Client(self._addresses[group])
 
     def own(self, resource: Any) -> Any:
         """See `Engine`."""
-        self._resources.append(resource)
+        self._resources.callback(resource.close)
         return resource
 
     def address_of(self, group: str) -> str:
@@ -134,21 +135,10 @@ class ThreadsEngine(Engine):
         for _, node in self._nodes:
             if hasattr(node, "close"):
                 node.close()
-        for resource in self._resources:
-            resource.close()
+        self._resources.close()
 
 
 def _failed(group: str, how: str, error: BaseException) -> ProgramError:
     failure = ProgramError(f"The node {group} {how}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-class _ReverbServer:
-    """A Reverb server as a resource."""
-
-    def __init__(self, server: Any) -> None:
-        self._server, self.port = server, server.port
-
-    def close(self) -> None:
-        self._server.stop()

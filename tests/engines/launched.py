@@ -9,7 +9,8 @@ from typing import Any
 
 import launchpad as lp
 
-from rlframe.engines.launching.launcher import GroupPolicy, launch
+from rlframe.engines.launching.launcher import launch
+from rlframe.engines.launching.supervisor import GroupPolicy
 from rlframe.errors import RlframeError
 
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from rlframe.engines.launching import supervisor
-from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching.supervisor import GroupPolicy, NodeProcess, Supervisor
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
@@ -41,7 +41,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch):
 
 
 def node(name: str, code: str, **options: Any) -> NodeProcess:
-    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], **options)
+    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupPolicy(**options))
 
 
 class Program:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rlframe.engines.launching import supervisor
-from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching.supervisor import GroupPolicy, NodeProcess, Supervisor
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
@@ -23,7 +23,7 @@ PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
 
 
 def node(name: str, code: str, **options) -> NodeProcess:
-    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], **options)
+    return NodeProcess(name, [sys.executable, "-S", "-c", textwrap.dedent(code)], GroupPolicy(**options))
 
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rlframe.engines import logs
-from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching.supervisor import GroupPolicy, NodeProcess, Supervisor
 from rlframe.programs import make_experiment, train
 from tests.programs.running import ROOT
 
@@ -28,7 +28,7 @@ sys.exit(int(sys.argv[1]))
 
 
 def node(name, code, *arguments, **options):
-    return NodeProcess(name, [sys.executable, "-c", code, *arguments], **options)
+    return NodeProcess(name, [sys.executable, "-c", code, *arguments], GroupPolicy(**options))
 
 
 def test_each_line_of_a_node_is_kept_in_its_file_with_time_level_and_node_over_restarts(tmp_path):

@@ -15,20 +15,10 @@ from typing import Any, TextIO
 
 from rlframe.engines.base import GRACE, Watch
 from rlframe.engines.launching.node_main import LAUNCHER_PID, command_of
-from rlframe.engines.launching.supervisor import STOP_SIGNAL, NodeProcess, Supervisor
+from rlframe.engines.launching.supervisor import STOP_SIGNAL, GroupPolicy, NodeProcess, Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupPolicy:
-    """What holds for the nodes of one group (label) of a program."""
-
-    max_restarts: int = 0  # how often each node may die and be started again, at the same address
-    decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
-    saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of its processes
 
 
 # One thread for JAX and numerical libraries, no accelerator: for every node but the learner.
@@ -109,19 +99,11 @@ def launch(
         nodes = []
         for label, group in program.groups.items():
             policy = policies.get(label, GroupPolicy())
+            policy = dataclasses.replace(policy, env={**policy.env, LAUNCHER_PID: str(os.getpid())})
             for index in range(len(group)):
                 name = f"{label}/{index}" if len(group) > 1 else label
-                nodes.append(
-                    NodeProcess(
-                        name=name,
-                        command=command_of(_NODE_MAIN, str(descriptors[label]), str(index), name),
-                        env={**policy.env, LAUNCHER_PID: str(os.getpid())},
-                        descriptors=(descriptors[label],),
-                        max_restarts=policy.max_restarts,
-                        decides=policy.decides,
-                        saves=policy.saves,
-                    )
-                )
+                command = command_of(_NODE_MAIN, str(descriptors[label]), str(index), name)
+                nodes.append(NodeProcess(name, command, policy, (descriptors[label],)))
         if listening := _open_ports(program):
             print(f"[launcher] {_OPEN.format(listening)}", file=output or sys.stderr, flush=True)
         return Supervisor(nodes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()

@@ -40,7 +40,9 @@ def main() -> None:
 
 def command_of(module: str, *arguments: str) -> list[str]:
     """The command line of a process that calls `main` of a module, and imports from where this one does."""
-    code = f"import sys; sys.path[:] = {[entry or os.getcwd() for entry in sys.path]!r}; from {module} import main; main()"
+    code = (
+        f"import sys; sys.path[:] = {[entry or os.getcwd() for entry in sys.path]!r}; from {module} import main; main()"
+    )
     return [sys.executable, "-c", code, *arguments]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import queue
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
@@ -37,16 +38,23 @@ STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the pro
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupPolicy:
+    """What holds for the nodes of one group (label) of a program."""
+
+    max_restarts: int = 0  # how often each node may die and be started again, at the same address
+    decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
+    saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of its processes
+
+
+@dataclasses.dataclass(frozen=True)
 class NodeProcess:
-    """A process, and what its end means."""
+    """The process of one node."""
 
     name: str  # "actor/1"
     command: Sequence[str]
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside the launcher's own
+    policy: GroupPolicy = GroupPolicy()
     descriptors: Sequence[int] = ()  # that it inherits
-    max_restarts: int = 0  # how often it may die and be started again
-    decides: bool = False  # the program is over, and well, when this process has ended well
-    saves: bool = False  # when it ends: a program that is stopped has ended well only if this process has
 
 
 class Supervisor:
@@ -79,7 +87,7 @@ class Supervisor:
         self._logs = logs if logs is not None else NodeLogs(None)
         self._output = output if output is not None else sys.stderr
         self._write_lock = threading.Lock()
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # each is what to do about it
         self._running: dict[str, _Running] = {}
         self._deaths: dict[str, int] = collections.defaultdict(int)
         self._restart_at: dict[str, float] = {}
@@ -96,7 +104,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ends the program, and well. Any thread may call it."""
-        self._events.put(("stop", None))
+        self._events.put(self._stop)
 
     def run(self) -> int | None:
         """Runs to the end.
@@ -114,7 +122,8 @@ class Supervisor:
                     self._start(node)
                 self._tell()
                 while not self._is_over():
-                    self._handle_event(self._next_event())
+                    self._handle_event()
+                    self._kill_late()
                     self._kill_hung()
                     self._restart_due()
                     self._tell()
@@ -130,31 +139,33 @@ class Supervisor:
     def _is_over(self) -> bool:
         return not self._running and (self._stopping_since is not None or not self._restart_at)
 
-    def _next_event(self) -> Any:
+    def _handle_event(self) -> None:
+        """Waits for the next event, and does what it asks for."""
         now = time.monotonic()
         waits = [at - now for at in self._restart_at.values()] if self._stopping_since is None else []
         if self._stopping_since is not None and not self._out_of_patience:
             waits.append(self._stopping_since + self._grace - now)
         # A signal's handler cannot interrupt the queue, only put something into it: no wait is for ever.
         try:
-            return self._events.get(timeout=max(0.0, min([*waits, self._look_every])))
+            event = self._events.get(timeout=max(0.0, min([*waits, self._look_every])))
         except queue.Empty:
-            return ("nothing", None)
+            return
+        event()
 
-    def _handle_event(self, event: Any) -> None:
-        kind, value = event
-        if kind == "ended":
-            self._ended(value)
-        elif kind == "stop":
-            self._stop()
-        elif kind == "signal":
-            if self._signal is not None:
-                self._kill_all()
-            elif self._stopping_since is None:
-                name = signal.Signals(value).name
-                self._say("launcher", f"{name}: ending {len(self._running)} processes; once more kills them")
-            self._signal = self._signal or value
-            self._stop()
+    def _has_ended(self, running: _Running) -> None:
+        self._events.put(functools.partial(self._ended, running))
+
+    def _signalled(self, number: int) -> None:
+        if self._signal is not None:
+            self._kill_all()
+        elif self._stopping_since is None:
+            name = signal.Signals(number).name
+            self._say("launcher", f"{name}: ending {len(self._running)} processes; once more kills them")
+        self._signal = self._signal or number
+        self._stop()
+
+    def _kill_late(self) -> None:
+        """Kills those that have not ended when the patience with them has."""
         if self._out_of_patience or self._stopping_since is None:
             return
         if time.monotonic() > self._stopping_since + self._grace:
@@ -172,13 +183,13 @@ class Supervisor:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
                 self._say(node.name, f"{how} while the program ended")
             # One that SIGTERM kills had not begun.
-            if node.saves and code not in (0, -signal.SIGTERM):
+            if node.policy.saves and code not in (0, -signal.SIGTERM):
                 self._lose(node, f"{how} while the program ended", running.last_words())
             return
         if code == 0:
             self._ended_well.add(node.name)
-            deciding = [other.name for other in self._nodes if other.decides]
-            if node.decides and self._ended_well.issuperset(deciding):
+            deciding = [other.name for other in self._nodes if other.policy.decides]
+            if node.policy.decides and self._ended_well.issuperset(deciding):
                 self._is_complete = True
                 self._stop()
             return
@@ -186,13 +197,13 @@ class Supervisor:
             self._deaths[node.name] = 0
         self._deaths[node.name] += 1
         deaths = self._deaths[node.name]
-        if code == FOR_GOOD or deaths > node.max_restarts:
+        if code == FOR_GOOD or deaths > node.policy.max_restarts:
             times = f" (and {deaths - 1} times before)" if deaths > 1 else ""
             self._failure = f"The node {node.name} {how}{times}.{running.last_words()}"
             self._stop()
             return
         delay = min(_BACKOFF * 2 ** (deaths - 1), _LONGEST_BACKOFF)
-        self._say(node.name, f"{how}: restart {deaths} of {node.max_restarts} in {delay:g} s")
+        self._say(node.name, f"{how}: restart {deaths} of {node.policy.max_restarts} in {delay:g} s")
         self._restart_at[node.name] = time.monotonic() + delay
 
     def _kill_hung(self) -> None:
@@ -217,13 +228,13 @@ class Supervisor:
         # From this thread, which lives as long as the program: a parent-death signal is about the parent's thread.
         self._starts[node.name] += 1
         pulse = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
-        self._running[node.name] = _Running(node, pulse, self._events, self._take_line)
+        self._running[node.name] = _Running(node, pulse, self._has_ended, self._take_line)
 
     def _stop(self) -> None:
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
             for node in self._nodes:
-                if node.saves and node.name in self._restart_at:
+                if node.policy.saves and node.name in self._restart_at:
                     self._lose(node, "had died, and was not back yet when the program was stopped", "")
             for running in self._running.values():
                 running.send(signal.SIGTERM)
@@ -266,7 +277,7 @@ class Supervisor:
             del frame
             if number == signal.SIGHUP:
                 leave_terminal()
-            self._events.put(("stop", None) if number == STOP_SIGNAL else ("signal", number))
+            self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
 
         before = {number: signal.signal(number, handle) for number in (*stop_signals(), STOP_SIGNAL)}
         try:
@@ -297,7 +308,11 @@ class _Running:
     """
 
     def __init__(
-        self, node: NodeProcess, pulse: HeartbeatMonitor | None, events: queue.SimpleQueue[Any], take_line: Any
+        self,
+        node: NodeProcess,
+        pulse: HeartbeatMonitor | None,
+        has_ended: Callable[[_Running], None],
+        take_line: Callable[[str, str], None],
     ) -> None:
         self.node, self.pulse, self.hangs = node, pulse, ""
         self.began = time.monotonic()
@@ -305,7 +320,12 @@ class _Running:
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self.process = subprocess.Popen(
             list(node.command),
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **node.env, **(pulse.variables if pulse is not None else {})},
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                **node.policy.env,
+                **(pulse.variables if pulse is not None else {}),
+            },
             pass_fds=(*node.descriptors, *([pulse.descriptor] if pulse is not None else [])),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -314,7 +334,7 @@ class _Running:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        threading.Thread(target=self._wait, args=(events,), daemon=True).start()
+        threading.Thread(target=self._wait, args=(has_ended,), daemon=True).start()
 
     def send(self, number: int) -> None:
         """Signals the process; SIGKILL goes to all that it started in its session."""
@@ -354,7 +374,7 @@ class _Running:
             self._lines.append(text)
             self._take_line(self.node.name, text)
 
-    def _wait(self, events: queue.SimpleQueue[Any]) -> None:
+    def _wait(self, has_ended: Callable[[_Running], None]) -> None:
         self.process.wait()
         self.drain()
-        events.put(("ended", self))
+        has_ended(self)
