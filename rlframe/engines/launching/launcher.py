@@ -20,7 +20,6 @@ from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
 
-
 # One thread for JAX and numerical libraries, no accelerator: for every node but the learner.
 ON_CPU = {
     "JAX_PLATFORMS": "cpu",
