@@ -137,37 +137,35 @@ class Remote:
 
     def _repeat(self, address: str, method: str, args: Any, kwargs: Any, began: float, reason: str) -> Any:
         """Sends a call that `address` did not answer once more, until it is answered, or the time is up."""
-        with waiting_for(f"the {self._name}"):
-            return self._try_again(address, method, args, kwargs, began, reason)
-
-    def _try_again(self, address: str, method: str, args: Any, kwargs: Any, began: float, reason: str) -> Any:
         pause, warned = _PAUSE, False
         warn_after = _WARN_AFTER if method in self._answered else _STARTS_WITHIN
-        for attempt in itertools.count(1):
-            if attempt % len(self._addresses) == 0:
-                waited, why = time.monotonic() - began, reason.rstrip(".")
-                if waited > warn_after and not warned and self._deadline > _SHORT:
-                    warned = True
-                    _log.warning("%s does not answer %s(): %s. Trying on.", self._who(address), method, why)
-                if waited >= self._deadline:
-                    raise PeerError(
-                        f"{self._who(address)} did not answer {method}() within {self._deadline:g} s ({why}). "
-                        "Look at that node's output: it may have failed, hang, or listen at another address."
-                    )
-                self._pause(min(pause, self._deadline - waited), f"{self._who(address)} had not answered {method}()")
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            self._leave(address)
-            address, client = self._peer()
-            if not self._transport.is_reachable(address):
-                reason = f"nothing listens at {address}"
-                continue
-            try:
-                answer = client.call(method, *args, **kwargs)
-            except Exception as error:
-                reason = self._why_again(address, method, error)
-            else:
-                self._answered.add(method)
-                return answer
+        with waiting_for(f"the {self._name}"):
+            for attempt in itertools.count(1):
+                if attempt % len(self._addresses) == 0:
+                    waited, why = time.monotonic() - began, reason.rstrip(".")
+                    if waited > warn_after and not warned and self._deadline > _SHORT:
+                        warned = True
+                        _log.warning("%s does not answer %s(): %s. Trying on.", self._who(address), method, why)
+                    if waited >= self._deadline:
+                        raise PeerError(
+                            f"{self._who(address)} did not answer {method}() within {self._deadline:g} s ({why}). "
+                            "Look at that node's output: it may have failed, hang, or listen at another address."
+                        )
+                    unanswered = f"{self._who(address)} had not answered {method}()"
+                    self._pause(min(pause, self._deadline - waited), unanswered)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                self._leave(address)
+                address, client = self._peer()
+                if not self._transport.is_reachable(address):
+                    reason = f"nothing listens at {address}"
+                    continue
+                try:
+                    answer = client.call(method, *args, **kwargs)
+                except Exception as error:
+                    reason = self._why_again(address, method, error)
+                else:
+                    self._answered.add(method)
+                    return answer
         raise AssertionError
 
     def _pause(self, seconds: float, unanswered: str) -> None:

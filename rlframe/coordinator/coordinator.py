@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import json
@@ -99,6 +98,7 @@ class Coordinator:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls = WorkerCalls(operator.transport, self._events.put)
         self._operator = OperatorThread(operator, cfg.path, self._events.put)
+        self._kind = type(operator).__name__
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
         self._does: dict[type, Callable[[Any], None]] = {
             ev.Send: self._calls.send,
@@ -147,7 +147,7 @@ class Coordinator:
         Raises:
             JobFailedError: the job failed.
         """
-        with handles.stopped_by_program(lambda: self._cancel("the program was told to stop", self._cfg.stop_within)):
+        with handles.stopped_by_program(lambda: self._stop("the program was told to stop")):
             if not is_over(self._job.state):
                 # All that was imported will not become garbage: to look through it now and again would take the
                 # coordinator's thread up to a tenth of a second.
@@ -177,7 +177,7 @@ class Coordinator:
     def close(self) -> None:
         """Ends the job, if it goes on, and the workers. Bounded; may be called again."""
         if self._thread is not None and not self._over.is_set():
-            self._cancel("it was closed", self._cfg.stop_within)
+            self._stop("it was closed")
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
         self._end()
 
@@ -192,10 +192,11 @@ class Coordinator:
 
     def cancel(self, reason: str = "") -> None:
         """Ends the job: tasks are closed, the learner saves, nothing is evaluated any more. It stays ended."""
-        self._cancel(reason or "it was cancelled", None)
+        self._ask(ev.Cancelled(reason or "it was cancelled"))
 
-    def _cancel(self, reason: str, within: float | None) -> None:
-        self._ask(ev.Cancelled(reason, within))
+    def _stop(self, reason: str) -> None:
+        """As `cancel`, within the seconds that a program has which is told to end."""
+        self._ask(ev.Cancelled(reason, self._cfg.stop_within))
 
     def pause(self) -> None:
         """Pause collectors and the learner, once what is under way is done."""
@@ -244,7 +245,7 @@ class Coordinator:
         """Hand a request to the loop, and wait until it is in the journal, so that it is not forgotten."""
         written = threading.Event()
         self._events.put(event)
-        self._events.put(_Written(written))
+        self._events.put(written)
         if self._thread is not None and threading.current_thread() is not self._thread:
             written.wait(_HEARD_WITHIN)
 
@@ -266,7 +267,7 @@ class Coordinator:
                 self._published,
                 describes=self._cfg.describes,
                 limits={"collector": [self._cfg.min_collectors, self._cfg.max_collectors]},
-                operator={"kind": self._operator.kind, "problems": self._operator.problems()},
+                operator={"kind": self._kind, "problems": self._operator.problems()},
                 replay=self._replay.stats,
                 rates=self._rates,
                 now=self._clock(),
@@ -323,15 +324,15 @@ class Coordinator:
         effects: list[Any] = []
         with self._lock:
             for event in happened:
-                if not isinstance(event, _Written):
+                if not isinstance(event, threading.Event):
                     effects += handle(self._job, event, self._clock())
             wanted = self._watch.wanted(self._job, self._clock())
             if wanted is not None:
                 effects += handle(self._job, ev.Scaled("collector", wanted, "load"), self._clock())
             self._write_down(effects)
         for event in happened:
-            if isinstance(event, _Written):
-                event.done.set()
+            if isinstance(event, threading.Event):
+                event.set()  # what came before it is in the journal
         for effect in effects:
             self._execute(effect)
 
@@ -384,10 +385,3 @@ class Coordinator:
             self._recorder.finish(summary)
         with self._lock:
             self._journal.write({**(self._journal.state or {}), "is_finished": True})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    """Not an event: what came before it in the line is in the journal once `done` is set."""
-
-    done: threading.Event

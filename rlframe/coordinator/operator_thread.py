@@ -57,11 +57,6 @@ class OperatorThread:
         self._wake, self._ends, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlframe operator", daemon=True)
 
-    @property
-    def kind(self) -> str:
-        """The name of the operator's class."""
-        return type(self._operator).__name__
-
     def start(self) -> None:
         """Begins: workers that are there already are adopted."""
         self._thread.start()

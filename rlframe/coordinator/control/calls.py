@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections import deque
@@ -98,7 +99,6 @@ class EventLog:
     def __init__(self, calls: CoordinatorCalls) -> None:
         self._calls = calls
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._numbers: deque[int] = deque(maxlen=KEPT)
         self._changed = asyncio.Event()
         self._followed = asyncio.Event()  # the first answer has come
         self._closing = False
@@ -124,7 +124,7 @@ class EventLog:
     @property
     def newest(self) -> int:
         """The number of the last event; 0 before any."""
-        return self._numbers[-1] if self._numbers else 0
+        return self._events[-1]["number"] if self._events else 0
 
     async def stream(self, since: int | None) -> AsyncIterator[bytes]:
         """Server-sent events from after the number `since` on; None: from the last few on.
@@ -136,19 +136,20 @@ class EventLog:
             await asyncio.wait_for(self._followed.wait(), _EVENTS_DEADLINE)
         except asyncio.TimeoutError:
             raise PeerError("The coordinator has not told its events: it may be restarting. Ask again.") from None
-        known = since if since is not None else self._numbers[-FIRST] - 1 if len(self._numbers) > FIRST else 0
+        known = since if since is not None else self._events[-FIRST]["number"] - 1 if len(self._events) > FIRST else 0
         older: list[dict[str, Any]] = []
-        if self._numbers and known + 1 < self._numbers[0]:
-            older = [one for one in await self._calls("events", known, 0.0) if one["number"] < self._numbers[0]]
+        if self._events and known + 1 < self._events[0]["number"]:
+            first = self._events[0]["number"]
+            older = [one for one in await self._calls("events", known, 0.0) if one["number"] < first]
         return self._stream(known, older)
 
     async def _stream(self, known: int, older: list[dict[str, Any]]) -> AsyncIterator[bytes]:
         yield b"retry: 1000\n\n" + b"".join(map(_encode, older))
         while not self._closing:
             changed = self._changed
-            start = bisect.bisect_right(self._numbers, known)
+            start = bisect.bisect_right(self._events, known, key=lambda event: event["number"])
             if start < len(self._events):
-                news = [self._events[i] for i in range(start, len(self._events))]
+                news = list(itertools.islice(self._events, start, None))
                 known = news[-1]["number"]
                 yield b"".join(map(_encode, news))
                 continue
@@ -162,7 +163,6 @@ class EventLog:
         for event in events:
             if event["number"] > self.newest:
                 self._events.append(event)
-                self._numbers.append(event["number"])
         if events:
             self._wake()
 

@@ -14,6 +14,7 @@ from rlframe.coordinator.core.tasks import Task, Tasks
 from rlframe.coordinator.messages import ROLES, Header, Role
 from rlframe.coordinator.states import JobState, check, is_over
 
+_SAVED = ("reason", "manual", "began", "paused", "learner_came", "min_version", "evaluated_at")
 _EPOCH = 2**32  # numbers of calls between two starts of a coordinator
 
 
@@ -21,10 +22,9 @@ _EPOCH = 2**32  # numbers of calls between two starts of a coordinator
 class JobEnding:
     """The end of a job: collectors close, then the learner, then the last version is evaluated.
 
-    It was begun for one reason, and no other replaces that.
+    It was begun for one reason, the job's, and no other replaces that.
     """
 
-    reason: str
     failed: bool
     evaluates: bool  # the last version
     since: float  # when `step` began
@@ -54,7 +54,7 @@ class JobEnding:
 
     def to_json(self) -> dict[str, Any]:
         """For the journal. Deadlines begin anew with the next coordinator."""
-        names = ("reason", "failed", "evaluates", "step", "evaluation", "task_id")
+        names = ("failed", "evaluates", "step", "evaluation", "task_id")
         return {name: getattr(self, name) for name in names}
 
 
@@ -146,15 +146,9 @@ class TrainingJob:
         """Return all that a restarted coordinator needs to go on."""
         here = {worker.worker_id: worker.incarnation for worker in self.roster if worker.is_here}
         return {
+            **{name: getattr(self, name) for name in _SAVED},
             "state": self.state.value,
-            "reason": self.reason,
-            "wanted": self.wanted,
-            "manual": self.manual,
-            "began": self.began,
-            "paused": self.paused,
-            "learner_came": self.learner_came,
-            "min_version": self.min_version,
-            "evaluated_at": self.evaluated_at,
+            "wanted": dict(self.wanted),
             "epoch": self._epoch,
             "row": self.rows.to_json(),
             "task_count": self.tasks.count,
@@ -166,9 +160,9 @@ class TrainingJob:
 
     def _restore(self, saved: dict[str, Any]) -> None:
         state = JobState(saved["state"])
-        self.reason, self.wanted, self.manual = saved["reason"], dict(saved["wanted"]), saved["manual"]
-        self.began, self.paused, self.learner_came = saved["began"], saved["paused"], saved["learner_came"]
-        self.evaluated_at, self.min_version = saved["evaluated_at"], saved["min_version"]
+        for name in _SAVED:
+            setattr(self, name, saved[name])
+        self.wanted = dict(saved["wanted"])
         self.rows.restore(saved["row"])
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
@@ -259,10 +253,10 @@ class TrainingJob:
         """Begins the ending; where it goes on already, it ends as a failure if this is one: the first such is kept."""
         if self.ending is None:
             self.reason = reason
-            self.ending = JobEnding(reason, failed, evaluates, self.now, self.limits.close_deadline)
+            self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline)
             self.become(JobState.DRAINING)
             self.note("draining", f"The job ends: {reason}.", failed=failed)
             self.wake(*self.roster)
         elif failed and not self.ending.failed:
             self.ending.failed = True
-            self.reason = self.ending.reason = f"{self.ending.reason}; but {reason}"
+            self.reason = f"{self.reason}; but {reason}"

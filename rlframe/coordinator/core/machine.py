@@ -150,7 +150,6 @@ def _disconnected(job: TrainingJob, event: ev.Disconnected) -> None:
     if event.why:
         job.note("operator", f"The operator did not let go of its workers: {event.why}.")
     job.become(JobState.FAILED if ending.failed else JobState.CLOSED)
-    job.reason = ending.reason
     job.write_row()
     job.note(job.state.value.lower(), f"The job is over: {job.reason}.")
     job.emit(ev.Over(ending.failed, job.reason))

@@ -96,13 +96,10 @@ class CollectorWorker(TaskWorker):
     def _wait_for_params(self, source: ParamSource) -> None:
         self._waits_for = "params"
         with waiting_for("the first parameters"):
-            self._wait_for_a_version(source)
+            while source.wait_for_version(-1, _POLL) < 0:
+                if self._stop.is_set():
+                    raise StoppedError(f"{self.worker_id} was told to stop while it waited for the first parameters.")
         self._waits_for = ""
-
-    def _wait_for_a_version(self, source: ParamSource) -> None:
-        while source.wait_for_version(-1, _POLL) < 0:
-            if self._stop.is_set():
-                raise StoppedError(f"{self.worker_id} was told to stop while it waited for the first parameters.")
 
     def _start_evaluating(self, task: StartTask) -> Started:
         version = task.options["params_version"]

@@ -245,9 +245,6 @@ class NotedReplay(BaseReplayBuffer):
     def sample(self) -> Batch | None:
         return self._buffer.sample()
 
-    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Any:
-        return self._buffer.make_dataset(prefetch, timeout)
-
     def stats(self) -> dict[str, int]:
         return self._buffer.stats()
 

@@ -180,11 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     run_to_exit(functools.partial(run, *which, life, options.address))
 
 
-def command(
-    state_dir: str | os.PathLike[str], role: str, index: int, incarnation: int, life: Life | None = None
-) -> list[str]:
+def command(state_dir: str | os.PathLike[str], role: str, index: int, incarnation: int, life: Life) -> list[str]:
     """The command line of a worker's process on this machine, which imports from where this one does."""
-    life = life or Life()
     options = ["--silence", f"{life.silence:g}"]
     if life.owner is not None:
         options += ["--owner", f"{life.owner.pid}:{life.owner.started}"]

@@ -529,3 +529,10 @@ def test_a_learner_publishes_above_what_the_job_before_it_had() -> None:
     effects = handle(job, ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
     (start,) = [effect.args[0] for effect in effects if isinstance(effect, ev.Send) and effect.method == "start_task"]
     assert start.options["min_version"] == 70 and job.to_json()["min_version"] == 70
+
+
+def test_what_is_written_down_of_a_job_does_not_change_with_it() -> None:
+    world = running(1)
+    before = world.m.to_json()
+    world.deliver(ev.Scaled("collector", 2))
+    assert (before["wanted"]["collector"], world.m.to_json()["wanted"]["collector"]) == (1, 2)
