@@ -192,20 +192,18 @@ class Coordinator:
 
     def cancel(self, reason: str = "") -> None:
         """Ends the job: tasks are closed, the learner saves, nothing is evaluated any more. It stays ended."""
-        self._ask(ev.Cancelled(reason or "it was cancelled"))
+        self._put(ev.Cancelled(reason or "it was cancelled"))
 
     def _stop(self, reason: str) -> None:
         """As `cancel`, within the seconds that a program has which is told to end."""
-        self._ask(ev.Cancelled(reason, self._cfg.stop_within))
+        self._put(ev.Cancelled(reason, self._cfg.stop_within))
 
     def pause(self) -> None:
         """Pause collectors and the learner, once what is under way is done."""
-        self._check_runs()
         self._ask(ev.Paused())
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        self._check_runs()
         self._ask(ev.Resumed())
 
     def scale(self, role: Role, n: int) -> None:
@@ -220,12 +218,10 @@ class Coordinator:
         if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
             bounds = f"{least} to {most}" if least < most else f"{least}"
             raise UsageError(f"There can be {bounds} workers of the role {role}, not {n!r}.")
-        self._check_runs()
         self._ask(ev.Scaled(role, n))
 
     def evaluate_now(self) -> None:
         """Evaluate the newest version."""
-        self._check_runs()
         with self._lock:
             if self._job.tasks.open("evaluate"):
                 raise UsageError("An evaluation is under way already.")
@@ -233,31 +229,31 @@ class Coordinator:
 
     def checkpoint(self) -> None:
         """Save the learner with its next update, and the replay where this coordinator keeps it."""
-        self._check_runs()
         self._ask(ev.CheckpointAsked())
 
     def restore(self) -> None:
         """Send the learner back to its latest checkpoint. Versions go on rising."""
-        self._check_runs()
         self._ask(ev.RestoreAsked())
 
     def _ask(self, event: Any) -> None:
-        """Hand a request to the loop, and wait until it is in the journal, so that it is not forgotten."""
-        written = threading.Event()
-        self._events.put(event)
-        self._events.put(written)
-        if self._thread is not None and threading.current_thread() is not self._thread:
-            written.wait(_HEARD_WITHIN)
-
-    def _check_runs(self) -> None:
+        """As `_put`, for what would be dropped where the job does not run."""
         if self._thread is None:
             raise UsageError("The job is not submitted: there is nothing to change.")
         if is_over(self._job.state):
             raise UsageError(
                 f"The job is over: {self._job.state.value} ({self._job.reason}). It takes no more commands."
             )
-        if self._job.ending is not None:  # it would be dropped
+        if self._job.ending is not None:
             raise UsageError(f"The job is about to end: nothing can be changed any more. {self._job.reason}".rstrip())
+        self._put(event)
+
+    def _put(self, event: Any) -> None:
+        """Hand a request to the loop, and wait until it is in the journal, so that it is not forgotten."""
+        written = threading.Event()
+        self._events.put(event)
+        self._events.put(written)
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            written.wait(_HEARD_WITHIN)
 
     def status(self) -> dict[str, Any]:
         """All that there is to see of the job; see docs/coordinator.md."""

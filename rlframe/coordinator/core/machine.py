@@ -40,11 +40,12 @@ def handle(job: TrainingJob, event: Any, now: float) -> list[Any]:
 
 
 def _check_stop(job: TrainingJob) -> None:
-    reason = job.commander.stop(job.view)
+    view = job.view
+    reason = job.commander.stop(view)
     if reason is not None:
         job.end(False, reason, evaluates=True)
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
-        policy_id = job.commander.evaluation(job.view)
+        policy_id = job.commander.evaluation(view)
         if policy_id is not None:
             results.evaluate(job, policy_id)
 

@@ -130,7 +130,8 @@ def why_nobody_comes(job: TrainingJob) -> str:
     deadline = job.limits.starting_deadline
     is_out = bool(job.operator_problem) or not job.operator_answered
     for role, since in job.lacks_since.items():
-        if job.roster.of(role) or (is_out and job.learner_came):
+        is_here = any(worker.role == role and not is_over(worker.state) for worker in job.roster)
+        if is_here or (is_out and job.learner_came):
             job.lacks_since[role] = job.now
         elif job.now - since > deadline and is_out:
             why = job.operator_problem or "it does not answer"

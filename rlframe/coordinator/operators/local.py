@@ -131,7 +131,9 @@ class LocalOperator:
     def _seen(self, record: WorkerInfo) -> WorkerInfo:
         self._tail.follow(record.worker_id, self._log_dir / f"{record.role}-{record.index}.log")
         child = self._children.get(record.key)
-        if record.host == this_host() and (record.process.is_alive or (child is not None and _is_ending(child.popen))):
+        # A process that runs no more may still have threads that do: how it ended is not known before they are gone.
+        is_ending = child is not None and _exit_code(child.popen) is None
+        if record.host == this_host() and (record.process.is_alive or is_ending):
             return record
         return dataclasses.replace(record, health=WorkerHealth.DEAD, problem=self._how_it_ended(record))
 
@@ -159,23 +161,17 @@ class _Child:
     record: WorkerInfo
 
 
-def _is_ending(popen: subprocess.Popen[bytes]) -> bool:
-    """Whether a process that runs no more still has threads that do: how it ended is not known before they are gone."""
-    try:
-        return popen.returncode is None and os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
-
-
 def _exit_code(popen: subprocess.Popen[bytes]) -> int | None:
     """Return the exit code of a process without reaping it; negative: the signal that killed it; None: it runs."""
     if popen.returncode is not None:
         return popen.returncode
-    with contextlib.suppress(ChildProcessError):
+    try:
         result = os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if result is not None:
-            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-    return None
+    except ChildProcessError:  # somebody else has: how it ended is not known
+        return popen.poll()
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def _signal(worker: WorkerInfo, number: int) -> None:
@@ -260,8 +256,6 @@ class _File:
     def new_lines(self) -> list[str]:
         """Whole lines that were appended since."""
         try:
-            if os.path.getsize(self._path) <= self._offset:
-                return []
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 new = file.read(_AT_ONCE)
