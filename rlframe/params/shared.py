@@ -4,8 +4,8 @@ Each policy has one slot more than versions that are kept or pinned: what is put
 A slot's numbers say that there is no version in it while it is written, so who reads copies first and looks afterwards
 whether they were written meanwhile. Who dies while it writes leaves a slot without a version: the next to put takes it.
 
-A version may also be offered: then the number alone is told, and it is put when a reader wants it. So a version that
-nobody reads costs next to nothing, and who reads gets the newest.
+A version may also be offered: then the number alone is told, and it is put when a reader wants it, or at once if the
+one before was read. So a version that nobody reads costs next to nothing, and who reads gets the newest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from rlframe.types import Tree
 _LABEL = "rlframe-policies"
 _LINE = 8  # words of a slot, and of a policy: a line of the cache
 _STATE, _PINNED = slice(0, Seqlock.words(2)), 5  # words of a slot: (version + 1, bytes of its hparams); 1 if pinned
-_ATTEMPT, _NEWEST = slice(0, Seqlock.words(2)), 5  # words of a policy: (its attempt); the newest version + 1
+# Words of a policy: (its attempt); the newest version + 1; the version + 1 that was read last.
+_ATTEMPT, _NEWEST, _READ = slice(0, Seqlock.words(2)), 5, 6
 _PATIENCE = 1.0  # seconds to wait for an offered version
 _AGAIN = 0.02  # seconds after which who offered it is woken again: two readers that do so at once may undo each other's
 _LOOK = 0.1  # seconds between two looks whether the maker is alive
@@ -130,9 +131,13 @@ class SharedParamStore(ParamStore):
         return super().get(policy_id, min_version, version=version)
 
     def offer(self, policy_id: str, version: int) -> None:
-        """Tells readers that there is a newer version, which `answer` puts when they want it."""
+        """Tells readers that there is a newer version, which `answer` puts."""
         self._offered.add(policy_id)
+        words = self._memory.policies[self._policy(policy_id)]
+        was_read = 0 < words[_READ] == words[_NEWEST]
         self._set_newest(policy_id, version)
+        if was_read:  # who did so will want this one as well
+            self._memory.wanted.wake()
 
     def answer(self, policy_id: str, source: PackedSource) -> None:
         """Puts what readers of one policy want, until the store is closed: for a thread of who offers.
@@ -224,7 +229,10 @@ class SharedParamStore(ParamStore):
     def _read(self, policy_id: str, version: int) -> tuple[PackedParams, bytes] | None:
         slot = self._slots(policy_id).get(version)
         found = None if slot is None else self._memory.read(slot, version)
-        return None if found is None else (PackedParams(self._plan.packing, found[0]), found[1])
+        if found is None:
+            return None
+        self._memory.policies[self._policy(policy_id)][_READ] = version + 1
+        return PackedParams(self._plan.packing, found[0]), found[1]
 
     def _change(self) -> int:
         return self._memory.changed.value

@@ -230,6 +230,19 @@ def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for
     assert publication.get_packed()[0] == 49
 
 
+def test_a_version_after_one_that_was_read_is_written_before_it_is_asked_for_and_the_next_is_not():
+    publication = Publication(packed(1).packing, 1, packed(1).arrays)
+    source = pickle.loads(pickle.dumps(publication.shared()))
+    wait_until(lambda: source.get_packed(-1)[1] is not None)
+    publication.publish(2, packed(2).arrays)
+    wait_until(lambda: 2 in source.store.versions("main"))
+    for version in range(3, 50):  # the second was not read
+        publication.publish(version, packed(version).arrays)
+    assert source.store.versions("main") == [2]
+    assert source.get_packed(2)[0] == 49
+    publication.close()
+
+
 def read_for_ever(address, connection):
     learner, version = connect(address), -1
     while True:
