@@ -9,7 +9,7 @@ from rlframe.coordinator.commander import Commander, View
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import Accounts, MetricRows
-from rlframe.coordinator.core.roster import KnownWorker, OpenCall, Roster
+from rlframe.coordinator.core.roster import KnownWorker, Roster
 from rlframe.coordinator.core.tasks import Task, Tasks
 from rlframe.coordinator.messages import ROLES, Header, Role
 from rlframe.coordinator.states import JobState, check, is_over
@@ -217,17 +217,15 @@ class TrainingJob:
 
     def call(self, worker: KnownWorker, task: Task, method: str, *args: Any) -> None:
         """Calls a worker."""
-        worker.call = OpenCall(method, self.header(worker, task), args)
-        self._say(worker, worker.call, 0.0)
+        worker.call = ev.Send(worker.worker_id, worker.incarnation, method, self.header(worker, task), args)
+        worker.said_at = self.now
+        self.emit(worker.call)
 
-    def call_again(self, worker: KnownWorker, call: OpenCall, delay: float) -> None:
+    def call_again(self, worker: KnownWorker, call: ev.Send, delay: float) -> None:
         """Says a call once more, with the same number, after so many seconds."""
         if self.now >= worker.said_at:  # else an answer came twice, and the call is about to be said already
-            self._say(worker, call, delay)
-
-    def _say(self, worker: KnownWorker, call: OpenCall, delay: float) -> None:
-        worker.said_at = self.now + delay
-        self.emit(ev.Send(worker.worker_id, worker.incarnation, call.method, call.header, call.args, delay))
+            worker.said_at = self.now + delay
+            self.emit(dataclasses.replace(call, delay=delay))
 
     def write_row(self) -> None:
         """Emits a row of what was done since the last one, where something was."""

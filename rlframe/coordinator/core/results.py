@@ -70,7 +70,6 @@ def failed(job: TrainingJob, worker: KnownWorker, task: Task, reply: Failed) -> 
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
     retry(job, task, why, counts=True, for_good=reply.for_good)
-    worker.call = None
     free(job, worker)
 
 
@@ -81,7 +80,6 @@ def go_back(job: TrainingJob) -> None:
         if job.ending is None and task.state is TaskState.RUNNING and worker is not None:
             job.note("restored", "The learner goes back to its latest checkpoint.")
             retry(job, task, "it was told to go back", counts=False)
-            worker.call = None
             free(job, worker)
 
 
@@ -129,7 +127,7 @@ def give_up(job: TrainingJob, task: Task) -> None:
 
 def free(job: TrainingJob, worker: KnownWorker) -> None:
     """It has nothing to do any more: it is idle, or goes."""
-    worker.task_id = None
+    worker.task_id = worker.call = None
     if worker.leaves:
         release(job, worker)
     else:

@@ -6,17 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from rlframe.coordinator.messages import Header, Role, WorkerInfo
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.messages import Role, WorkerInfo
 from rlframe.coordinator.states import WorkerState, check, is_over
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenCall:
-    """What a worker was asked last, and has not answered for good."""
-
-    method: str
-    header: Header
-    args: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass
@@ -40,7 +32,7 @@ class KnownWorker:
     moved_at: float = 0.0  # when that changed
     overdue: str = ""  # how its work exceeds the deadline that it has declared, as it said last
     task_id: str | None = None
-    call: OpenCall | None = None
+    call: ev.Send | None = None  # what it was asked last, and has not answered for good
     said_at: float = 0.0  # when the call was, or is to be, sent
     leaves: bool = False  # it is to go once its task is closed
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last

@@ -9,7 +9,7 @@ from typing import Any
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core import results, workers
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.roster import KnownWorker, OpenCall
+from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.core.tasks import Task
 from rlframe.coordinator.messages import (
     KINDS,
@@ -145,13 +145,11 @@ def replied(job: TrainingJob, event: ev.Replied) -> None:
         job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
     else:
         workers.hear(job, worker)
-        _answered(job, worker, worker.call, event.reply)
+        _answered(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
 
 
-def _answered(job: TrainingJob, worker: KnownWorker, call: OpenCall, reply: WorkerReply) -> None:
-    task = job.tasks.get(call.header.task_id)
+def _answered(job: TrainingJob, worker: KnownWorker, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
     if task is None or task.is_over:
-        worker.call = None
         results.free(job, worker)
         return
     if isinstance(reply, NotReady):
@@ -175,7 +173,7 @@ _TAKES: dict[type, Callable[[TrainingJob, KnownWorker, Task, Any], None]] = {
 }
 
 
-def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: OpenCall, reply: NotReady) -> None:
+def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send, reply: NotReady) -> None:
     waits = reply.why in _WAITS_FOR
     if waits:
         worker.progress_at = job.now
