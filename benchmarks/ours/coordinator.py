@@ -98,13 +98,13 @@ class Workers:
         if header is None:
             task = self._tasks.get(worker_id)
             if method == "resources":
-                return Resources("here", 1, 1, 1)
+                return Resources("here", 1)
             return Alive(worker_id, 0, "running" if task else "idle", *(task or (None, -1)))
         if method == "start_task":
             self._tasks[worker_id] = (header.task_id, header.attempt)
             return Started({"params_version": self.version, "learner_steps": self.learned})
         if method == "data_demand":
-            return Demand(8, self.version, self.learned)
+            return Demand(8)
         if method == "learn":
             self.version += 1
             self.learned += request.count

@@ -175,13 +175,10 @@ class Alive(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Resources(WorkerReply):
-    """The machine of a worker."""
+    """Where a worker runs."""
 
     host: str
     pid: int
-    cpus: int
-    memory_bytes: int
-    accelerators: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,11 +190,9 @@ class Started(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Demand(WorkerReply):
-    """Batches that a learner can take now, and how far it is."""
+    """Batches that a learner can take now."""
 
     batches: int
-    params_version: int
-    learner_steps: int
 
 
 @dataclasses.dataclass(frozen=True)

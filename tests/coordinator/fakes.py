@@ -133,7 +133,7 @@ class FakeWorker:
 
     def resources(self) -> Resources:
         self._live()
-        return Resources("here", 1, 1, 1)
+        return Resources("here", 1)
 
     def start_task(self, header: Header, request: StartTask) -> WorkerReply:
         return self._call("start_task", header, request)
@@ -181,7 +181,7 @@ class FakeWorker:
         return Started({"params_version": self.scene.version, "learner_steps": self.scene.steps})
 
     def _data_demand(self, header: Header) -> WorkerReply:
-        return Demand(4, self.scene.version, self.scene.steps)
+        return Demand(4)
 
     def _learn(self, header: Header, request: Learn) -> WorkerReply:
         assert request.batches is not None and len(request.batches) == request.count

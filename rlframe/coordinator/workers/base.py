@@ -11,9 +11,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import psutil
-
 from rlframe.coordinator.messages import (
     Alive,
     CallRefused,
@@ -74,7 +71,6 @@ class TaskWorker:
         self._waits_for = ""  # see `_waiting_for`
         self._done = 0  # pieces of work
         self._closed = False
-        self._accelerators: tuple[str, ...] = ()
         self._progress, self._clock = ThreadProgress(), Clock(_PINGED)
         self._thread = threading.Thread(target=self._run, name=f"rlframe {self.worker_id}", daemon=True)
         self._thread.start()
@@ -92,10 +88,8 @@ class TaskWorker:
         return Alive(self.worker_id, self.incarnation, phase, task.task_id, task.attempt, progress, within, overdue)
 
     def resources(self) -> Resources:
-        """Describe its machine. Waits for nothing: accelerators are named as soon as JAX has found them."""
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        memory = psutil.virtual_memory().total
-        return Resources(socket.gethostname(), os.getpid(), cpus, memory, self._accelerators)
+        """Answer where it runs. Waits for nothing."""
+        return Resources(socket.gethostname(), os.getpid())
 
     def start_task(self, header: Header, request: StartTask) -> Started | NotReady | CallRefused | Failed:
         """Begins a task. What goes on of another task or attempt is closed first, without its final save."""
@@ -239,9 +233,6 @@ class TaskWorker:
     # --- the thread
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # the first work that needs them raises it again
-            devices = jax.local_devices()
-            self._accelerators = tuple(device.device_kind for device in devices if device.platform != "cpu")
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._closed or self._has_work)

@@ -86,7 +86,7 @@ class LearnerWorker(TaskWorker):
         batches = self._batches if self._max_staleness is None else min(self._batches, 1 + self._max_staleness)
         if self._cfg.max_learner_steps is not None:
             batches = min(batches, max(0, self._cfg.max_learner_steps - learner.learner_steps))
-        return Demand(batches, learner.params_version, learner.learner_steps)
+        return Demand(batches)
 
     def _learn(self, request: Learn) -> Learned | NotReady:
         learner = self._learner

@@ -163,7 +163,7 @@ class SimWorker:
         if method == "ping":
             return self._ping()
         if method == "resources":
-            return Resources("sim", 1, 1, 1)
+            return Resources("sim", 1)
         assert header is not None
         refusal = self._refusal(header, method)
         if refusal:
@@ -238,7 +238,7 @@ class SimWorker:
         if method == "start_task":
             return self._start(header, args[0])
         if method == "data_demand":
-            return Demand(self.world.rng.choice([0, 1, 3, 8]), self.version, self.steps)
+            return Demand(self.world.rng.choice([0, 1, 3, 8]))
         if method == "learn":
             return self._learn(args[0])
         if method == "get_data":

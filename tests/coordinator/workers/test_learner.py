@@ -206,11 +206,11 @@ def test_no_update_begins_after_the_time_is_up(make):
 def test_the_demand_is_a_grant_of_batches_and_nothing_after_the_last_step(make):
     call = make(filled(), max_learner_steps=40)
     start(call)
-    assert call.until_done("data_demand") == Demand(32, 1, 0)
+    assert call.until_done("data_demand") == Demand(32)
     call.until_done("learn", grant(30))
-    assert call.until_done("data_demand") == Demand(10, 31, 30)
+    assert call.until_done("data_demand") == Demand(10)
     call.until_done("learn", grant(10))
-    assert call.until_done("data_demand") == Demand(0, 41, 40)
+    assert call.until_done("data_demand") == Demand(0)
 
 
 # --- batches by their keys
