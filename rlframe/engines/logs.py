@@ -20,9 +20,11 @@ def set_up(node: str) -> None:
     logging.basicConfig(stream=sys.stderr, format=_format(node), force=True)
 
 
-def shown(node: str, line: str) -> str:
-    """A node's line for a terminal, behind the node's name and without a second one."""
-    return f"[{node}] {line.replace(f' [{node}] ', ' ', 1)}\n"
+def show(output: TextIO, node: str, line: str) -> None:
+    """Writes a node's line for a terminal, behind the node's name and without a second one; where somebody reads it."""
+    with contextlib.suppress(OSError, ValueError):  # who reads has died, or the stream is closed
+        output.write(f"[{node}] {line.replace(f' [{node}] ', ' ', 1)}\n")
+        output.flush()
 
 
 def log_file(logs: pathlib.Path, node: str) -> pathlib.Path:

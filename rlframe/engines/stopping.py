@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -31,6 +31,27 @@ def leave_terminal() -> None:
             os.close(nowhere)
 
 
+@contextlib.contextmanager
+def handling(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[None]:
+    """Has signals call `handle(number)` for the time of a `with`; in the main thread only, as Python has it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def called(number: int, frame: FrameType | None) -> None:
+        del frame
+        if number == signal.SIGHUP:
+            leave_terminal()
+        handle(number)
+
+    before = {number: signal.signal(number, called) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopSignal:
     """Within the context, the first signal sets `number`, a second one raises KeyboardInterrupt at once.
 
@@ -41,27 +62,21 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._before: dict[int, Any] = {}
         self._raises = False
+        self._handling = contextlib.ExitStack()
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        self._handling.enter_context(handling(stop_signals(), self._handle))
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+    def __exit__(self, *_: object) -> None:
+        self._handling.close()
 
     def interruptible(self, raises: bool) -> None:
         """Whether the first signal raises KeyboardInterrupt from here on."""
         self._raises = raises
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if number == signal.SIGHUP:
-            leave_terminal()
+    def _handle(self, number: int) -> None:
         repeated = self.number is not None
         self.number = self.number or number
         if repeated or self._raises:

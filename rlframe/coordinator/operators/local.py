@@ -19,7 +19,7 @@ from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
 from rlframe.coordinator.workers.records import Records, record_of, this_host
 from rlframe.engines.launching.launcher import ON_CPU
 from rlframe.engines.launching.supervisor import FOR_GOOD
-from rlframe.engines.logs import shown
+from rlframe.engines.logs import show
 from rlframe.interprocess.processes import ProcessId
 from rlframe.transport import DEFAULT, Transport
 
@@ -69,7 +69,8 @@ class LocalOperator:
         self._records = Records(state_dir)
         self._log_dir = logs or self._state_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._tail = LogTail(output if output is not None else sys.stderr)
+        self._output = output if output is not None else sys.stderr
+        self._tail = LogTail(self._output)
         self._children: dict[WorkerKey, _Child] = {}
         self._told: set[WorkerKey] = set()  # to end
 
@@ -113,7 +114,7 @@ class LocalOperator:
         if worker.health is WorkerHealth.DEAD and worker.problem and key not in self._told:
             self._tail.last_words(worker.worker_id)  # before this line
             problem = worker.problem.removeprefix(f"{worker.worker_id} ")
-            self._tail.say(worker.worker_id, f"(incarnation {worker.incarnation}) {problem}")
+            show(self._output, worker.worker_id, f"(incarnation {worker.incarnation}) {problem}")
         self._told.add(key)
         _kill_session(worker)
         child = self._children.get(key)
@@ -219,12 +220,6 @@ class LogTail:
             self._show(name, file)
             return file.last_line
 
-    def say(self, name: str, text: str) -> None:
-        """Shows a line that is no worker's own."""
-        with contextlib.suppress(OSError, ValueError):  # who reads has died, or the stream is closed
-            self._output.write(shown(name, text))
-            self._output.flush()
-
     def close(self) -> None:
         """Shows what is left, and stops."""
         self._closed.set()
@@ -243,7 +238,7 @@ class LogTail:
 
     def _show(self, name: str, file: _File) -> None:
         for line in file.new_lines():
-            self.say(name, line)
+            show(self._output, name, line)
 
 
 class _File:

@@ -18,12 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any, TextIO
 
 from rlframe.engines.base import GRACE, Watch, node_status
-from rlframe.engines.logs import NodeLogs, shown
-from rlframe.engines.stopping import leave_terminal, stop_signals
+from rlframe.engines.logs import NodeLogs, show
+from rlframe.engines.stopping import handling, stop_signals
 from rlframe.errors import ProgramError
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.heartbeat import HeartbeatMonitor, interval_of
@@ -116,7 +115,7 @@ class Supervisor:
             ProgramError: a node failed, more often than it may, or before it had saved what it should when the program
                 was stopped, or was killed by a second Ctrl-C; the message has its name and its traceback.
         """
-        with self._signals():
+        with handling((*stop_signals(), STOP_SIGNAL), self._on_signal):
             try:
                 for node in self._nodes:
                     self._start(node)
@@ -267,37 +266,20 @@ class Supervisor:
             running.process.wait()
             running.drain()
 
-    @contextlib.contextmanager
-    def _signals(self) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            del frame
-            if number == signal.SIGHUP:
-                leave_terminal()
-            self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
-
-        before = {number: signal.signal(number, handle) for number in (*stop_signals(), STOP_SIGNAL)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _on_signal(self, number: int) -> None:
+        self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
 
     def _say(self, name: str, text: str) -> None:
         self._logs.warn(name, text)
-        self._write(shown(name, text))
+        self._show(name, text)
 
     def _take_line(self, name: str, text: str) -> None:
         self._logs.write(name, text)
-        self._write(shown(name, text))
+        self._show(name, text)
 
-    def _write(self, text: str) -> None:
-        with self._write_lock, contextlib.suppress(OSError, ValueError):
-            self._output.write(text)
-            self._output.flush()
+    def _show(self, name: str, text: str) -> None:
+        with self._write_lock:
+            show(self._output, name, text)
 
 
 class _Running:
