@@ -9,7 +9,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -23,7 +22,6 @@ from rlframe.engines.logs import show
 from rlframe.interprocess.processes import ProcessId
 from rlframe.transport import DEFAULT, Transport
 
-_SHOW_EVERY = 0.1  # seconds between two looks at the logs
 _AT_ONCE = 1 << 16  # bytes of one log per look, so that one that says much does not hold up the others
 
 WorkerEnv = Mapping[str, str | None]  # environment variables; None: not to be there
@@ -70,24 +68,24 @@ class LocalOperator:
         self._log_dir = logs or self._state_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._output = output if output is not None else sys.stderr
-        self._tail = LogTail(self._output)
+        self._tails: dict[str, LogTail] = {}  # by worker_id
         self._children: dict[WorkerKey, _Child] = {}
         self._told: set[WorkerKey] = set()  # to end
 
     def list(self) -> list[WorkerInfo]:
-        """See `Operator`."""
+        """See `Operator`. Shows what the workers have written as well."""
+        self._show_logs()
         records = {key: child.record for key, child in self._children.items()}
         records |= {record.key: record for record in self._records.all()}
         return [self._seen(record) for record in records.values()]
 
     def start(self, worker: WorkerInfo) -> None:
         """See `Operator`."""
-        path = self._log_dir / f"{worker.role}-{worker.index}.log"
-        self._tail.follow(worker.worker_id, path)
+        self._follow(worker)
         arguments = command(self._state_dir, worker.role, worker.index, worker.incarnation, self._life)
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env[worker.role]}
         try:
-            with open(path, "ab") as log:
+            with open(self._log_file(worker), "ab") as log:
                 popen = subprocess.Popen(
                     arguments,
                     env={name: value for name, value in variables.items() if value is not None},
@@ -112,7 +110,7 @@ class LocalOperator:
                 _signal(worker, signal.SIGCONT)  # one that was stopped would not hear of it
             return
         if worker.health is WorkerHealth.DEAD and worker.problem and key not in self._told:
-            self._tail.last_words(worker.worker_id)  # before this line
+            self._show_logs()  # before this line
             problem = worker.problem.removeprefix(f"{worker.worker_id} ")
             show(self._output, worker.worker_id, f"(incarnation {worker.incarnation}) {problem}")
         self._told.add(key)
@@ -127,10 +125,23 @@ class LocalOperator:
 
     def close(self) -> None:
         """See `Operator`."""
-        self._tail.close()
+        self._show_logs()
+
+    def _log_file(self, worker: WorkerInfo) -> pathlib.Path:
+        return self._log_dir / f"{worker.role}-{worker.index}.log"
+
+    def _follow(self, worker: WorkerInfo) -> LogTail:
+        """What shows the worker's log, from its first call on."""
+        if worker.worker_id not in self._tails:
+            self._tails[worker.worker_id] = LogTail(worker.worker_id, self._log_file(worker), self._output)
+        return self._tails[worker.worker_id]
+
+    def _show_logs(self) -> None:
+        for tail in self._tails.values():
+            tail.show()
 
     def _seen(self, record: WorkerInfo) -> WorkerInfo:
-        self._tail.follow(record.worker_id, self._log_dir / f"{record.role}-{record.index}.log")
+        self._follow(record)
         child = self._children.get(record.key)
         # A process that runs no more may still have threads that do: how it ended is not known before they are gone.
         is_ending = child is not None and _exit_code(child.popen) is None
@@ -142,7 +153,9 @@ class LocalOperator:
         child = self._children.get(info.key)
         # Left a zombie until `end` has killed its session: as long as it is one, nobody else has its number.
         code = None if child is None else _exit_code(child.popen)
-        words = self._tail.last_words(info.worker_id)
+        tail = self._follow(info)
+        tail.show()
+        words = tail.last_line
         said = f" Its last line: {words}" if words else ""
         if code is None:
             return f"{info.worker_id} ended.{said}"
@@ -190,74 +203,33 @@ def _kill_session(worker: WorkerInfo) -> None:
 
 
 class LogTail:
-    """Copies what is appended to files to a stream, each line behind the name of who wrote it.
+    """Copies what is appended to a file to a stream, from now on, each line behind the name of who wrote it.
 
     Args:
+        name: of the worker that writes to the file.
+        path: of the file, which may have yet to be made.
         output: where the lines go.
+
+    Attributes:
+        last_line: that was shown; of a traceback, the error.
     """
 
-    def __init__(self, output: TextIO) -> None:
-        self._output = output
-        self._files: dict[str, _File] = {}
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rlframe worker logs", daemon=True)
-
-    def follow(self, name: str, path: pathlib.Path) -> None:
-        """Shows what is appended to the file from now on; may be repeated."""
-        with self._lock:
-            if not self._files:
-                self._thread.start()
-            if name not in self._files:
-                self._files[name] = _File(path)
-
-    def last_words(self, name: str) -> str:
-        """The last line that this worker wrote; of a traceback, the error."""
-        with self._lock:
-            file = self._files.get(name)
-            if file is None:
-                return ""
-            self._show(name, file)
-            return file.last_line
-
-    def close(self) -> None:
-        """Shows what is left, and stops."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(2.0)
-        self._look()
-
-    def _run(self) -> None:
-        while not self._closed.wait(_SHOW_EVERY):
-            self._look()
-
-    def _look(self) -> None:
-        with self._lock:
-            for name, file in self._files.items():
-                self._show(name, file)
-
-    def _show(self, name: str, file: _File) -> None:
-        for line in file.new_lines():
-            show(self._output, name, line)
-
-
-class _File:
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
+    def __init__(self, name: str, path: pathlib.Path, output: TextIO) -> None:
+        self._name, self._path, self._output = name, path, output
         self._offset = path.stat().st_size if path.exists() else 0
         self._rest = b""
         self.last_line = ""
 
-    def new_lines(self) -> list[str]:
-        """Whole lines that were appended since."""
+    def show(self) -> None:
+        """Shows the whole lines that were appended since."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 new = file.read(_AT_ONCE)
         except OSError:
-            return []
+            return
         self._offset += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
-        texts = [line.decode(errors="replace") for line in lines]
-        self.last_line = next((text for text in reversed(texts) if text.strip()), self.last_line)
-        return texts
+        for text in (line.decode(errors="replace") for line in lines):
+            show(self._output, self._name, text)
+            self.last_line = text if text.strip() else self.last_line
