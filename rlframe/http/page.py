@@ -44,8 +44,8 @@ class Page:
 def _policy(html: str) -> str:
     """Nothing but the page's own script and style, and requests to where it came from."""
     sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
-    for name, tag in (("script", "script"), ("style", "style")):
-        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    for name in ("script", "style"):
+        (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         sources[name] = f"'sha256-{digest}'"
     listed = "; ".join(f"{name}-src {source}" for name, source in sources.items())

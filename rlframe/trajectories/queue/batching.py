@@ -47,7 +47,7 @@ def form(
         if attempt.minimums(shares) and attempt.rest():
             return sorted(attempt.taken, key=lambda taken: taken.unit.id), dropped
         for taken in reversed(attempt.taken):
-            lanes.put_back(*taken)
+            lanes.push(*taken, again=True)
         if len(dropped) == known:
             break
     return None, dropped

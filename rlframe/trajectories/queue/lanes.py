@@ -104,20 +104,16 @@ class Lanes:
         """Of all groups."""
         return (part.id for lane in self for unit in lane.units for part in _unpacked(unit).groups)
 
-    def push(self, env_id: int | None, size: int, unit: QueuedGroup) -> None:
-        """Put a unit behind the others of its lane."""
+    def push(self, env_id: int | None, size: int, unit: QueuedGroup, *, again: bool = False) -> None:
+        """Put a unit behind the others of its lane, or `again`, after it was popped, before them."""
         lane = self._lane(env_id, size)
-        lane.units.append(_packed(unit))
+        if again:
+            lane.units.appendleft(_packed(unit))
+        else:
+            lane.units.append(_packed(unit))
         self._count(lane, 1, len(unit.groups))
-        if len(lane.units) == 1:
+        if again or len(lane.units) == 1:
             self._note_head(lane)
-
-    def put_back(self, env_id: int | None, size: int, unit: QueuedGroup) -> None:
-        """Put a unit that was popped before the others of its lane."""
-        lane = self._lane(env_id, size)
-        lane.units.appendleft(_packed(unit))
-        self._count(lane, 1, len(unit.groups))
-        self._note_head(lane)
 
     def pop(self, lane: Lane) -> QueuedGroup:
         """Take the oldest unit of a lane."""
@@ -138,10 +134,6 @@ class Lanes:
             if lane is not None and lane.head.id == unit_id:
                 return lane
             heapq.heappop(heads)
-
-    def oldest_added(self) -> float | None:
-        """When the unit came that waits longest; None where none waits."""
-        return min((self.oldest(size).head.added_at for size in self.counts), default=None)
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
         """Say how many sequences of a lane are the minimum share of its environment: other envs do not count these."""

@@ -212,7 +212,7 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
 
 def report(epoch: Epoch, now: float, envs: int) -> Report:
     tally = epoch.tally
-    oldest = epoch.lanes.oldest_added()
+    oldest = min((epoch.lanes.oldest(size).head.added_at for size in epoch.lanes.counts), default=None)
     shown = sorted(epoch.envs.latest(envs), key=lambda env: env.env_id)
     return Report(
         **{count.name: getattr(tally, count.name) for count in fields(Counts)},
