@@ -70,12 +70,7 @@ class PackedGroup(PackedArrays, kw_only=True):
     lengths: bytes | _Optional = UNSET
 
 
-REQUIRED = ("tokens", "masks", "scores")
-OPTIONAL = (
-    *("advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs", "overrides"),
-    *("group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"),
-)
-KEYS = REQUIRED + OPTIONAL  # of an item in a batch
+KEYS = tuple(name for name in WireGroup.__struct_fields__ if name != "policy_version")  # of an item in a batch
 
 _json_group = msgspec.json.Decoder(JsonGroup)
 _text_group = msgspec.json.Decoder(TextGroup)
@@ -146,7 +141,7 @@ def _parse_json(body: bytes) -> Parsed:
     except msgspec.DecodeError as error:
         raise explained(error, body, packed=False) from None
     check(group, lengths)
-    absent = [name for name in OPTIONAL if getattr(group, name) is UNSET]
+    absent = [name for name in KEYS if getattr(group, name) is UNSET]
     if absent:
         nulls = "".join(f',"{name}":null' for name in absent)
         body = b"".join((memoryview(body)[:-1], nulls.encode(), b"}"))  # one copy
