@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,8 @@ class BaseClient:
     """
 
     _transport: Callable[..., Any]
+    _send: Callable[[HttpRequest, float], Awaitable[HttpReply | Lost]]  # makes one attempt, of so many seconds
+    _pause: Callable[[float], Awaitable[None]]  # for so many seconds
 
     def __init__(
         self,
@@ -69,13 +71,6 @@ class BaseClient:
     def stop(self) -> None:
         """Nothing is sent from now on: a call ends with the answer to what was sent, or StoppedError."""
         self._stopped.set()
-
-    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | Lost:
-        """Make one attempt, of at most so many seconds."""
-        raise NotImplementedError
-
-    async def _pause(self, seconds: float) -> None:
-        raise NotImplementedError
 
     def _check(self) -> None:
         if self._stopped.is_set():
