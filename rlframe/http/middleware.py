@@ -1,4 +1,4 @@
-"""Middleware before every endpoint: the token, the body within its limits and decompressed, compressed answers.
+"""Middleware before every endpoint: the token, and the body within its limits and decompressed.
 
 Plain ASGI, so that a body is held once, and nothing is in the way of what needs none of it.
 """
@@ -17,19 +17,16 @@ import anyio
 import msgspec
 import zstandard
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MSGPACK = "application/msgpack"
 BODY_DEADLINE = 60.0  # seconds for a request's body to arrive
 BODIES_BYTES = 512 << 20  # of all bodies that are held, as sent and decompressed
-_IN_THREAD = 64 << 10  # bytes of an answer from which on compression leaves the event loop's thread
 _PIECE = 1024  # bytes that are decompressed at once: of zstd they may become 32 MB, of gzip 1 MB
 _PARTS = 10_000  # gzip members or zstd frames of a body
 _PADDING = re.compile(rb"\0*")  # after a part
 _ENCODINGS = 2  # one after the other
-_COMPRESSED = 1000  # bytes of an answer from which on it is compressed
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -173,16 +170,6 @@ class ReadBody:
         # What was announced is read and dropped, so that the sender sees the answer; what has no end is cut off.
         endless = length is None or length > 16 * self._limit
         return _Refused(error, 413, {"Connection": "close"} if endless else None)
-
-
-class Compress(GZipMiddleware):
-    """gzip for answers of 1,000 bytes or more, for those who accept it.
-
-    Level 1: on these numbers a twentieth larger than level 9, in a tenth of the time.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__(app, minimum_size=_COMPRESSED, compresslevel=1, thread_minimum_size=_IN_THREAD)
 
 
 class _Refused(Exception):
