@@ -47,7 +47,6 @@ class Store(Protocol):
             UnavailableError: too much waits to be written, or the store is closed.
             StoreError: the store failed before.
         """
-        ...
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         """The first `limit` records at positions above `after`, whoever appended them, with these positions.
@@ -56,15 +55,12 @@ class Store(Protocol):
             RecordsDroppedError: some of them went with a snapshot.
             StoreError: the log ends before `after`, or is no longer the one that was read: the store lost records.
         """
-        ...
 
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
         """The payloads stored under these positions. None: there was none, it was forgotten, or it is damaged."""
-        ...
 
     def forget(self, positions: Iterable[int]) -> None:
         """Drop payloads; their space is used again. Does not wait, and may be undone by a crash: see `held`."""
-        ...
 
     def held(self) -> list[int]:
         """The positions of all payloads, ascending.
@@ -72,22 +68,18 @@ class Store(Protocol):
         Whoever has replayed the log up to a position forgets those up to it that its state does not need: what a crash
         left behind.
         """
-        ...
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
         """Keep `state`, which is what the records up to `position` lead to. These records may then be dropped.
 
         One that is not newer than the last is ignored. Payloads are not touched. Resolved when it is durable.
         """
-        ...
 
     def load(self) -> tuple[int, bytes] | None:
         """The last snapshot's position and state; None if there is none. `read(after=position)` goes on from it."""
-        ...
 
     def close(self) -> None:
         """Write what was appended, and let go of everything. May be called again."""
-        ...
 
 
 class SharedStore(Store, Protocol):
@@ -99,7 +91,6 @@ class SharedStore(Store, Protocol):
         Raises:
             PeerError: the store did not answer, again and again.
         """
-        ...
 
 
 def check_range(after: int, first: int | None, last: int, name: str) -> None:
