@@ -68,7 +68,7 @@ def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) ->
 
     What was there under these names is replaced, each file at once.
     """
-    save_file = _safetensors("numpy").save_file
+    save_file = _safetensors().numpy.save_file
     folder = Path(folder)
     fields = json.dumps(config.to_json(), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,8 +173,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _safetensors(module: str = "") -> Any:
+def _safetensors() -> Any:
     with extras.needed("A published model", "lm"):
         import safetensors
         import safetensors.numpy
-    return getattr(safetensors, module) if module else safetensors
+    return safetensors

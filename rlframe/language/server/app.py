@@ -92,7 +92,7 @@ def make_app(server: PolicyServer) -> FastAPI:
     @app.get("/v1/policy", tags=["server"])
     async def policy() -> Response:
         """The version that answers, and how far it is behind the learner's; `problem` says why it is not followed."""
-        return answer({"model": cfg.model_name, **server.stats(), "problem": server.problem or None})
+        return answer({"model": cfg.model_name, **server.stats()})
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from rlframe.language.model.tokenizers import Tokenizer
@@ -21,6 +22,8 @@ class Replies:
 
     prefix = ""  # of the id
     kinds = ("", "")  # of a whole answer and of an event
+    _content: Callable[[AnswerPiece, bool, bool], dict[str, Any]]  # of a piece: streamed or not, the first or not
+    _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
     def __init__(self, request: CompletionRequest | ChatRequest, asked: Asked, tokenizer: Tokenizer) -> None:
         self._request, self._asked, self._tokenizer = request, asked, tokenizer
@@ -84,12 +87,6 @@ class Replies:
             if first:
                 choice["prompt_token_ids"] = self._asked.prompts[piece.index // self._asked.n]
         return choice
-
-    def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
-        raise NotImplementedError
 
     def _name(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)

@@ -164,6 +164,7 @@ class PolicyServer:
 
         Beside those of `DecodeEngine.stats`: learner_version (-1: not known), versions_behind, refreshes, and in
         seconds since_refresh (the parameters are that old here) and since_learner (since it was heard of); None: never.
+        And problem: why the learner is not followed just now; None while it is.
         """
         now, engine, heard = time.monotonic(), self._engine, self._refresher.heard_at
         counts = engine.stats() if engine is not None else {"version": -1}
@@ -174,12 +175,8 @@ class PolicyServer:
             "refreshes": self._refreshes,
             "since_refresh": None if engine is None else now - self._taken_at,
             "since_learner": None if heard is None else now - heard,
+            "problem": self._refresher.problem or None,
         }
-
-    @property
-    def problem(self) -> str:
-        """Why the learner is not followed just now; empty while it is."""
-        return self._refresher.problem
 
     def _take(self, version: int, params: Params) -> None:
         known, self._seen = self._seen, version
