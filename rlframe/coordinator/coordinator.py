@@ -113,8 +113,7 @@ class Coordinator:
             ev.Row: self._write_row,
             ev.Over: self._finish,
         }
-        scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness)
-        self._watch = Watch(scaling)
+        self._watch = Watch(Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness))
         self._rates = statuses.Rates()
         self._published = self._job.accounts.to_json()
         self._journaled_at = 0.0

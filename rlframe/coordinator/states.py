@@ -63,7 +63,7 @@ _J, _T, _W = JobState, TaskState, WorkerState
 _ENDS = {_J.DRAINING, _J.FAILED}
 _LIVE = {_W.SUSPECT, _W.LOST, _W.DRAINING, _W.GONE}
 
-_AFTER: dict[enum.Enum, set[Any]] = {
+TRANSITIONS: dict[enum.Enum, set[Any]] = {
     _J.INIT: {_J.CONNECTING, *_ENDS},
     _J.CONNECTING: {_J.WAITING, *_ENDS},
     _J.WAITING: {_J.RUNNING, _J.PAUSED, *_ENDS},
@@ -91,7 +91,6 @@ _AFTER: dict[enum.Enum, set[Any]] = {
     _W.LOST: set(),
     _W.GONE: set(),
 }
-TRANSITIONS = {state: frozenset(after) for state, after in _AFTER.items()}
 
 
 def is_over(state: enum.Enum) -> bool:

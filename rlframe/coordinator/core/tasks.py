@@ -60,12 +60,8 @@ class Task:
     def from_json(cls, saved: dict[str, Any]) -> Task:
         """As it was; whoever was at it has yet to say that it still is."""
         state = TaskState(saved["state"])
-        values = {
-            **saved,
-            "start": StartTask(**saved["start"]),
-            "state": state if is_over(state) or saved["has_result"] else TaskState.PENDING,
-        }
-        return cls(**values)
+        state = state if is_over(state) or saved["has_result"] else TaskState.PENDING
+        return cls(**{**saved, "start": StartTask(**saved["start"]), "state": state})
 
 
 class Tasks:

@@ -55,16 +55,14 @@ class WorkerServer:
     """
 
     def __init__(self, worker: Any, transport: Transport = DEFAULT, address: str | None = None) -> None:
-        self._in_flight, self._last_call = 0, time.monotonic()
-        self._lock = threading.Lock()
+        self._last_call = time.monotonic()
         methods = {name: self._noticed(getattr(worker, name)) for name in CALLS if hasattr(worker, name)}
         self._server = transport.serve(methods, address)
         self.address = self._server.address
 
     def silent_for(self) -> float:
-        """Seconds since somebody called, or began to be served."""
-        with self._lock:
-            return 0.0 if self._in_flight else time.monotonic() - self._last_call
+        """Seconds since somebody called, or could: no call takes longer than the answers to it are waited for."""
+        return time.monotonic() - self._last_call
 
     def stop(self) -> None:
         """Serves no more."""
@@ -73,14 +71,8 @@ class WorkerServer:
     def _noticed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                self._in_flight += 1
-            try:
-                return call(*args, **kwargs)
-            finally:
-                with self._lock:
-                    self._in_flight -= 1
-                    self._last_call = time.monotonic()
+            self._last_call = time.monotonic()
+            return call(*args, **kwargs)
 
         return wrapped
 
