@@ -53,8 +53,7 @@ class AsyncEnv(PoolHandle):
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         """Waits for `wait_num` environments: (env_ids [wait_num] int32, their timesteps [wait_num, ...])."""
-        if self._closed:
-            self._check_open()
+        self._check_open()
         if not self._started:
             self._pool.start()
             self._started = True
@@ -73,8 +72,7 @@ class AsyncEnv(PoolHandle):
 
         Ids and actions that do not fit (see `rlframe.envs.checks`) are refused before anything is sent.
         """
-        if self._closed:
-            self._check_open()
+        self._check_open()
         env_ids = np.asarray(env_ids)
         if env_ids.ndim != 1 or env_ids.dtype.kind not in "iu":
             raise UsageError(f"'env_ids' must be [n] integers, got {env_ids.dtype} of shape {env_ids.shape}.")

@@ -83,8 +83,7 @@ class SyncEnv(PoolHandle):
 
         Actions that do not fit (see `rlframe.envs.checks`) are refused before any environment steps.
         """
-        if self._closed:
-            self._check_open()
+        self._check_open()
         timestep = self._pool.step(self._check_actions(actions, self.num_envs))
         return timestep if self._check_finite is None else self._check_finite(timestep)
 

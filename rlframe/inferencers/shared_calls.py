@@ -89,16 +89,11 @@ class InferencerClient:
             if not all(isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows for leaf in leaves):
                 return None  # a mistake, which the inferencer has words for
             here = CallMemory(None, rows, treedef.unflatten([leaf[:0] for leaf in leaves]), self._answer)
-            self._can_share = self._show(here)
+            self._can_share = self._client.call("share_calls", here.name, here.capacity, here.request, here.answer)
             if not self._can_share:
                 return None
             self._memory = here
         return here.write(leaves, rows)
-
-    def _show(self, here: CallMemory) -> bool:
-        if self._method == "inference":
-            return False
-        return self._client.call("share_calls", here.name, here.capacity, here.request, here.answer)
 
     def _note(self, given: Answer | str) -> Answer:
         answer: Answer = _given(given)
@@ -111,12 +106,9 @@ class InferencerClient:
         try:
             return slot.read(_given(version()))
         except Exception:
-            self._forget(slot)
+            if self._memory is slot.memory:
+                self._memory = None
             raise
-
-    def _forget(self, slot: _Slot) -> None:
-        if self._memory is slot.memory:
-            self._memory = None
 
 
 def _given(answer: Any) -> Any:
