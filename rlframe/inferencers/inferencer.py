@@ -70,7 +70,6 @@ class Inferencer:
         self._acting: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
         self._output_packings: dict[int, Packing] = {}  # by batch size
-        self._stream_of: tuple[Any, int] = (None, 0)  # (env_ids, the stream of random numbers that they have)
         self._lock = threading.Lock()  # of calls that are not a service's
         self._counting = threading.Lock()  # no two calls draw the same random numbers
         self._batcher: Batcher | None = None  # while it is a service, and after
@@ -273,12 +272,10 @@ class Inferencer:
         with self._counting:
             self._calls += 1
             calls = self._calls
-        stream_of = self._stream_of
-        if env_ids is not stream_of[0]:
-            # Inferencers of one seed would draw the same numbers for all actors. A rank's stream is that of rank 0,
-            # this far ahead: strides by the golden ratio keep any number of ranks apart.
-            stream_of = self._stream_of = env_ids, int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
-        call = np.uint32((calls + stream_of[1]) & 0xFFFFFFFF)
+        # Inferencers of one seed would draw the same numbers for all actors. A rank's stream is that of rank 0, this far
+        # ahead: strides by the golden ratio keep any number of ranks apart.
+        ahead = int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
+        call = np.uint32((calls + ahead) & 0xFFFFFFFF)
         version, params = self._acting
         with COMPUTING:
             packed = self._act(self._rng, call, params, timestep, state)
