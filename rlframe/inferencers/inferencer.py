@@ -272,8 +272,8 @@ class Inferencer:
         with self._counting:
             self._calls += 1
             calls = self._calls
-        # Inferencers of one seed would draw the same numbers for all actors. A rank's stream is that of rank 0, this far
-        # ahead: strides by the golden ratio keep any number of ranks apart.
+        # Inferencers of one seed would draw the same numbers for all actors. A rank's stream is that of rank 0, this
+        # far ahead: strides by the golden ratio keep any number of ranks apart.
         ahead = int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
         call = np.uint32((calls + ahead) & 0xFFFFFFFF)
         version, params = self._acting
