@@ -77,6 +77,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             incarnation = self._incarnations[rank]
             self._writers.put(store.open(rank, incarnation, num_envs, origin=len(self._origins)))
             self._origins.append((rank, incarnation))
+            store.marks_origin = len(self._origins) > 1
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         with self._lock:
@@ -331,6 +332,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]
+            store.marks_origin = len(self._origins) > 1
             self._sampled, self._steps = state["sampled"], state["steps"]
             self._added.notify_all()
 

@@ -87,6 +87,7 @@ class SegmentWriter:
             return memory.arrays[name][first : first + slots]
 
         self._store = StepStore(spec, step_spec, timeline, self._log, num_envs, allocate=part)
+        self._store.marks_origin = incarnation > 0 or self.epoch > 0  # slots hold 0 otherwise
         self.writer = self._store.open(rank, incarnation, num_envs, origin=incarnation)
         self._steps = now.steps
 

@@ -38,6 +38,7 @@ class StepStore:
         items: actions, rewards and what else an item is made of.
         observations: each once.
         origin: [slots] int32, which of the (rank, incarnation)s wrote the slot.
+        marks_origin: whether `origin` must be written.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class StepStore:
         self._layouts = {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
         self.observations = TreeStore(self._layouts["observation"], timeline, allocate, single_frame, num_envs)
         self.origin = allocate("origin", (timeline.slots,), np.dtype(np.int32))
+        self.marks_origin = False
         self._outputs = OutputArrays()
 
     @classmethod
@@ -131,7 +133,8 @@ class StepStore:
         low = first % timeline.slots
         fits = low + count <= timeline.slots
         index = slice(low, low + count) if fits else timeline.index(first, count)
-        self.origin[index] = writer.origin
+        if self.marks_origin:
+            self.origin[index] = writer.origin
         return first, index
 
     def read(self, slots: np.ndarray) -> tuple[Any, np.ndarray]:
