@@ -21,7 +21,11 @@ _PUBLIC = {
     "ReverbReplayBuffer": "rlframe.replay.reverb",
     "SharedMemReplayBuffer": "rlframe.replay",
     "SyncEnv": "rlframe.envs",
+    "evaluate": "rlframe.programs.evaluation",
+    "export": "rlframe.programs.trained",
     "launch": "rlframe.engines.launching.launcher",
+    "load": "rlframe.programs.trained",
+    "train": "rlframe.programs.api",
 }
 
 __all__ = list(_PUBLIC)

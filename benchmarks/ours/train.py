@@ -133,7 +133,7 @@ def main() -> None:
     described = experiment(args.experiment, args.seed, args.steps, args.log_every, args.solve_every, args.total)
     watch = Watch(args.warm_up, bool(args.solve_every))
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(Solved):
-        train(described, run_dir=os.path.join(directory, "run"), callback=watch)
+        train(described, run_dir=os.path.join(directory, "run"), callbacks=[watch])
     result: dict[str, Any] = {"steps": watch.last.steps}
     if args.solve_every:
         result.update(evaluated=watch.evaluated, last_100=watch.last_100)

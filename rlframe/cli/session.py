@@ -11,8 +11,9 @@ from typing import Any
 from rlframe import extras
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
-from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
+from rlframe.metrics import Logger, TrackioLogger, WandbLogger
 from rlframe.programs import naming
+from rlframe.programs.api import progress_of
 from rlframe.programs.control import Control
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.jsonable import to_jsonable
@@ -33,11 +34,7 @@ def run_session(experiment: Experiment, session: SessionOptions, preset: Preset 
     profile = None
     if session.profile or session.profile_trace:
         profile = Profile(os.fspath(directory.path / "trace") if session.profile_trace else None)
-    progress = None
-    if not session.quiet:
-        title = f"{experiment.agent.rpartition(':')[2]} on {experiment.env}"
-        until = min(session.stop_at or experiment.steps, experiment.steps)
-        progress = TerminalLogger(until + experiment.topology.steps_before(experiment), title=title)
+    progress = None if session.quiet else progress_of(experiment, session.stop_at)
     try:
         result = train(
             experiment,

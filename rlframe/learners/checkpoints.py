@@ -81,21 +81,27 @@ class Checkpointer:
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another agent or network.
         """
-        steps = self.steps()
-        if not steps:
-            raise CheckpointError(f"There is no checkpoint in {self.directory}. Start the run without resuming.")
-        step = steps[-1] if step is None else step
+        step = self._existing(step)
         leaves, extras = self._read(step)
         self._check(template, leaves, step)
         return jax.tree.unflatten(jax.tree.structure(template), leaves), extras
 
-    def extras(self, step: int) -> Any:
-        """Reads the checkpoint of `step` in full, for the extras saved with it.
+    def extras(self, step: int | None = None) -> Any:
+        """Reads the checkpoint of `step` (the latest one by default) in full, for the extras saved with it.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: there is none, or it is damaged.
         """
-        return self._read(step)[1]
+        return self._read(self._existing(step))[1]
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"There is no checkpoint in {self.directory}. Start the run without resuming.")
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps))
+            raise CheckpointError(f"There is no checkpoint {step} in {self.directory}; there are {there}.")
+        return steps[-1] if step is None else step
 
     def _read(self, step: int) -> tuple[list[np.ndarray], Any]:
         import orbax.checkpoint as ocp

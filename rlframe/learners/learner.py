@@ -297,7 +297,10 @@ class Learner:
             check_params(tree[0], self._learner_steps, self._last_good)
             counters = {"learner_steps": self._learner_steps, "version": self.params_version}
             self._may_write()
-            self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "extras": extras})
+            specs = self._agent.observation_spec, self._agent.action_spec  # to act by it without an environment
+            self._checkpointer.save(
+                self._learner_steps, tree, {"counters": counters, "specs": specs, "extras": extras}
+            )
             if final:
                 self._versions.release()
 

@@ -1,4 +1,4 @@
-"""Live progress for a person, on stderr: two lines redrawn in place, or plain lines where it is no terminal."""
+"""Live progress for a person, on stderr: redrawn in place in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class TerminalLogger:
         total_steps: where the run ends; None shows neither bar nor time left.
         title: what is being trained, `"PPO on CartPole-v1"`.
         file: where to; stderr.
-        seconds_between_lines: how often a line is printed where `file` is not a terminal. Evaluations always are.
+        seconds_between_lines: how often a line is printed where `file` is neither a terminal nor a notebook's.
+            Evaluations always are.
     """
 
     def __init__(
@@ -56,7 +57,10 @@ class TerminalLogger:
         self._next_drawing = self._started
         self._drawn_step = 0
         self._live = _Live(self._file) if self._file.isatty() else None
-        self._pause = seconds_between_lines if self._live is None else _SECONDS_BETWEEN_DRAWINGS
+        self._is_in_notebook = type(self._file).__module__.startswith("ipykernel.")
+        is_redrawn = self._live is not None or self._is_in_notebook
+        self._pause = _SECONDS_BETWEEN_DRAWINGS if is_redrawn else seconds_between_lines
+        self._width = 0  # of what a notebook shows
         if self._live is not None:
             self._draw()
 
@@ -78,6 +82,9 @@ class TerminalLogger:
         if self._live is not None:
             self._live.close()
             self._live = None
+        if self._width:
+            print(file=self._file, flush=True)
+            self._width = 0
 
     def _draw(self) -> None:
         self._drawn_step = self._step
@@ -86,7 +93,10 @@ class TerminalLogger:
         else:
             facts = "  ".join(f"{label} {value}" for label, value in self._facts())
             title = f"{self._title}: " if self._title else ""
-            print(f"{title}{facts}  time {self._times()}", file=self._file, flush=True)
+            line = f"{title}{facts}  time {self._times()}"
+            if self._is_in_notebook:  # which takes what follows a carriage return to the beginning of the line
+                line, self._width = f"\r{line.ljust(self._width)}", len(line)
+            print(line, end="" if self._is_in_notebook else "\n", file=self._file, flush=True)
 
     def _facts(self) -> list[tuple[str, str]]:
         """(label, value) of everything there is to show, in order."""

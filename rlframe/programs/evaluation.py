@@ -10,12 +10,11 @@ from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
-from rlframe.errors import UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import STARTING
-from rlframe.programs.experiment import Experiment, load_experiment
-from rlframe.programs.restored import Restored
-from rlframe.programs.run_dir import RunDir
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.restored import restored
+from rlframe.programs.run_dir import RunDir, open_run
 from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.programs.video import Film
 from rlframe.types import Logs
@@ -74,7 +73,7 @@ def evaluate(run_dir: str | os.PathLike, *, episodes: int = 20, seed: int | None
         UsageError: there is no run in the directory.
         CheckpointError: it has no checkpoint, or a damaged one.
     """
-    directory, experiment = _open(run_dir)
+    directory, experiment = open_run(run_dir)
     seed = experiment.seed if seed is None else seed
     with contextlib.closing(_make_pool(experiment.synchronous, episodes, seed)) as pool:
         return _play(directory, experiment, pool, episodes, seed)
@@ -96,24 +95,12 @@ def record(run_dir: str | os.PathLike, path: str | os.PathLike, *, episodes: int
         UsageError: the environment does not render, or a package that is needed is missing.
         CheckpointError: the run has no checkpoint, or a damaged one.
     """
-    directory, experiment = _open(run_dir)
+    directory, experiment = open_run(run_dir)
     seed = experiment.seed if seed is None else seed
     with Film(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         result = _play(directory, experiment, pool, episodes, seed)
     return {**result, "frames": film.frames}
-
-
-def _open(run_dir: str | os.PathLike) -> tuple[RunDir, Experiment]:
-    directory = RunDir(run_dir)
-    directory.check_holds_run()
-    experiment = load_experiment(directory.config)
-    if experiment.topology.learns_from != "steps":
-        raise UsageError(
-            f"The run in {run_dir} is of a language model. Serve it (rlframe serve policy --run-dir {run_dir}), and "
-            "have its environment ask it: python ENV_FILE.py evaluate --openai.base_url http://localhost:8001/v1"
-        )
-    return directory, experiment
 
 
 def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
@@ -125,5 +112,5 @@ def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
 
 def _play(directory: RunDir, experiment: Experiment, pool: Any, episodes: int, seed: int) -> Logs:
     agent = make_agent(experiment, pool.observation_spec, pool.action_spec)
-    inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, Restored(agent, directory))
+    inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, restored(agent, directory))
     return Evaluator(pool, inferencer, episodes, seed=seed).evaluate()

@@ -18,7 +18,7 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs import run_lock
-from rlframe.programs.experiment import Experiment, save_experiment
+from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
 
 CHECKPOINTS_KEPT = 3
@@ -104,6 +104,19 @@ class RunDir:
             write_atomically(self.result, json.dumps(result.to_json()), "\n")
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
+
+
+def open_run(run_dir: str | os.PathLike[str]) -> tuple[RunDir, Experiment]:
+    """The directory of a run that plays games, and its experiment. Raises UsageError if there is none."""
+    directory = RunDir(run_dir)
+    directory.check_holds_run()
+    experiment = load_experiment(directory.config)
+    if experiment.topology.learns_from != "steps":
+        raise UsageError(
+            f"The run in {run_dir} is of a language model. Serve it (rlframe serve policy --run-dir {run_dir}), and "
+            "have its environment ask it: python ENV_FILE.py evaluate --openai.base_url http://localhost:8001/v1"
+        )
+    return directory, experiment
 
 
 def rows_after(path: pathlib.Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:

@@ -47,7 +47,7 @@ def train(
     resume_from: int | None = None,
     take_over: bool = False,
     stop_at: int | None = None,
-    callback: Callable[[int, dict[str, Any]], Any] | None = None,
+    callbacks: Iterable[Callable[[int, dict[str, Any]], Any]] = (),
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
     progress: Logger | None = None,
     profile: Profile | None = None,
@@ -67,7 +67,7 @@ def train(
         resume_from: the checkpoint to go on from, by its name; newer ones are moved aside. None: the newest.
         take_over: end the process that writes to `run_dir` now, if there is one, and go on in its place.
         stop_at: the step at which this session stops and saves; schedules still end at `experiment.steps`.
-        callback: `callback(step, values)` is called with each row of the logs.
+        callbacks: each is called as `callback(step, values)` with each row of the logs.
         open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
         progress: a logger that is also written to, without values, a few times a second, by a single process.
         profile: measures where the time of a single process goes.
@@ -100,7 +100,7 @@ def train(
         if not resume:
             undo.callback(directory.remove)  # until its nodes are made
             directory.write_config(experiment, notes or {})  # first: a run that is killed early can be resumed
-        loggers = [*([progress] if progress else []), *([CallbackLogger(callback)] if callback else [])]
+        loggers = [*([progress] if progress else []), *map(CallbackLogger, callbacks)]
         run = Run(
             experiment,
             make_agent(experiment),

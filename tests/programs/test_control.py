@@ -144,7 +144,7 @@ def test_a_single_process_serves_while_it_trains(tmp_path):
             return http.get("/status").json()["job"]
 
     described = make_experiment("dqn", steps=300, num_envs=2, log_every=100, eval_episodes=1, min_replay_size=100)
-    train(described, run_dir=tmp_path / "run", callback=look, control=Control())
+    train(described, run_dir=tmp_path / "run", callbacks=[look], control=Control())
     assert seen[0]["state"] == "RUNNING" and seen[0]["topology"] == "single_process"
     assert not (tmp_path / "run/control.json").exists()
 

@@ -26,7 +26,7 @@ def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_dis
             steps["free"] = Checkpointer(run_dir / "checkpoints").steps()
             small_disk.free()
 
-    result = train(ppo(steps=900, checkpoint_every=100, log_every=50), run_dir=run_dir, callback=look)
+    result = train(ppo(steps=900, checkpoint_every=100, log_every=50), run_dir=run_dir, callbacks=[look])
     assert steps["free"] == steps["full"] and len(steps["full"]) > 0
     assert Checkpointer(run_dir / "checkpoints").steps()[-1] == result.learner_steps > steps["full"][-1]
     warnings = [record.getMessage() for record in caplog.records]
@@ -44,7 +44,7 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before
 
     described = make(steps=400, checkpoint_every=100, log_every=50)
     with pytest.raises(CheckpointError) as caught:
-        train(described, run_dir=run_dir, callback=look)
+        train(described, run_dir=run_dir, callbacks=[look])
     newest = Checkpointer(run_dir / "checkpoints").steps()[-1]
     text = f"What was saved last is {run_dir}/checkpoints/{newest}. Go on from there: rlframe train --resume"
     assert text in str(caught.value) and caught.value.exit_code == 1

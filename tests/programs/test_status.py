@@ -101,7 +101,7 @@ def test_a_single_process_has_a_status_while_it_runs_and_after(tmp_path, capsys)
     seen = []
     described = make_experiment("dqn", steps=300, num_envs=1, log_every=100, eval_episodes=1, min_replay_size=100)
     look = lambda *_: seen.append(StatusReader(tmp_path / "run")())  # noqa: E731
-    train(described, run_dir=tmp_path / "run", callback=look)
+    train(described, run_dir=tmp_path / "run", callbacks=[look])
     assert {one["job"]["state"] for one in seen} == {"RUNNING"} and seen[0]["job"]["topology"] == "single_process"
     assert [one["worker_id"] for one in seen[0]["workers"]] == ["train"]
     assert main(["status", str(tmp_path / "run")]) == 0

@@ -1,0 +1,174 @@
+"""`rlframe.train`, `load` and `export`: a policy acts without its environment, as `rlframe evaluate` has it act."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import rlframe
+from rlframe.actors.actor import env_seed
+from rlframe.actors.evaluator import EVALUATOR_RANK
+from rlframe.agents.networks import NatureCNNConfig
+from rlframe.errors import CheckpointError, UsageError
+from rlframe.programs import naming
+from rlframe.programs.experiment import make_experiment
+from rlframe.programs.run_dir import RunDir
+from rlframe.types import FIRST, LAST
+from tests.programs.running import ROOT
+
+EPISODES, SEED = 3, 5
+SMALL_CNN = NatureCNNConfig(channels=(4,), kernels=(8,), strides=(4,), hidden=(16,))
+IMAGES = """
+import gymnasium
+import numpy as np
+
+class Images(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 255, (36, 36, 1), np.uint8)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observation_space.sample() * 0 + self.np_random.integers(256, dtype=np.uint8), {}
+
+    def step(self, action):
+        self.steps += 1
+        image = np.full((36, 36, 1), 80 * action + self.steps, np.uint8)
+        return image, float(action == self.steps % 3), False, self.steps == 20, {}
+
+def make_env():
+    return Images()
+"""
+CARTPOLE = "gymnasium:CartPole-v1"
+RUNS = {
+    "ppo": ("ppo", CARTPOLE, {"unroll_length": 32, "num_epochs": 1}),
+    "repeating dqn": ("dqn", CARTPOLE, {"min_replay_size": 100, "exploration_duration_exponent": 2.0}),
+    "impala": ("impala", CARTPOLE, {"unroll_length": 16, "batch_size": 4}),
+    "a file's": (f"{ROOT}/examples/custom_agent.py:Reinforce", CARTPOLE, {}),
+    "images": ("dqn", "images.py:make_env", {"min_replay_size": 100, "network_config": SMALL_CNN}),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request, tmp_path_factory):
+    """A short run of an agent, and its environment's name."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "images.py").write_text(IMAGES)
+    agent, env, options = RUNS[request.param]
+    if env != CARTPOLE:
+        env, options = f"{folder}/{env}", {**options, "network": "nature_cnn"}
+    common = {"steps": 600, "num_envs": 4, "preset": "none", "eval_episodes": 2, "quiet": True}
+    rlframe.train(agent, env, run_dir=folder / "run", **common, **options)
+    return folder / "run", env
+
+
+def played(env, act):
+    """The return of the first episode in each of `EPISODES` environments, which are those of an evaluation."""
+    pool = rlframe.SyncEnv(naming.env_name_or_builder(env), EPISODES, "loop", seed=env_seed(SEED, EVALUATOR_RANK))
+    timestep, returns, over = pool.reset(), np.zeros(EPISODES), np.zeros(EPISODES, bool)
+    while not over.all():
+        timestep = pool.step(act(timestep.observation, timestep.step_type == FIRST))
+        returns += np.where(over, 0.0, timestep.reward)
+        over |= timestep.step_type == LAST
+    pool.close()
+    return returns
+
+
+def test_a_policy_acts_as_evaluate_has_it_act(run):
+    path, env = run
+    policy = rlframe.load(path)
+
+    def act(observation, begins):
+        if not begins.all():
+            policy.reset(begins)
+        return policy.act(observation)
+
+    expected = rlframe.evaluate(path, episodes=EPISODES, seed=SEED)
+    np.testing.assert_array_equal(np.sort(played(env, act)), np.sort(expected["returns"]))
+    assert policy.version == expected["params_version"] > 1
+
+
+def test_what_is_exported_acts_as_the_policy(run, tmp_path):
+    path, env = run
+    policy = rlframe.load(path)
+    file = rlframe.export(path, tmp_path / "policy.stablehlo")
+    loaded = jax.export.deserialize(file.read_bytes())
+    state = jax.tree.map(np.asarray, policy.agent.initial_state(EPISODES))
+    observations, actions = [], []
+
+    def act(observation, begins):
+        nonlocal state
+        action, state = loaded.call(observation, begins, state, np.uint32(len(actions)))
+        observations.append(observation)
+        actions.append(np.asarray(action))
+        return actions[-1]
+
+    played(env, act)
+    for observation, action in zip(observations[:30], actions):
+        policy.reset()
+        np.testing.assert_array_equal(policy.act(observation), action)
+
+
+def test_one_observation_and_a_batch_of_it_give_the_same_action(run):
+    path, _ = run
+    policy = rlframe.load(path)
+    spec = policy.agent.observation_spec
+    observations = np.random.default_rng(0).integers(0, 100, (5, *spec.shape)).astype(spec.dtype)
+    batch = policy.act(observations)
+    assert batch.shape == (5,) and batch.dtype == policy.agent.action_spec.dtype
+    for observation, action in zip(observations, batch):
+        policy.reset()
+        single = policy.act(observation)
+        assert np.shape(single) == () and single == action
+    with pytest.raises(UsageError, match="acts in 1 environments, got observations of 5: call reset"):
+        policy.act(observations)
+    policy.reset()
+    with pytest.raises(UsageError, match=rf"of {spec.dtype} and shape .*one or a batch of them; got .* \(7,\)"):
+        policy.act(np.zeros(7, spec.dtype))
+    with pytest.raises(UsageError, match="was trained on observations like"):
+        policy.act({"position": observations})
+
+
+def test_exploration_draws_and_its_state_is_kept(tmp_path):
+    rlframe.train("dqn", CARTPOLE, run_dir=tmp_path / "run", steps=300, num_envs=4, preset="none", quiet=True,
+                  min_replay_size=100, epsilon_end=1.0, exploration_duration_exponent=2.0, eval_episodes=1)  # fmt: skip
+    policy = rlframe.load(tmp_path / "run")
+    observation = np.zeros((64, 4), np.float32)
+    drawn = [policy.act(observation, greedy=False) for _ in range(3)]
+    assert len(set(drawn[0].tolist())) == 2
+    assert policy.state.action.shape == (64,) and (drawn[1][policy.state.steps_left > 0] >= 0).all()
+    kept = policy.state
+    again = policy.act(observation, state=kept._replace(steps_left=np.full(64, 9, np.int32)), greedy=False)
+    np.testing.assert_array_equal(again, kept.action)  # it repeats the actions that it is told it took
+
+
+def test_checkpoints_by_name_and_what_is_not_there(tmp_path):
+    values = []
+    result = rlframe.train("ppo", CARTPOLE, run_dir=tmp_path / "run", steps=512, num_envs=4, preset="none",
+                           unroll_length=16, checkpoint_every=256, eval_episodes=1, quiet=True,
+                           callbacks=[lambda step, row: values.append(row)])  # fmt: skip
+    assert result.env_steps >= 512 and any("loss" in row for row in values)
+    steps = sorted(int(path.name) for path in RunDir(tmp_path / "run").checkpoints.iterdir() if path.name.isdigit())
+    versions = [rlframe.load(tmp_path / "run", step).version for step in steps]
+    assert versions == sorted(set(versions)) and rlframe.load(tmp_path / "run").version == versions[-1]
+    with pytest.raises(CheckpointError, match=f"There is no checkpoint 99999 .*; there are {steps[0]}"):
+        rlframe.load(tmp_path / "run", 99999)
+    with pytest.raises(UsageError, match="There is no run in"):
+        rlframe.load(tmp_path)
+    more = rlframe.train(run_dir=tmp_path / "run", resume=True, steps=700, quiet=True)
+    assert more.env_steps >= 700 and more.learner_steps > result.learner_steps
+
+
+def test_bad_input_to_train_is_named(tmp_path):
+    with pytest.raises(UsageError, match="agent is a name, or file.py:NAME"):
+        rlframe.train(rlframe.Agent)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="resume needs run_dir"):
+        rlframe.train(resume=True)
+    with pytest.raises(UsageError, match=r"There is no field 'stepz' in an experiment with ppo\. .*steps"):
+        rlframe.train("ppo", stepz=3)
+    directory = RunDir(tmp_path / "run")
+    directory.create()
+    directory.write_config(make_experiment("ppo"), {})
+    with pytest.raises(UsageError, match="stepz cannot be changed in a run that goes on"):
+        rlframe.train(run_dir=tmp_path / "run", resume=True, stepz=3)
