@@ -1,0 +1,67 @@
+"""Pages of the docs that a reader follows from top to bottom: all their code runs, in an empty folder, and learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+RLFRAME = [sys.executable, "-m", "rlframe"]
+
+
+def follow(page: str, folder: pathlib.Path) -> str:
+    """What the page's code prints: files are written, commands run, and other Python is one script."""
+    script, out = "", ""
+    for kind, block in re.findall(r"^```(python|console)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE):
+        if named := re.match(r"# (\w+\.py)\n", block):
+            (folder / named[1]).write_text(block)
+        elif kind == "python":
+            script += block
+        else:
+            for line in re.findall(r"^\$ rlframe (.*)", block, re.MULTILINE):
+                out += run([*RLFRAME, *line.split()], folder)
+    return out + (run([sys.executable, "-c", script], folder) if script else "")
+
+
+def run(command: list[str], folder: pathlib.Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280.0)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+def evaluated(run_dir: pathlib.Path) -> float:
+    """The return of a run's last evaluation."""
+    assert (run_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["return_mean"] for row in rows if "return_mean" in row][-1]
+
+
+@pytest.mark.system
+def test_the_page_about_python_trains_and_acts(tmp_path):
+    lines = follow("api.md", tmp_path).splitlines()
+    assert float(lines[0].split()[0]) > 150.0 and lines[0].endswith("see runs/first/learning_curve.png")
+    assert evaluated(tmp_path / "runs" / "first") > 150.0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.system
+def test_the_environment_of_its_page_is_learned(tmp_path):
+    follow("own-environment.md", tmp_path)
+    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # by chance 1 / 7; by standing still as well
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "catch" / "metrics.jsonl").read_text().splitlines()]
+    assert any("env/caught" in row for row in rows)
+    assert (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.system
+def test_the_network_of_its_page_learns(tmp_path):
+    follow("own-network.md", tmp_path)
+    assert evaluated(tmp_path / "runs" / "residual") > 150.0
+    assert (tmp_path / "curves.png").exists()
