@@ -1,0 +1,181 @@
+"""The design of the objects, line by line: their signatures, and the four programs of its usage.
+
+What the document writes as a sketch (`Agent()`, `max_iters`) has its arguments filled in; nothing else is changed. What
+differs on purpose: a LearnerState is the Learner's own, so `Learner.step` takes the batch alone, and gives its logs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import rlframe
+from rlframe import Actor, Agent, AsyncEnv, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
+from rlframe.agents import PPO, PPOConfig
+from rlframe.types import TimeStep
+from tests.extras import needs
+
+# "class.method": the parameters that the document names, in its order.
+SIGNATURES = {
+    "SyncEnv.__init__": "name_or_pybuilder size type",
+    "SyncEnv.step": "actions",
+    "AsyncEnv.__init__": "name_or_pybuilder size wait_num type",
+    "AsyncEnv.recv": "",
+    "AsyncEnv.send": "env_ids actions",
+    "Agent.__init__": "cfg observation_spec action_spec net_factory policy_factory",
+    "Agent.initial_state": "batch_size",
+    "Agent.initial_params": "rng",
+    "Agent.actor_step": "rng params timestep state",
+    "Agent.initial_learner_state": "params",
+    "Agent.learner_step": "params learner_state batch",
+    "Agent.compute_gradients": "params learner_state batch",
+    "Agent.apply_gradients": "params grads learner_state",
+    "Agent.update_learner_state": "params opt_state learner_state",
+    "Actor.__init__": "env_builder inferencer replay_buffer rank",
+    "Actor.step": "",
+    "Actor.run": "",
+    "Learner.__init__": "cfg agent replay_buffer",
+    "Learner.get_params": "",
+    "Learner.step": "batch",
+    "Learner.run": "",
+    "Inferencer.__init__": "cfg agent learner",
+    "Inferencer.inference": "env_ids timestep",
+    "ReplayBuffer.add": "env_ids",
+    "ReplayBuffer.sample": "",
+    "ReplayBuffer.make_dataset": "",
+}
+
+
+@pytest.mark.parametrize("method", SIGNATURES)
+def test_a_method_takes_what_the_document_gives_it_in_its_order(method):
+    name, _, attribute = method.partition(".")
+    signature = inspect.signature(getattr(getattr(rlframe, name), attribute))
+    parameters = list(signature.parameters.values())[1:]
+    wanted = SIGNATURES[method].split()
+    assert [parameter.name for parameter in parameters[: len(wanted)]] == wanted
+    further = [parameter for parameter in parameters[len(wanted) :] if parameter.default is parameter.empty]
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    assert method == "ReplayBuffer.add" or not [parameter for parameter in further if parameter.kind not in kinds]
+
+
+def test_both_pools_step_environments_that_a_builder_makes():
+    import gymnasium
+
+    def pybuilder():
+        return gymnasium.make("CartPole-v1")
+
+    env = SyncEnv(pybuilder, 3, "thread")
+    assert env.is_sync and isinstance(env.reset(), TimeStep)
+    assert env.step(np.zeros(3, np.int32)).observation.shape == (3, 4)
+    env.close()
+    env = AsyncEnv("CartPole-v1", 4, 2, "envpool")
+    assert not env.is_sync
+    env_ids, timestep = env.recv()
+    assert env_ids.shape == (2,) and timestep.observation.shape == (2, 4)
+    env.send(env_ids, np.zeros(2, np.int32))
+    env.close()
+
+
+def test_an_agent_holds_no_parameters_and_calls_the_three_parts_of_a_learner_step():
+    env = SyncEnv("CartPole-v1", 1, "envpool")
+    agent = PPO(PPOConfig(), env.observation_spec, env.action_spec)
+    assert not hasattr(agent, "params") and "params" not in vars(agent)
+    source = inspect.getsource(Agent.learner_step)
+    parts = ["self.compute_gradients(", "self.apply_gradients(", "self.update_learner_state("]
+    assert sorted(map(source.index, parts)) == [source.index(part) for part in parts] and -1 not in map(source.find, parts)
+    env.close()
+
+
+def test_single_process_rl():
+    def env_builder(seed=0):
+        return SyncEnv("CartPole-v1", 4, "envpool", seed=seed)
+
+    env = env_builder()
+    agent = PPO(PPOConfig(unroll_length=16), env.observation_spec, env.action_spec)
+    env.close()
+    learner_cfg, inferencer_cfg = LearnerConfig(), InferencerConfig()
+    max_iters, env_steps = 3, 16
+
+    replay_buffer = ReplayBuffer(agent)
+    learner = Learner(learner_cfg, agent, replay_buffer)
+    inferencer = Inferencer(inferencer_cfg, agent, learner)
+    actor = Actor(env_builder, inferencer, replay_buffer)
+    for _ in range(max_iters):
+        for _ in range(env_steps):
+            actor.step()
+        batch = replay_buffer.sample()
+        learner.step(batch)
+
+    assert learner.learner_steps == max_iters
+    actor.close()
+    learner.close()
+
+
+PROGRAM = """
+import sys
+
+import launchpad as lp
+
+import rlframe
+from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, ReverbReplayBuffer
+from rlframe import SharedMemReplayBuffer, SyncEnv
+from rlframe.agents import IMPALA, IMPALAConfig
+
+
+def env_builder(seed):
+    return SyncEnv("CartPole-v1", 4, "loop", seed=seed)
+
+
+def make_program(kind, num_actors=2):
+    env = env_builder(1)
+    agent = IMPALA(IMPALAConfig(unroll_length=10, batch_size=4), env.observation_spec, env.action_spec)
+    env.close()
+    learner_cfg, inferencer_cfg = LearnerConfig(max_learner_steps=20), InferencerConfig()
+    program = lp.Program(kind)
+    add = program.add_node
+    if kind == "distributed":
+        with program.group("replay"):
+            replay_buffer = add(lp.ReverbNode(ReverbReplayBuffer.tables(agent)))
+    else:
+        replay_buffer = SharedMemReplayBuffer(agent, num_writers=num_actors)
+    with program.group("learner"):
+        learner = add(lp.CourierNode(Learner, learner_cfg, agent, replay_buffer))
+    if kind != "heavy_env":
+        with program.group("inferencer"):
+            inferencer = add(lp.CourierNode(Inferencer, inferencer_cfg, agent, learner))
+    with program.group("actor"):
+        for _ in range(num_actors):
+            if kind == "heavy_env":
+                inferencer = Inferencer(inferencer_cfg, agent, learner)
+            actor = add(lp.CourierNode(Actor, env_builder, inferencer, replay_buffer))
+    return program, replay_buffer
+
+
+if __name__ == "__main__":
+    program, kept = make_program(sys.argv[1])
+    lp.launch(program, launch_type="local_mp", terminal="current_terminal").wait()
+    print("ended")
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", ["heavy_env", "light_env", "distributed"])
+def test_the_programs_of_the_document_run_by_launchpad(kind, tmp_path: pathlib.Path):
+    needs("launchpad", "reverb")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    env = {"PYTHONPATH": str(pathlib.Path(rlframe.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "program.py", kind],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+    )
+    assert done.returncode == 0 and "ended" in done.stdout, done.stderr[-3000:]
