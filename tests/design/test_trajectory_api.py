@@ -1,0 +1,105 @@
+"""The documents of the trajectory service, with their literal bodies, against the real command with SQLite."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.trajectories.serving import running_service
+
+REGISTRATION = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 4,
+    "max_token_len": 512,
+    "checkpoint_dir": "/shared/checkpoints",
+    "save_checkpoint_interval": 10,
+    "starting_step": 0,
+    "num_steps": 100,
+}
+REGISTER_ENV = {"max_token_length": 512, "desired_name": "gsm8k", "weight": 1.0}  # as the document has it: no group_size
+SCORED_DATA = {
+    "tokens": [[1, 2, 3], [1, 2, 4]],
+    "masks": [[-100, 2, 3], [-100, 2, 4]],
+    "scores": [1.0, 0.0],
+    "ref_logprobs": None,
+    "overrides": None,
+    "group_overrides": None,
+}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with running_service(tmp_path_factory.mktemp("design")) as service:
+        yield service
+
+
+@pytest.fixture
+def api(service):
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        answer = client.get("/reset_data")
+        assert (answer.status_code, answer.text) == (200, "Reset successful")
+        yield client
+
+
+def test_before_a_trainer_has_registered(api):
+    assert "message" in api.get("/").json()
+    assert api.get("/wandb_info").json() == {"group": None, "project": None}
+    assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
+    status = api.get("/status").json()
+    assert (status["current_step"], status["queue_size"]) == (0, 0)
+
+
+def test_the_common_workflow_of_trainer_and_rollout_handler(api):
+    uuid = api.post("/register", json=REGISTRATION).json()["uuid"]
+    assert isinstance(uuid, int)
+    assert api.get("/wandb_info").json() == {"group": "group", "project": "project"}
+    assert api.get("/info").json() == {"batch_size": 4, "max_token_len": 512}
+    assert api.get("/batch").json()["batch"] is None  # the trainer is there, and asks
+
+    env = api.post("/register-env", json={**REGISTER_ENV, "group_size": 2}).json()
+    assert env["status"] == "success" and isinstance(env["env_id"], int)
+    assert env["wandb_name"].startswith("gsm8k")
+    assert (env["checkpoint_dir"], env["starting_step"]) == ("/shared/checkpoints", 0)
+    assert (env["checkpoint_interval"], env["num_steps"]) == (10, 100)
+
+    assert api.post("/scored_data", json=SCORED_DATA).json() == {"status": "received"}
+    assert api.get("/batch").json()["batch"] is None  # two sequences of four
+    answer = api.post("/scored_data_list", json=[SCORED_DATA]).json()
+    assert (answer["status"], answer["groups_processed"]) == ("received", 1)
+    latest = api.get("/latest_example").json()
+    assert (latest["tokens"], latest["scores"]) == (SCORED_DATA["tokens"], SCORED_DATA["scores"])
+
+    status = api.request("GET", "/status-env", json={"env_id": env["env_id"]}).json()
+    assert status["current_step"] == 0 and status["queue_size"] == 2
+    assert status["env_weight"] == pytest.approx(1.0)
+    assert status.items() <= api.get("/status-env", params={"env_id": env["env_id"]}).json().items()
+
+    batch = api.get("/batch").json()["batch"]
+    assert [item["tokens"] for item in batch] == [SCORED_DATA["tokens"]] * 2
+    assert [item["masks"] for item in batch] == [SCORED_DATA["masks"]] * 2
+    assert api.get("/status").json()["current_step"] == 1
+
+    assert api.post("/disconnect-env", json={"env_id": env["env_id"]}).json() == {"status": "success"}
+    failure = api.post("/disconnect-env", json={"env_id": 10_000}).json()
+    assert failure["status"] == "failure" and "error" in failure
+
+
+def test_a_rollout_handler_pauses_above_three_batches_and_goes_on_below(api):
+    """The loop of the interaction document: Q is `queue_size` of /status-env, in groups of its own."""
+    api.post("/register", json=REGISTRATION)
+    api.get("/batch")
+    env_id = api.post("/register-env", json={**REGISTER_ENV, "group_size": 2}).json()["env_id"]
+    sent, is_paused = 0, False
+    for _ in range(40):
+        if not is_paused:
+            assert api.post("/scored_data", json={**SCORED_DATA, "env_id": env_id}).json()["status"] == "received"
+            sent += 1
+        queue_size = api.request("GET", "/status-env", json={"env_id": env_id}).json()["queue_size"]
+        is_paused = queue_size > 3 * REGISTRATION["batch_size"]
+    assert is_paused and sent == 3 * 4 + 1
+    while is_paused:
+        assert api.get("/batch").json()["batch"] is not None
+        queue_size = api.request("GET", "/status-env", json={"env_id": env_id}).json()["queue_size"]
+        is_paused = queue_size > 3 * REGISTRATION["batch_size"]
+    assert queue_size == 11
