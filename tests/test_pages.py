@@ -18,7 +18,9 @@ RLFRAME = [sys.executable, "-m", "rlframe"]
 def follow(page: str, folder: pathlib.Path) -> str:
     """What the page's code prints: files are written, commands run, and other Python is one script."""
     script, out = "", ""
-    for kind, block in re.findall(r"^```(python|console)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE):
+    for kind, block in re.findall(
+        r"^```(python|console)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
+    ):
         if named := re.match(r"# (\w+\.py)\n", block):
             (folder / named[1]).write_text(block)
         elif kind == "python":

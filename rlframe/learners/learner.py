@@ -298,9 +298,7 @@ class Learner:
             counters = {"learner_steps": self._learner_steps, "version": self.params_version}
             self._may_write()
             specs = self._agent.observation_spec, self._agent.action_spec  # to act by it without an environment
-            self._checkpointer.save(
-                self._learner_steps, tree, {"counters": counters, "specs": specs, "extras": extras}
-            )
+            self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "specs": specs, "extras": extras})
             if final:
                 self._versions.release()
 

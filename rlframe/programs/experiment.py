@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -267,7 +268,7 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
     write_atomically(path, json.dumps(content, indent=2), "\n")
 
 
-def load_experiment(path: str | pathlib.Path) -> Experiment:
+def load_experiment(path: str | os.PathLike[str]) -> Experiment:
     """Reads `config.json` of a run directory.
 
     Raises:

@@ -31,9 +31,7 @@ def restored(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> 
     params = agent.initial_params(jax.random.PRNGKey(0))
     checkpointer = Checkpointer(directory.checkpoints)
     try:
-        (params, learner_state), saved = checkpointer.restore(
-            (params, agent.initial_learner_state(params)), checkpoint
-        )
+        (params, learner_state), saved = checkpointer.restore((params, agent.initial_learner_state(params)), checkpoint)
     finally:
         checkpointer.close()
     found = NewestParams()

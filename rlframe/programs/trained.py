@@ -1,4 +1,4 @@
-"""A policy that was trained: what acts, without environment, replay or learner; and the same as a file for other tools."""
+"""A policy that was trained: it acts without environment, replay or learner, and can be a file for other tools."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class TrainedPolicy:
             greedy: Inferencer(InferencerConfig(sync_interval=_NEVER, greedy=greedy, seed=seed), agent, params)
             for greedy in (True, False)
         }
+        self._begins = np.zeros(0, bool)  # which of the environments of the last batch begin an episode
         self.reset()
 
     def reset(self, ended: np.ndarray | None = None) -> None:
@@ -111,8 +112,8 @@ class TrainedPolicy:
             fits = is_single or (size and leaf.shape == (*size, *spec.shape))
             if not fits or not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
                 raise UsageError(
-                    f"The agent was trained on observations ({spec.name}) of {spec.dtype} and shape {spec.shape}, one or "
-                    f"a batch of them; got {leaf.dtype} and shape {leaf.shape}."
+                    f"The agent was trained on observations ({spec.name}) of {spec.dtype} and shape {spec.shape}, one "
+                    f"or a batch of them; got {leaf.dtype} and shape {leaf.shape}."
                 )
         leaves = [leaf.astype(spec.dtype, copy=False) for leaf, spec in zip(leaves, specs)]
         return structure.unflatten([leaf[None] for leaf in leaves] if is_single else leaves), is_single
@@ -150,9 +151,9 @@ def export(
     """Write what a run has learned as StableHLO, its parameters with it, to be run by JAX alone, or other tools.
 
     `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` gives (action, state), for any
-    number B of environments: observation [B, ...]; begins [B] bool, where an episode begins; state [B, ...] as the call
-    before gave it, or anything where an episode begins (`()` for an agent without one); seed [] uint32, another in each
-    call, of agents that draw random numbers. It acts without exploring.
+    number B of environments: observation [B, ...]; begins [B] bool, where an episode begins; state, a list of [B, ...]
+    as the call before gave it, of any values where an episode begins (`[]` for an agent without one); seed [] uint32,
+    another in each call, of agents that draw random numbers. It acts without exploring.
 
     Args:
         run_dir, checkpoint: as for `load`.
@@ -168,24 +169,27 @@ def export(
 
     agent, source, _ = _trained(run_dir, checkpoint)
     _, params = source.get_params()
-    initial = jax.tree.map(np.asarray, agent.initial_state(1))
+    initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, agent.initial_state(1)))
 
-    def act(observation: Tree, begins: jax.Array, state: AgentState, seed: jax.Array) -> tuple[Tree, AgentState]:
+    def act(observation: Tree, begins: Any, kept: list[Any], seed: Any) -> tuple[Tree, list[Any]]:
         size = begins.shape[0]
 
-        def choose(fresh: np.ndarray, kept: jax.Array) -> jax.Array:
-            return jnp.where(begins.reshape((size,) + (1,) * (kept.ndim - 1)), jnp.asarray(fresh), kept)
+        def choose(fresh: np.ndarray, leaf: jax.Array) -> jax.Array:
+            return jnp.where(begins.reshape((size,) + (1,) * (leaf.ndim - 1)), jnp.asarray(fresh), leaf)
 
         zeros = jnp.zeros(size, jnp.float32)
         timestep = TimeStep(jnp.where(begins, FIRST, MID), zeros, zeros + 1, observation)
-        output, state = agent.eval_step(jax.random.PRNGKey(seed), params, timestep, jax.tree.map(choose, initial, state))
-        return output.action, state
+        state = structure.unflatten(map(choose, initial, kept))
+        output, state = agent.eval_step(jax.random.PRNGKey(seed), params, timestep, state)
+        return output.action, jax.tree.leaves(state)
 
     (size,) = jax_export.symbolic_shape("B")
-    observation = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), agent.observation_spec)
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), initial)
+    observation = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), agent.observation_spec
+    )
+    state = [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for leaf in initial]
     begins, seed = jax.ShapeDtypeStruct((size,), bool), jax.ShapeDtypeStruct((), np.uint32)
     exported = jax_export.export(jax.jit(act), platforms=("cpu", "cuda", "tpu"))(observation, begins, state, seed)
     path = pathlib.Path(file)
-    write_atomically(path, exported.serialize())
+    write_atomically(path, bytes(exported.serialize()))
     return path

@@ -88,7 +88,9 @@ def test_an_agent_holds_no_parameters_and_calls_the_three_parts_of_a_learner_ste
     assert not hasattr(agent, "params") and "params" not in vars(agent)
     source = inspect.getsource(Agent.learner_step)
     parts = ["self.compute_gradients(", "self.apply_gradients(", "self.update_learner_state("]
-    assert sorted(map(source.index, parts)) == [source.index(part) for part in parts] and -1 not in map(source.find, parts)
+    assert sorted(map(source.index, parts)) == [source.index(part) for part in parts] and -1 not in map(
+        source.find, parts
+    )
     env.close()
 
 

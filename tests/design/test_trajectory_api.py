@@ -17,7 +17,11 @@ REGISTRATION = {
     "starting_step": 0,
     "num_steps": 100,
 }
-REGISTER_ENV = {"max_token_length": 512, "desired_name": "gsm8k", "weight": 1.0}  # as the document has it: no group_size
+REGISTER_ENV = {
+    "max_token_length": 512,
+    "desired_name": "gsm8k",
+    "weight": 1.0,
+}  # as the document has it: no group_size
 SCORED_DATA = {
     "tokens": [[1, 2, 3], [1, 2, 4]],
     "masks": [[-100, 2, 3], [-100, 2, 4]],

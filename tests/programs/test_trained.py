@@ -94,7 +94,7 @@ def test_what_is_exported_acts_as_the_policy(run, tmp_path):
     policy = rlframe.load(path)
     file = rlframe.export(path, tmp_path / "policy.stablehlo")
     loaded = jax.export.deserialize(file.read_bytes())
-    state = jax.tree.map(np.asarray, policy.agent.initial_state(EPISODES))
+    state = jax.tree.leaves(policy.agent.initial_state(EPISODES))
     observations, actions = [], []
 
     def act(observation, begins):
