@@ -9,6 +9,7 @@ the first two. A token is no page's to know, so Host matters only where none is 
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import urllib.parse
 from collections.abc import Iterable
@@ -107,6 +108,7 @@ def _is_local(server: tuple[str, int | None] | None) -> bool:
     return server is None or server[1] is None or is_loopback(server[0])
 
 
+@functools.lru_cache(maxsize=64)  # requests come by few names
 def _name(host: str) -> str:
     """Without the port, and the brackets of an IPv6 address; empty where it cannot be a host."""
     try:
@@ -115,6 +117,7 @@ def _name(host: str) -> str:
         return ""
 
 
+@functools.lru_cache(maxsize=64)
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)

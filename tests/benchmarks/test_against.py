@@ -237,6 +237,7 @@ def test_an_interrupt_ends_what_a_turn_has_started(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.system
 def test_a_benchmark_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch, capsys):
     checkout, said = tiny(tmp_path / "checkout", 0.001), []
     (checkout / "benchmarks" / "tiny.py").write_text(ENDLESS.format(mark=str(tmp_path)))
