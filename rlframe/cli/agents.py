@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _description(name: str) -> dict[str, object]:
-    config_cls = naming.agent_class(name).config_cls  # type: ignore[attr-defined]
+    config_cls = naming.agent_class(name).config_cls
     presets = {
         preset.name: {key: to_jsonable(setting.value) for key, setting in preset.fields.items()}
         for preset in PRESETS
@@ -60,7 +60,7 @@ def _print_agent(name: str, *, every: bool) -> None:
         print(f"  presets: {', '.join(preset.name for preset in presets) or 'none'}")
         print(f"  `{PROG} {name}` shows its options\n")
         return
-    config = agent_cls.config_cls()  # type: ignore[attr-defined]
+    config = agent_cls.config_cls()
     print("\noptions of `rlframe train`, with the class's defaults:")
     for field in dataclasses.fields(config):
         print(f"  --{field.name.replace('_', '-'):26} {getattr(config, field.name)}")

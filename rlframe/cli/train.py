@@ -169,7 +169,7 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     own = {**own, "name": "", **flat(defaults)}
     for name, known in choices.items():
         named = [each for each in (peek(arguments, name), own.get(name)) if isinstance(each, str) and ":" in each]
-        annotations[name] = Literal.__getitem__((*known, *named))  # type: ignore[attr-defined]
+        annotations[name] = Literal.__getitem__((*known, *named))
     annotations = {name: annotation for name, annotation in annotations.items() if name in own}
     namespace = {
         "__annotations__": annotations,

@@ -229,7 +229,7 @@ class EnvWorker:
 
 def send_error(connection: Connection, error: Exception) -> None:
     """Sends an exception as text: its own class might not be importable, or not survive a pickle."""
-    text = getattr(error, "traceback_text", None) or "".join(traceback.format_exception(error))  # type: ignore[call-overload]
+    text = getattr(error, "traceback_text", None) or "".join(traceback.format_exception(error))
     kind = "usage" if isinstance(error, UsageError) else "env"
     sentence = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):

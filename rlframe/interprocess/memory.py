@@ -107,7 +107,7 @@ class SharedArrays:
     def rows(self, name: str) -> list[memoryview]:
         """The rows of an array of int64, as what its scalars are read and written by in a third of the time."""
         array = self.arrays[name]
-        return [memoryview(row) for row in array.reshape(-1, array.shape[-1])]  # type: ignore[arg-type]
+        return [memoryview(row) for row in array.reshape(-1, array.shape[-1])]
 
     @property
     def closed(self) -> bool:

@@ -174,7 +174,7 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, listen: int |
         for name in ("max_restarts", "hang_timeout", "grace_seconds")
         if name in vars(config)
     }
-    return naming.engine_class(config.engine)(EngineOptions(**told, ports=ports, logs=logs))  # type: ignore[call-arg]
+    return naming.engine_class(config.engine)(EngineOptions(**told, ports=ports, logs=logs))
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:

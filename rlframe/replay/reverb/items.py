@@ -36,7 +36,7 @@ class ItemRows:
         for field, (spec, time) in _fields(agent).items():
             layout = self._trees[field] = TreeLayout(field, spec)
             columns += [(leaf.name, leaf.dtype, (*time, *leaf.shape)) for leaf in layout.leaves]
-        self.dtype = np.dtype(columns, align=True)  # type: ignore[call-overload]
+        self.dtype = np.dtype(columns, align=True)
         leaves = [[name, np.dtype(dtype).str, list(shape)] for name, dtype, shape in columns]
         self.description = json.dumps({"kind": agent.replay_spec.kind, "item": repr(item), "leaves": leaves})
 
