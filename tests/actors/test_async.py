@@ -91,8 +91,9 @@ def test_each_environment_leaves_the_items_of_a_synchronous_run(kind, wait_num, 
     expected, came = by_environment(wanted), by_environment(items)
     assert came.keys() == expected.keys() and len(came) == NUM_ENVS
     for env, some in came.items():
-        assert len(some) >= 10
-        assert some == expected[env][: len(some)]
+        both = min(len(some), len(expected[env]))  # how far an environment came is up to the machine
+        assert both >= 10
+        assert some[:both] == expected[env][:both]
     # What was received counts, and nothing else: the resets, whose action was ignored, do not.
     stats = actor.stats()
     assert stats["env_steps"] == sum(int((step.next_timestep.step_type != FIRST).sum()) for step in added)

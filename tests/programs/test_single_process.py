@@ -326,6 +326,14 @@ def test_an_answer_timeout_that_no_pool_reads_is_refused(tmp_path, env, kind):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_answer_timeout_that_no_engine_reads_is_refused(tmp_path):
+    described = make_experiment(
+        "ppo", "CartPole-v1", topology="heavy_env", engine="threads", env_type="loop", answer_timeout=60.0
+    )
+    with pytest.raises(UsageError, match="answer_timeout=60 is for the env_type thread or process: loop"):
+        train(described, run_dir=tmp_path / "run")
+
+
 RECORDING_ENV = """
 import gymnasium
 

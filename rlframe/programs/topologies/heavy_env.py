@@ -16,7 +16,14 @@ from rlframe.learners import Learner
 from rlframe.programs.monitor import GameMonitor
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
-from rlframe.programs.topologies.parts import actor_options, add_replay, env_builder, inferencer_config, learner_config
+from rlframe.programs.topologies.parts import (
+    actor_options,
+    add_replay,
+    check_answer_timeout,
+    env_builder,
+    inferencer_config,
+    learner_config,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +36,7 @@ class HeavyEnv(GameProgram):
 @configured_by(HeavyEnv)
 def heavy_env(engine: Engine, run: Run) -> None:
     """Add the nodes: a learner, actors with an inferencer each, and the monitor."""
+    check_answer_timeout(engine, run.experiment)
     replay_buffer = add_replay(engine, run)
     learner = engine.add("learner", Learner, learner_config(run), run.agent, replay_buffer)
     actors = []

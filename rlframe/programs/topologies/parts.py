@@ -17,6 +17,7 @@ from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import CHECKPOINTS_KEPT
+from rlframe.programs.topologies.config import GameConfig
 from rlframe.programs.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.types import ReplaySpec, Sequence
@@ -44,6 +45,19 @@ def pool_type(experiment: Experiment, num_envs: int, what: Any) -> str:
 def env_builder(experiment: Experiment, env: Any = None) -> functools.partial[Any]:
     """What builds a pool of an actor, given its `seed`; `env` as for `make_pool`."""
     return functools.partial(make_pool, experiment, experiment.envs_per_pool, experiment.env_kwargs, env=env)
+
+
+def check_answer_timeout(engine: Engine, experiment: Experiment) -> None:
+    """Raises UsageError for an answer_timeout where neither the pool nor the engine sees environments hang."""
+    default, value = GameConfig.answer_timeout, experiment.topology.answer_timeout
+    if value == default or "hang_timeout" in engine.options:
+        return
+    kind = pool_type(experiment, experiment.envs_per_pool, naming.env_name_or_builder(experiment.env))
+    if kind in ("loop", "envpool"):
+        raise UsageError(
+            f"answer_timeout={value:g} is for the env_type thread or process: {kind}, in a single "
+            f"process, does not read it. Leave it at {default:g}, or choose another env_type."
+        )
 
 
 def actor_options(run: Run) -> dict[str, Any]:
