@@ -150,6 +150,22 @@ _CALLS: dict[str, tuple[type, Callable[[ControlClient, Any], str], str]] = {
 }
 
 
+def _check_goes_on(run_dir: str, prog: str) -> None:
+    """Raise `UsageError` where the run in a directory has no coordinator, or nobody runs it now."""
+    from rlframe.programs.run_lock import holder_of
+    from rlframe.programs.run_status import topology_of
+
+    topology = topology_of(run_dir)
+    if topology not in (None, "elastic"):
+        raise UsageError(f"`{prog}` is for the topology elastic: the run in {run_dir} is of {topology}.")
+    if topology is not None and holder_of(pathlib.Path(run_dir)) is None:
+        job = status_by_files(run_dir)()["job"]
+        raise UsageError(
+            f"The run in {run_dir} is not going ({job['state']} at {job['env_steps']:,} env steps: {job['reason']}): "
+            f"`{prog}` has nobody to tell."
+        )
+
+
 def run(command: str, arguments: list[str]) -> int:
     """Run `pause`, `resume` or `scale`, for a run under a coordinator, and return its exit code."""
     prog = f"rlframe {command}"
@@ -157,11 +173,7 @@ def run(command: str, arguments: list[str]) -> int:
     options: Any = parse(options_class, arguments, prog, description)
     check_names_one_run(options)
     if options.run_dir is not None:
-        from rlframe.programs.run_status import topology_of
-
-        topology = topology_of(options.run_dir)
-        if topology not in (None, "elastic"):
-            raise UsageError(f"`{prog}` is for the topology elastic: the run in {options.run_dir} is of {topology}.")
+        _check_goes_on(options.run_dir, prog)
     with connected(options, prog) as client:
         told = call(client, options)
     print(json.dumps({"status": "ok"}) if options.json else told)

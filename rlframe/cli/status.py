@@ -190,6 +190,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "phase": lambda one: one.get("phase") or "-",
     "silent for": lambda one: "-" if one.get("silent_for") is None else f"{one['silent_for']:.1f} s",
     "env steps": lambda one: "-" if one.get("env_steps") is None else f"{one['env_steps']:,}",
+    "steps/s": lambda one: _number(one, "env_steps_per_second"),
     "return": lambda one: _number(one, "return_mean"),
     "version": lambda one: "-" if one.get("params_version") is None else str(one["params_version"]),
     "process": lambda one: f"{one['host']}:{one['pid']}" if one.get("pid") else "-",

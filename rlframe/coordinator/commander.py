@@ -22,10 +22,15 @@ class View:
 
 
 class Commander(Protocol):
-    """Says what workers do. A job's coordinator asks it whenever a worker has nothing to do."""
+    """Says what workers do. A job's coordinator asks it whenever a worker has answered, or has nothing to do."""
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:
-        """Return the task of the idle worker `index` of a role; None: nothing to do. Not asked for evaluators."""
+        """Return what worker `index` of a role is to do now; None: nothing. Not asked for evaluators.
+
+        Where that is another task than the one that it is at, it closes that one and starts the new one, which takes
+        as long as a start does: change in stages. A learner goes on from the checkpoint that it saves then, so its
+        `LearnerConfig` needs a checkpoint_dir and resume.
+        """
 
     def evaluation(self, view: View) -> str | None:
         """The policy whose newest version is to be evaluated now; None: none is."""

@@ -20,6 +20,7 @@ from rlframe.coordinator.config import CoordinatorConfig, JobRecorder
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import handle
+from rlframe.coordinator.core.rates import Rates
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.operator_thread import OperatorThread
@@ -114,7 +115,7 @@ class Coordinator:
             ev.Over: self._finish,
         }
         self._watch = Watch(Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness))
-        self._rates = statuses.Rates()
+        self._rates = Rates(2)
         self._published = self._job.accounts.to_json()
         self._journaled_at = 0.0
         self._over = threading.Event()
@@ -347,7 +348,7 @@ class Coordinator:
             if state != self._journal.state:
                 self._journal.write(state)
             self._published = state["accounts"]
-            self._rates.add(self._clock(), self._job.accounts)
+            self._rates.add(self._clock(), self._job.accounts.env_steps, self._job.accounts.learned)
         if notes:
             self._noted.notify_all()
 

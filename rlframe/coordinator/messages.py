@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 from typing import Any, Literal
 
 import numpy as np
 
+from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.processes import ProcessId
 
 Role = Literal["learner", "collector", "evaluator"]
@@ -20,6 +22,11 @@ Kind = Literal["learn", "collect", "evaluate"]
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
 KINDS: dict[Role, Kind] = {"learner": "learn", "collector": "collect", "evaluator": "evaluate"}  # what each works at
+OVERRIDES: dict[Kind, tuple[str, ...]] = {
+    "learn": ("policy", "learner"),
+    "collect": ("env", "collector"),
+    "evaluate": (),
+}
 
 
 WorkerKey = tuple[str, int]  # (worker_id, incarnation): exactly one life of one worker
@@ -93,12 +100,38 @@ class StartTask:
         policy_id: whose parameters, in the param store.
         options: of an evaluation `params_version`, the one version that it is of; of a learner `min_version`, which
             it publishes above, and `epoch`, when the task began, which comes before the attempt's number in the param
-            store's `Attempt`.
+            store's `Attempt`. The coordinator's own: a commander leaves them out.
+        overrides: what this task does otherwise than its worker was made to, plain numbers and words by name. Of a
+            learner `policy` (fields of the agent's config: the policy's hyper-parameters) and `learner` (of the
+            `LearnerConfig`); of a collector `env` (options of the environment) and `collector` (numbers that its
+            actor acts by, as DQN's `epsilon`). See `rlframe.coordinator.workers.overrides`.
+
+    Raises:
+        UsageError: a task of this kind has no such overrides, or they are not plain.
     """
 
     kind: Kind
     policy_id: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    overrides: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        takes = OVERRIDES[self.kind]
+        for name, values in self.overrides.items():
+            if name not in takes:
+                there = f"only {' and '.join(takes)}" if takes else "none"
+                raise UsageError(
+                    f"A task to {self.kind} has no overrides {name!r}, {there}: got {values!r}.{suggest(name, takes)}"
+                )
+            if not isinstance(values, dict):
+                raise UsageError(f"The overrides {name!r} of a task are values by name, got {values!r}.")
+        try:  # as a journal gives them back, so that a coordinator which was restarted finds the same task
+            plain = json.loads(json.dumps(self.overrides, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"The overrides of a task are plain numbers and words by name, got {self.overrides!r}: {error}."
+            ) from None
+        object.__setattr__(self, "overrides", plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,11 +249,12 @@ class Learned(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class Collected(WorkerReply):
-    """The counters of a collector."""
+    """The counters of a collector, and how much this call has added to the buffer."""
 
     stats: dict[str, Any]  # as `Actor.stats`: counters since it was made, its rank and incarnation
     params_version: int  # that acted last
     waits: bool = False  # for newer parameters, or for room in the buffer
+    length: int = 0  # of the rollout: environment steps that this call took
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +269,5 @@ class Evaluated(WorkerReply):
 class Closed(WorkerReply):
     """A task has ended."""
 
-    result: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # learner: learner_steps, params_version; others: stats
+    # Of a learner learner_steps, params_version, checkpoint; of a collector its last stats, and env_steps_per_second.
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
-from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.job import TrainingJob
+from rlframe.coordinator.core.rates import Rates
 from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
 _ACCOUNTS = ("granted", "learned", "dropped", "lost", "updates", "learns", "discarded", "stale")
-_SPAN = 5.0  # seconds that rates are of
-
-
-class Rates:
-    """Environment steps and updates per second, of the last seconds."""
-
-    def __init__(self) -> None:
-        self._points: collections.deque[tuple[float, int, int]] = collections.deque()
-
-    def add(self, now: float, accounts: Accounts) -> None:
-        """Takes the counters as they are now."""
-        self._points.append((now, accounts.env_steps, accounts.learned))
-        while self._points[0][0] < now - _SPAN:
-            self._points.popleft()
-
-    def per_second(self) -> tuple[float, float]:
-        """(environment steps, updates)."""
-        if len(self._points) < 2:
-            return 0.0, 0.0
-        (began, steps, updates), (now, more_steps, more_updates) = self._points[0], self._points[-1]
-        span = max(now - began, 1e-9)
-        return (more_steps - steps) / span, (more_updates - updates) / span
 
 
 def status(
@@ -56,11 +33,11 @@ def status(
         limits: least and most workers of each role that can be scaled.
         operator: what it is called, and what it says is wrong.
         replay: the buffer's counters.
-        rates: of the last seconds.
+        rates: of environment steps and updates.
         now: the time.
     """
     env_steps = int(sum(values[0] for values in counters["census"].values()))
-    steps_per_second, updates_per_second = rates.per_second()
+    steps_per_second, updates_per_second = rates.per_second(now)
     returns, evaluations = counters["returns"], counters["evaluations"]
     return {
         "job": {
@@ -105,12 +82,13 @@ def status(
                 "pid": worker.pid,
                 "silent_for": round(max(now - worker.heard_at, 0.0), 1),
                 "env_steps": int(worker.counts.get("env_steps", 0)),
+                "env_steps_per_second": worker.rates.per_second(now)[0] if worker.role == "collector" else None,
                 "episodes": int(worker.counts.get("episodes", 0)),
                 "return_mean": _mean(worker.counts),
                 "params_version": counters["params_version"] if worker.role == "learner" else _known(worker),
             }
             for worker in sorted(job.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
-            if not is_over(worker.state) or worker.state is WorkerState.LOST
+            if not is_over(worker.state) or worker.state is WorkerState.LOST or is_over(job.state)
         ],
         "tasks": [
             {
@@ -119,6 +97,7 @@ def status(
                 "state": task.state.value,
                 "attempt": task.attempt,
                 "worker_id": task.worker_id,
+                "overrides": task.start.overrides,
             }
             for task in job.tasks
         ],

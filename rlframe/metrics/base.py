@@ -67,19 +67,33 @@ class MultiLogger:
 
 
 class LenientLogger(MultiLogger):
-    """Warns of a row that cannot be kept (the disk is full, say), once for each reason, and goes on with the next."""
+    """Goes on where a row cannot be kept (the disk is full, say): warns once for each reason, and when that is over."""
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         super().__init__(loggers)
         self._told: set[str] = set()
+        self._lost = 0  # rows, since they were all kept
 
     def write(self, step: int, values: Values) -> None:
         try:
             super().write(step, values)
         except RlframeError as error:
+            self._lost += 1
             if str(error) not in self._told:
                 self._told.add(str(error))
                 _log.warning("A row of the logs is lost: %s", error)
+        else:
+            self._say_lost("The logs are written again")
+
+    def close(self) -> None:
+        self._say_lost("The logs end")
+        super().close()
+
+    def _say_lost(self, what: str) -> None:
+        if self._lost:
+            _log.warning("%s: %d row%s lost.", what, self._lost, " was" if self._lost == 1 else "s were")
+        self._lost = 0
+        self._told.clear()
 
 
 def on_host(values: Values) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class ActorCounts:
         self._path, self._session = path, session
         self._counts: dict[str, list[float]] = {}  # "rank.incarnation" -> its counters
         self._logged: dict[str, Sums] = {}  # "rank.incarnation" -> what its environments logged
+        self._is_behind = False  # the file, of what is known: the disk is full
         self.goes_on = False
         self.evaluated: int | None = None
         if path.exists():
@@ -80,11 +81,17 @@ class ActorCounts:
             raise CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.") from error
 
     def try_to_save(self) -> None:
-        """Writes the file, or warns that it cannot be written just now: the next row is another try."""
+        """Writes the file, or warns once that it cannot be written just now: the next row is another try."""
         try:
             self.save()
         except CheckpointError as error:
-            _log.warning("%s", error)
+            if not self._is_behind:
+                _log.warning("%s", error)
+            self._is_behind = True
+        else:
+            if self._is_behind:
+                _log.warning("%s is written again.", self._path)
+            self._is_behind = False
 
     def _read(self) -> tuple[str, dict[str, list[float]], dict[str, Sums], int | None]:
         try:

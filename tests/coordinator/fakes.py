@@ -200,7 +200,7 @@ class FakeWorker:
         time.sleep(0.01)  # what it does takes time
         self.env_steps += 1
         self.scene.replay.add(self.worker_id)
-        return Collected(self._stats(), self.scene.version)
+        return Collected(self._stats(), self.scene.version, length=1)
 
     def _close_task(self, header: Header, final: bool) -> WorkerReply:
         self._runs = False

@@ -13,29 +13,25 @@ from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.control import prometheus
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import Accounts
-from rlframe.coordinator.status import Rates
+from rlframe.coordinator.core.rates import Rates
 from tests.coordinator.core.world import World
 
 PAGE = pathlib.Path(statuses.__file__).parent / "control" / "page.html"
 DESCRIBES = {"id": "a", "agent": "dqn", "env": "CartPole-v1", "run_dir": "/runs/a", "until": 100}
 
 
-def accounts(env_steps: float, learned: int) -> Accounts:
-    return Accounts(census={"0.0": [env_steps, 1.0, 1.0, 1.0]}, learned=learned)
-
-
 def test_rates_are_of_the_last_seconds() -> None:
-    rates = Rates()
-    assert rates.per_second() == (0.0, 0.0)
-    rates.add(100.0, accounts(1000, 10))
-    assert rates.per_second() == (0.0, 0.0)
-    rates.add(102.0, accounts(1200, 14))
-    assert rates.per_second() == (100.0, 2.0)
-    rates.add(106.0, accounts(1600, 14))
-    assert rates.per_second() == (100.0, 0.0)  # of the 4 s that are less than 5 old
-    rates.add(120.0, accounts(9999, 99))
-    assert rates.per_second() == (0.0, 0.0)
+    rates = Rates(2)
+    assert rates.per_second(100.0) == (0.0, 0.0)
+    rates.add(100.0, 1000, 10)
+    assert rates.per_second(100.0) == (0.0, 0.0)
+    rates.add(102.0, 1200, 14)
+    assert rates.per_second(102.0) == (100.0, 2.0)
+    rates.add(106.0, 1600, 14)
+    assert rates.per_second(106.0) == (100.0, 0.0)  # of the 4 s that are less than 5 old
+    assert rates.per_second(107.0) == (80.0, 0.0) and rates.per_second(111.5) == (0.0, 0.0)  # nothing came since
+    rates.add(120.0, 9999, 99)
+    assert rates.per_second(120.0) == (0.0, 0.0)
 
 
 @pytest.fixture
@@ -53,7 +49,7 @@ def status(world: World) -> dict[str, Any]:
         limits={"collector": [1, 8]},
         operator={"kind": "LocalOperator", "problems": {}},
         replay={"items": 3},
-        rates=Rates(),
+        rates=Rates(2),
         now=world.now,
     )
     assert json.loads(json.dumps(found)) == found
@@ -79,6 +75,10 @@ def test_it_tells_of_job_workers_and_tasks(world: World) -> None:
     assert workers["learner/0"]["params_version"] == world.m.accounts.params_version
     assert [task["task_id"] for task in found["tasks"]] == ["learn/1", "collect/2", "collect/3"]
     assert {task["state"] for task in found["tasks"]} == {"RUNNING"}
+    assert [task["overrides"] for task in found["tasks"]] == [{}, {}, {}]
+    # In simulated time each collects 10 steps with a call, and is called some times per second.
+    assert all(5 < workers[f"collector/{index}"]["env_steps_per_second"] < 200 for index in (0, 1))
+    assert workers["learner/0"]["env_steps_per_second"] is None
 
 
 def test_it_tells_what_the_learner_waits_for(world: World) -> None:

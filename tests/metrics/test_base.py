@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlframe.metrics import CallbackLogger, JSONLLogger, MultiLogger, read_jsonl
+from rlframe.errors import RlframeError
+from rlframe.metrics import CallbackLogger, JSONLLogger, LenientLogger, MultiLogger, read_jsonl
 
 
 class Broken:
@@ -37,6 +38,28 @@ def test_every_logger_gets_the_row_even_where_one_fails(tmp_path):
     with pytest.raises(RuntimeError, match="broken"):
         logger.write(1, {"loss": 2.0})
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": 2.0}]
+
+
+def test_rows_that_cannot_be_kept_are_told_of_once_and_counted_when_they_can_again(caplog):
+    disk = {"full": False}
+
+    def write(step, values):
+        if disk["full"]:
+            raise RlframeError("no room")
+
+    def told():
+        texts = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return texts
+
+    logger = LenientLogger([CallbackLogger(write)])
+    for step in range(10):
+        disk["full"] = 2 <= step < 5 or step == 9
+        logger.write(step, {})
+        expected = {2: ["A row of the logs is lost: no room"], 5: ["The logs are written again: 3 rows were lost."]}
+        assert told() == expected.get(step, expected[2] if step == 9 else [])
+    logger.close()
+    assert told() == ["The logs end: 1 row was lost."]
 
 
 def test_every_logger_is_closed_even_where_one_fails():

@@ -45,6 +45,17 @@ def test_when_the_newest_evaluation_began_is_kept(tmp_path):
     assert ActorCounts(tmp_path / "progress.json", "second").evaluated == 300
 
 
+def test_a_file_that_cannot_be_written_is_told_of_once_and_when_it_can_again(tmp_path, caplog):
+    counts = ActorCounts(tmp_path / "there" / "progress.json", "first")
+    for _ in range(3):
+        counts.try_to_save()
+    (tmp_path / "there").mkdir()
+    for _ in range(2):
+        counts.try_to_save()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"Cannot write {tmp_path}/there/progress.json: ") and second.endswith("is written again.")
+
+
 def test_actors_of_a_resumed_run_are_others_although_their_ranks_are_the_same(tmp_path):
     counts = ActorCounts(tmp_path / "progress.json", "first")
     counts.add(stats(0, 0, 10))

@@ -245,7 +245,14 @@ class TrainingJob:
 
     def is_to_close(self, worker: KnownWorker, task: Task) -> bool:
         """Whether the worker is to close the task as soon as it can."""
-        return worker.leaves or (self.ending is not None and self.ending.closes(task))
+        if self.ending is not None:
+            return worker.leaves or self.ending.closes(task)
+        return worker.leaves or (task.kind != "evaluate" and not self._is_still_wanted(worker.role, task))
+
+    def _is_still_wanted(self, role: Role, task: Task) -> bool:
+        """Whether the commander says the same of the task's worker as when it began."""
+        now, then = self.commander.task(role, task.index, self.view), task.start
+        return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
     def end(self, failed: bool, reason: str, evaluates: bool = False) -> None:
         """Begins the ending; where it goes on already, it ends as a failure if this is one: the first such is kept."""

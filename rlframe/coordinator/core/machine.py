@@ -95,6 +95,7 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
     elif ending.step == "disconnect":
         for task in job.tasks:
             results.give_up(job, task)
+        workers.disconnect(job)
         job.emit(ev.Disconnect())
     job.wake(*job.roster)
 
@@ -167,6 +168,8 @@ def _submitted(job: TrainingJob, event: ev.Submitted) -> None:
 
 
 def _operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
+    if job.ending is not None and job.ending.step == "disconnect":
+        return  # it lists those that it is to end
     if not job.operator_answered or job.operator_problem:
         if job.operator_problem:
             job.note("operator", "The operator answers again.")

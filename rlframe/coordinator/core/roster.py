@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core.rates import Rates
 from rlframe.coordinator.messages import Role, WorkerInfo
 from rlframe.coordinator.states import WorkerState, check, is_over
 
@@ -35,7 +36,8 @@ class KnownWorker:
     call: ev.Send | None = None  # what it was asked last, and has not answered for good
     said_at: float = 0.0  # when the call was, or is to be, sent
     leaves: bool = False  # it is to go once its task is closed
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last, since its task began
+    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of a collector's environment steps
     num_envs: int = 0  # a collector's
     params_version: int = -1
     waits: bool = False  # a collector: for newer parameters, or for room

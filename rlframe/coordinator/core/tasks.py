@@ -52,7 +52,7 @@ class Task:
 
     def to_json(self) -> dict[str, Any]:
         """For the journal."""
-        start = {"kind": self.kind, "policy_id": self.start.policy_id, "options": self.start.options}
+        start = {name: getattr(self.start, name) for name in ("kind", "policy_id", "options", "overrides")}
         names = ("task_id", "index", "attempt", "worker_id", "incarnation", "failures", "granted", "has_result")
         return {**{name: getattr(self, name) for name in names}, "state": self.state.value, "start": start}
 

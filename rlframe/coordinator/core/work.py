@@ -73,7 +73,8 @@ def _next_call(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
 def _close_task(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
     if not worker.leaves:
         worker.become(WorkerState.CLOSING)
-    job.call(worker, task, "close_task", job.ending is not None)
+    # A learner whose task is another from now on goes on from what this one saves.
+    job.call(worker, task, "close_task", job.ending is not None or task.kind == "learn")
 
 
 def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
@@ -86,7 +87,9 @@ def _assign(job: TrainingJob, worker: KnownWorker) -> Task | None:
         worker.task_id, worker.progress_at = task.task_id, job.now
         worker.become(WorkerState.BUSY)
         # The number of the attempt is in the journal before anybody hears of it: no two workers ever have the same.
-        job.note("assigned", f"{worker.worker_id} is to do {task.task_id}, attempt {task.attempt}.")
+        told = [f"{name} {value}" for values in task.start.overrides.values() for name, value in values.items()]
+        by = f" by {', '.join(told)}" if told else ""
+        job.note("assigned", f"{worker.worker_id} is to do {task.task_id}, attempt {task.attempt}{by}.")
     return task
 
 

@@ -9,7 +9,7 @@ from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.results import release, retry
 from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.core.tasks import Task
-from rlframe.coordinator.messages import Alive, Resources, Role, WorkerInfo, WorkerReply
+from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
 _NEEDED: tuple[Role, ...] = ("learner", "collector")  # without any of which a job makes no progress
@@ -224,6 +224,15 @@ def remove(job: TrainingJob, worker: KnownWorker) -> None:
         release(job, worker)
     else:
         job.wake(worker)
+
+
+def disconnect(job: TrainingJob) -> None:
+    """Destroy the connections to all workers, the learner's first: the operator, who is left next, ends them."""
+    for worker in sorted(job.roster, key=lambda one: (ROLES.index(one.role), one.index)):
+        if not is_over(worker.state):
+            worker.become(WorkerState.GONE)
+            worker.task_id = worker.call = None
+            job.emit(ev.Shut(worker.worker_id, worker.incarnation))
 
 
 def lose(job: TrainingJob, worker: KnownWorker, why: str) -> None:

@@ -108,7 +108,7 @@ class TaskWorker:
         return self._call(header, "get_data", lambda: self._get_data(request))
 
     def close_task(self, header: Header, final: bool) -> Closed | NotReady | CallRefused | Failed:
-        """Ends the task; `final`: the run ends with it, so what it learned is saved."""
+        """Ends the task; `final`: what it learned is saved, since the run ends, or another task goes on from it."""
         return self._call(header, "close_task", lambda: self._end(final))
 
     def close(self) -> None:

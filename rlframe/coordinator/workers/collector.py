@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from rlframe.actors import Actor
 from rlframe.coordinator.messages import Collected, Evaluated, GetData, NotReady, Started, StartTask
 from rlframe.coordinator.workers.base import TaskWorker
+from rlframe.coordinator.workers.overrides import ActsBy, check_takes_env_kwargs, with_config
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import waiting_for
 from rlframe.params.source import NewestParams, ParamSource
-from rlframe.params.store import ParamStore
+from rlframe.params.store import ParamStore, StoredParams
 from rlframe.types import Logs
 
 _POLL = 0.2  # seconds that the param store is waited for at once
@@ -43,9 +45,12 @@ class CollectorWorker(TaskWorker):
 
     What is built for an evaluation, compiled code above all, serves the next one too. Evaluations add to no buffer.
 
+    A `collect` task's overrides `collector` are numbers to act by (see `ActsBy`), `env` options of the environments.
+
     Args:
         make_actor: `f(inferencer, rank)` gives the Actor of a `collect` task; the rank is the worker's index, so that a
-            replacement takes its exploration and its place in the buffer. None: this worker collects nothing.
+            replacement takes its exploration and its place in the buffer. Where the task has overrides `env`, it gets
+            them as `env_kwargs=`. None: this worker collects nothing.
         agent: the `Agent` that acts.
         param_store: see `rlframe.params`.
         worker_id, index, incarnation: see `TaskWorker`.
@@ -55,7 +60,7 @@ class CollectorWorker(TaskWorker):
 
     def __init__(
         self,
-        make_actor: Callable[[Inferencer, int], Actor] | None,
+        make_actor: Callable[..., Actor] | None,
         agent: Any,
         param_store: ParamStore,
         worker_id: str,
@@ -68,9 +73,11 @@ class CollectorWorker(TaskWorker):
         self._make_actor, self._make_evaluations = make_actor, evaluations
         self._agent, self._store, self._seed = agent, param_store, seed
         self._actor: Actor | None = None
+        self._began = time.monotonic()  # of its task, once it is warm
         self._inferencer: Inferencer | None = None
         self._one_version = NewestParams()
         self._evaluations: VersionEvaluator | None = None
+        self._evaluated_policy: dict[str, Any] = {}  # hyper-parameters that those were made with
         self._evaluated: Evaluated | None = None
         self._is_evaluating = False
         if make_actor is not None and evaluations is not None:
@@ -83,14 +90,19 @@ class CollectorWorker(TaskWorker):
         if task.kind == "evaluate":
             return self._start_evaluating(task)
         assert self._make_actor is not None
+        env, acts_by = task.overrides.get("env", {}), task.overrides.get("collector", {})
+        if env:
+            check_takes_env_kwargs(self._make_actor, env)
         source = self._store.source(task.policy_id)
         self._wait_for_params(source)
-        self._inferencer = Inferencer(InferencerConfig(seed=self._seed), self._agent, source)
-        self._actor = actor = self._make_actor(self._inferencer, self.index)
+        agent: Any = with_config(self._agent, _policy_of(self._store.get(task.policy_id)))
+        agent = ActsBy(agent, acts_by) if acts_by else agent
+        self._inferencer = Inferencer(InferencerConfig(seed=self._seed), agent, source)
+        self._actor = actor = self._make_actor(self._inferencer, self.index, **({"env_kwargs": env} if env else {}))
         if self._stop.is_set():
             actor.stop()
         actor.warm_up()
-        version = self._inferencer.params_version
+        version, self._began = self._inferencer.params_version, time.monotonic()
         return Started({"params_version": version, "rank": actor.rank, "num_envs": actor.num_envs})
 
     def _wait_for_params(self, source: ParamSource) -> None:
@@ -112,9 +124,11 @@ class CollectorWorker(TaskWorker):
             )
         self._one_version.put(found.version, found.packed)
         self._evaluated, self._is_evaluating = None, True
-        if self._evaluations is None:
+        policy = _policy_of(found)
+        if self._evaluations is None or policy != self._evaluated_policy:
             assert self._make_evaluations is not None
-            self._evaluations = self._make_evaluations(self._agent, self._one_version)
+            self._evaluations = self._make_evaluations(with_config(self._agent, policy), self._one_version)
+            self._evaluated_policy = policy
         return Started({"params_version": version})
 
     def _get_data(self, request: GetData) -> Collected | Evaluated | NotReady:
@@ -122,8 +136,10 @@ class CollectorWorker(TaskWorker):
             return self._evaluate()
         actor, inferencer = self._actor, self._inferencer
         assert actor is not None and inferencer is not None
+        before = actor.env_steps
         waits = actor.collect(request.steps, request.seconds)
-        return Collected(actor.stats(), inferencer.params_version, waits)
+        stats = actor.stats()
+        return Collected(stats, inferencer.params_version, waits, stats["env_steps"] - before)
 
     def _evaluate(self) -> Evaluated:
         if self._evaluated is None:
@@ -156,6 +172,11 @@ class CollectorWorker(TaskWorker):
         self._is_evaluating = False
         if actor is None:
             return {}
-        stats = actor.stats()
+        stats, seconds = actor.stats(), time.monotonic() - self._began
         actor.close()
-        return stats
+        return {**stats, "env_steps_per_second": stats["env_steps"] / max(seconds, 1e-9)}
+
+
+def _policy_of(found: StoredParams | None) -> dict[str, Any]:
+    """The hyper-parameters that a policy's learner was told, beside its parameters."""
+    return ((found.hparams if found is not None else None) or {}).get("policy", {})

@@ -11,12 +11,15 @@ import numpy as np
 
 from rlframe.coordinator.messages import Demand, Learn, Learned, NotReady, Started, StartTask, Update
 from rlframe.coordinator.workers.base import TaskWorker
+from rlframe.coordinator.workers.overrides import replaced, with_config
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.params.store import Attempt, ParamStore
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Step
 
 _PUBLISH_EVERY = 0.005  # seconds between two versions that collectors get, where more are made
+# Fields of LearnerConfig that a task may override: the others are the run's, or are read by `Learner.run()` alone.
+_OVERRIDES = ("seed", "max_learner_steps", "checkpoint_every", "checkpoint_seconds", "checkpoints_kept")
 _LOOK = 0.005  # seconds between two looks at a buffer that has too little, and cannot be waited for
 
 
@@ -29,6 +32,10 @@ class LearnerWorker(TaskWorker):
     A start fences off the learners of all attempts before, wherever they are: of what those do from then on, neither
     parameters nor checkpoints are written. One that was fenced off itself answers Failed (`FencedError`), and is idle.
 
+    A task's overrides `policy` are of the agent's config (the learning rate, say), `learner` of the LearnerConfig. The
+    first are the policy's hyper-parameters: they lie in the param store beside its parameters, where whoever acts by
+    these finds them.
+
     Args:
         cfg: of the Learner.
         agent: the `Agent` that learns.
@@ -36,7 +43,6 @@ class LearnerWorker(TaskWorker):
         param_store: see `rlframe.params`.
         worker_id, index, incarnation: see `TaskWorker`.
         batches: that it asks for at once. On-policy it asks for what it may learn from before the next version.
-        hparams: what goes into the param store with the parameters: plain numbers and words.
     """
 
     kinds = ("learn",)
@@ -52,17 +58,19 @@ class LearnerWorker(TaskWorker):
         incarnation: int,
         *,
         batches: int = 32,
-        hparams: dict[str, Any] | None = None,
     ) -> None:
-        self._cfg, self._agent, self._store = cfg, agent, param_store
+        self._made_with, self._agent, self._store = cfg, agent, param_store
         self._given = replay_buffer
-        self._batches, self._hparams = batches, dict(hparams or {})
+        self._batches = batches
+        self._cfg = cfg  # of the task
         self._learner: Learner | None = None
         self._buffer: Any = None
         super().__init__(worker_id, index, incarnation)
 
     def _start(self, task: StartTask) -> Started:
-        self._policy_id = task.policy_id
+        self._policy_id, self._policy = task.policy_id, task.overrides.get("policy", {})
+        agent = with_config(self._agent, self._policy)
+        self._cfg = replaced(self._made_with, "learner", task.overrides.get("learner", {}), _OVERRIDES)
         self._fence = fence = Attempt(task.options.get("epoch", 0), self._attempt)
         # First of all: the checkpoint and the versions that this learner goes on from are then the last of the others'.
         self._store.open(task.policy_id, fence)
@@ -72,7 +80,7 @@ class LearnerWorker(TaskWorker):
         resumed = self._cfg.resume and bool(self._checkpoints())
         may_write = functools.partial(self._store.check, task.policy_id, fence)
         known = max(self._store.newest(task.policy_id), task.options.get("min_version", -1))
-        self._learner = learner = Learner(self._cfg, self._agent, self._noted, may_write=may_write, above_version=known)
+        self._learner = learner = Learner(self._cfg, agent, self._noted, may_write=may_write, above_version=known)
         if self._max_staleness is not None:
             self._noted.forget_before(learner.params_version - self._max_staleness)
         self._published, self._published_at = -1, 0.0
@@ -153,7 +161,7 @@ class LearnerWorker(TaskWorker):
         learner.settle()
         version, packed = learner.get_packed(self._published)
         if packed is not None:
-            hparams = {**self._hparams, "learner_steps": learner.learner_steps}
+            hparams = {"learner_steps": learner.learner_steps, "policy": self._policy}
             self._store.put(self._policy_id, version, packed, hparams, attempt=self._fence)
             self._published, self._published_at = version, time.monotonic()
 

@@ -188,8 +188,16 @@ def limits_of(experiment: Experiment) -> Limits:
     )
 
 
-def make_actor(experiment: Experiment, replay_buffer: Any, seed: int, inferencer: Any, rank: int) -> Actor:
-    """The Actor of a collector."""
+def make_actor(
+    experiment: Experiment,
+    replay_buffer: Any,
+    seed: int,
+    inferencer: Any,
+    rank: int,
+    env_kwargs: dict[str, Any] | None = None,
+) -> Actor:
+    """The Actor of a collector; `env_kwargs` are its task's own options of the environments, over the experiment's."""
+    experiment = dataclasses.replace(experiment, env_kwargs={**experiment.env_kwargs, **(env_kwargs or {})})
     return Actor(env_builder(experiment), inferencer, replay_buffer, rank, seed=seed)
 
 

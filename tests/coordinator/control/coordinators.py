@@ -80,6 +80,7 @@ class ScriptedCoordinator:
             "pid": 4000 + index,
             "silent_for": 0.4,
             "env_steps": 12_000 if collects else 0,
+            "env_steps_per_second": 950.0 if collects else None,
             "episodes": 80 if collects else 0,
             "return_mean": 229.0 + index if collects else None,
             "params_version": 149,
@@ -109,6 +110,9 @@ class ScriptedCoordinator:
                 "state": "RUNNING",
                 "attempt": 0,
                 "worker_id": one["worker_id"],
+                "overrides": {"env": {"gravity": 12}, "collector": {"epsilon": 0.5}}
+                if one["role"] == "collector"
+                else {},
             }
             for one in self.workers
             if one["task_id"]

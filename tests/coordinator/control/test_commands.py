@@ -286,6 +286,18 @@ def test_the_control_of_a_run_on_another_host_is_not_looked_for_here(coordinator
     assert is_steered(str(directory.path))
 
 
+@pytest.mark.parametrize("command", [("pause",), ("resume",), ("scale", "collector", "2")])
+def test_a_run_that_was_killed_is_not_asked(coordinator, directory, capsys, command):
+    append = directory.path / "metrics.jsonl"
+    append.write_text(json.dumps({"step": 1234, "episode_return": 20.0}) + "\n")
+    with serve_control(coordinator, port=0) as server:  # its port is another run's by now
+        write_control(directory.path, server.url, None)
+        told = refused(capsys, command[0], str(directory.path), *command[1:])
+    assert (coordinator.asked, coordinator.calls) == (0, [])
+    assert told.startswith(f"The run in {directory.path} is not going (FAILED at 1,234 env steps: its process ")
+    assert told.endswith(f"was killed): `rlframe {command[0]}` has nobody to tell.")
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])
 def test_a_control_file_that_is_none_is_said_to_be(tmp_path, capsys, content):
     control_file(tmp_path).write_text(content)

@@ -76,8 +76,10 @@ def test_the_job_its_workers_and_its_numbers_are_shown(coordinator, server, open
     rows = page.locator("#workers tbody tr")
     assert rows.locator("th").all_text_contents() == ["learner/0", "evaluator/0", "collector/0", "collector/1"]
     suspect = rows.nth(2).locator("td").all_text_contents()
-    assert suspect[:6] == ["SUSPECT", "3", "collector-task-0", "10 s", "12,000", "229"]
+    assert suspect[:7] == ["SUSPECT", "3", "collector-task-0", "10 s", "12,000", "950", "229"]
     assert page.locator("#tasks tbody tr").count() == 3
+    tasks = page.locator("#tasks tbody tr td:last-child").all_text_contents()
+    assert tasks[1:] == ["gravity 12, epsilon 0.5"] * 2
     assert "14,000" in (page.locator("#replay").text_content() or "")
     assert "dropped3" in (page.locator("#accounts").text_content() or "")
 

@@ -10,7 +10,7 @@ import pytest
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import Failed
+from rlframe.coordinator.messages import Failed, StartTask
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from tests.coordinator.core.world import LIMITS, World
 
@@ -249,6 +249,20 @@ def test_an_evaluation_whose_worker_dies_is_done_again_at_the_same_version() -> 
     assert not world.store.pins
 
 
+def test_connections_are_closed_before_the_operator_is_left() -> None:
+    world = running(2)
+    effects: list[object] = []
+    execute = world._execute
+    world._execute = lambda effect: (effects.append(effect), execute(effect))  # type: ignore[method-assign]
+    world.deliver(ev.Cancelled("enough"))
+    assert world.run(60.0, lambda: world.is_over)
+    left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.Disconnect))
+    shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Shut)]
+    assert shut == ["learner/0", "collector/0", "collector/1"]
+    assert not [effect for effect in effects[left:] if isinstance(effect, (ev.Shut, ev.Send, ev.Open, ev.Release))]
+    assert {worker.state for worker in world.m.roster} == {WorkerState.GONE}
+
+
 def test_a_learner_lost_while_the_job_drains_comes_back_and_saves() -> None:
     world = running(1)
     world.deliver(ev.Cancelled("enough"))
@@ -388,3 +402,42 @@ def test_nobody_is_lost_where_that_is_turned_off() -> None:
     world.stop(world.live("collector")[0])
     world.run(1000.0)
     assert world.m.accounts.restarts == 0
+
+
+class Curriculum(TrainOne):
+    """Makes the environment harder after a number of steps, and gives each collector its own exploration."""
+
+    def task(self, role, index, view):
+        stage = view.env_steps // 1000
+        if role == "learner":
+            return StartTask("learn", "main", overrides={"policy": {"learning_rate": 0.1 / (1 + stage // 2)}})
+        overrides = {"env": {"level": stage}, "collector": {"epsilon": 0.5**index}}
+        return StartTask("collect", "main", overrides=overrides) if stage < 4 or index == 0 else None
+
+
+def test_a_worker_has_another_task_when_the_commander_says_so_and_only_then() -> None:
+    world = running(2, commander=Curriculum(env_steps=10**9))
+    of = {task.index: task for task in world.m.tasks.open("collect")}
+    assert of[1].start.overrides == {"env": {"level": 0}, "collector": {"epsilon": 0.5}}
+    assert world.run(60.0, lambda: world.m.accounts.env_steps > 900) and len(list(world.m.tasks)) == 3
+    world.kill(world.live("collector")[1])  # its successor is told the same
+    assert world.run(60.0, lambda: of[1].attempt == 1 and at_work(world) == 2)
+    assert world.run(60.0, lambda: world.m.accounts.env_steps > 3200 and at_work(world) == 2)
+    assert all(task.start.overrides["env"] == {"level": 3} for task in world.m.tasks.open("collect"))
+    assert of[0].state is of[1].state is TaskState.SUCCEEDED
+    first, second = (task for task in world.m.tasks if task.kind == "learn")
+    assert first.state is TaskState.SUCCEEDED and second.state is TaskState.RUNNING
+    assert second.start.overrides == {"policy": {"learning_rate": 0.05}}
+    assert world.checkpoint[0] > 0  # it was saved for the second
+    assert world.run(60.0, lambda: world.m.accounts.env_steps > 4200)
+    assert [task.index for task in world.m.tasks.open("collect")] == [0]
+
+
+def test_a_restarted_coordinator_finds_the_overrides_of_the_tasks_that_went_on() -> None:
+    world = running(2, commander=Curriculum(env_steps=10**9))
+    before = {task.task_id: task.start.overrides for task in world.m.tasks}
+    world.kill_coordinator()
+    world.start_coordinator()
+    assert world.run(30.0, lambda: at_work(world) == 2)
+    assert {task.task_id: task.start.overrides for task in world.m.tasks} == before
+    assert not [note for note in world.notes if note.kind == "closed"]

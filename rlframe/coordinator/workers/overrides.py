@@ -1,0 +1,125 @@
+"""Apply the overrides of a task: an agent, or a config, that differs in a few named values."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlframe.errors import UsageError, suggest
+from rlframe.types import AgentOutput, AgentState, TimeStep, Tree
+
+
+def with_config(agent: Any, values: Mapping[str, Any]) -> Any:
+    """The agent with other values of some fields of its config.
+
+    Raises:
+        UsageError: the config has no such field or does not take the value, or the agent would not fit the buffer and
+            the param store any more, which were made before.
+    """
+    if not values:
+        return agent
+    args, kwargs = agent._constructed_with
+    if not any(each is agent.cfg for each in (*args, *kwargs.values())):
+        raise UsageError(f"{type(agent).__name__} is not made from its config: no policy overrides, got {values!r}.")
+    cfg = replaced(agent.cfg, "policy", values, [field.name for field in dataclasses.fields(agent.cfg)])
+    made = type(agent)(
+        *(cfg if each is agent.cfg else each for each in args),
+        **{name: cfg if each is agent.cfg else each for name, each in kwargs.items()},
+    )
+    for what, fits in _FITS.items():
+        if fits(made) != fits(agent):
+            raise UsageError(
+                f"The policy overrides {values!r} change the {what} of {type(agent).__name__}, and the run's buffer "
+                "and param store were made for what it was. Leave them out, or begin another run."
+            )
+    return made
+
+
+_FITS = {
+    "replay_spec": lambda agent: agent.replay_spec,
+    "step_spec": lambda agent: agent.step_spec,
+    "parameters": lambda agent: jax.eval_shape(lambda: _acting_params(agent)),
+}
+
+
+def replaced(cfg: Any, section: str, values: Mapping[str, Any], known: Iterable[str]) -> Any:
+    """The config with other values of some fields, of those that are `known` to be read.
+
+    Raises:
+        UsageError: there is no such field, or it does not take the value.
+    """
+    _check_known(section, values, known, type(cfg).__name__)
+    try:
+        return dataclasses.replace(cfg, **values)
+    except TypeError as error:
+        raise UsageError(f"{type(cfg).__name__} does not take the {section} overrides {values!r}: {error}.") from None
+
+
+class ActsBy:
+    """An agent that acts by constants in the place of some numbers which its `actor_params` gives, as `epsilon`.
+
+    Args:
+        agent: the `Agent`.
+        values: by the name of a field of the tuple (or a key of the dict) that `actor_params` gives.
+
+    Raises:
+        UsageError: there is no such number, or the value is none.
+    """
+
+    def __init__(self, agent: Any, values: Mapping[str, Any]) -> None:
+        self._agent, self._values = agent, dict(values)
+        params = _fields(jax.eval_shape(lambda: _acting_params(agent)))
+        numbers = {name: leaf for name, leaf in params.items() if getattr(leaf, "shape", None) == ()}
+        _check_known("collector", values, numbers, f"what {type(agent).__name__} acts by")
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UsageError(f"The collector override {name} must be a number, got {value!r}.")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def actor_step(
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        """As the agent's."""
+        fields = _fields(params)
+        fixed = {name: jnp.asarray(value, fields[name].dtype) for name, value in self._values.items()}
+        params = {**params, **fixed} if isinstance(params, dict) else params._replace(**fixed)
+        return self._agent.actor_step(rng, params, timestep, state)
+
+
+def check_takes_env_kwargs(make_actor: Any, values: Mapping[str, Any]) -> None:
+    """Raises `UsageError` where what makes a collector's Actor cannot be told the options of its environments."""
+    accepted = inspect.signature(make_actor).parameters.values()
+    if not any(each.name == "env_kwargs" or each.kind is each.VAR_KEYWORD for each in accepted):
+        raise UsageError(
+            f"This collector's environments cannot be told {dict(values)!r}: what makes its Actor takes no env_kwargs. "
+            "Write make_actor(inferencer, rank, env_kwargs={}), and hand them to the environment."
+        )
+
+
+def _acting_params(agent: Any) -> Tree:
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    return agent.actor_params(params, agent.initial_learner_state(params))
+
+
+def _fields(params: Tree) -> Mapping[str, Any]:
+    if isinstance(params, dict):
+        return params
+    return params._asdict() if hasattr(params, "_asdict") else {}
+
+
+def _check_known(section: str, values: Mapping[str, Any], known: Iterable[str], whose: str) -> None:
+    known = list(known)
+    for name in values:
+        if name not in known:
+            there = f"there are {', '.join(known)}" if known else "there are none"
+            raise UsageError(
+                f"{name!r} cannot be overridden ({section}): it is no number or field of {whose}; {there}."
+                f"{suggest(name, known)}"
+            )

@@ -1,0 +1,269 @@
+"""The coordinator's document: its names, its states, and its sequence (start, learn, collect and evaluate, close).
+
+The coordinator, its threads and its journal are real; workers and operator answer at once, in this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import pathlib
+from typing import Any
+
+import pytest
+
+from rlframe.coordinator import Coordinator, CoordinatorConfig, FileParamStore, TrainOne
+from rlframe.coordinator.config import Limits
+from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.messages import (
+    Closed,
+    Collected,
+    Demand,
+    Evaluated,
+    Header,
+    Learn,
+    Learned,
+    Started,
+    StartTask,
+)
+from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState
+from rlframe.coordinator.workers.collector import CollectorWorker
+from rlframe.coordinator.workers.learner import LearnerWorker
+from tests.coordinator.fakes import Scene
+from tests.waiting import wait_until
+
+LEARNER, COLLECTOR, EVALUATOR = "learner/0", "collector/0", "evaluator/0"
+CONFIGS = {"learner": {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}, "collector": {"env": {"level": 2}}}
+
+
+class Configured(TrainOne):
+    """Gives a policy and learner config to the learner, an env and collector config to the collector."""
+
+    def task(self, role: Any, index: int, view: Any) -> StartTask | None:
+        start = super().task(role, index, view)
+        return start and dataclasses.replace(start, overrides=CONFIGS[role])
+
+
+class Traced(Coordinator):
+    """Notes what it does, in order: the arrows of the diagram that it draws."""
+
+    def __init__(self, *args: Any) -> None:
+        self.did: list[Any] = []
+        super().__init__(*args)
+
+    def _execute(self, effect: Any) -> None:
+        self.did.append(effect)
+        super()._execute(effect)
+
+
+@pytest.fixture(scope="module")
+def scene() -> Scene:
+    return Scene()
+
+
+@pytest.fixture(scope="module")
+def job(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """A job, from its start to its end."""
+    path = tmp_path_factory.mktemp("job")
+    made = Traced(Configured(learner_steps=30), scene.operator, scene.replay, scene.store, CoordinatorConfig(str(path)))
+    made.submit()
+    wait_until(lambda: made.wait(1.0), "the end")
+    made.close()
+    return made
+
+
+def calls(job: Traced, worker_id: str) -> list[ev.Send]:
+    """The calls of a worker's task, each once, however often it was said."""
+    sends = [one for one in job.did if isinstance(one, ev.Send) and one.worker_id == worker_id and one.header]
+    return [next(same) for _, same in itertools.groupby(sends, key=lambda send: send.header)]
+
+
+def replies(scene: Scene, worker_id: str, method: str) -> list[Any]:
+    return [called.reply for called in scene.trace if (called.worker_id, called.method) == (worker_id, method)]
+
+
+def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> int:
+    """Where the first such effect is among all."""
+    wanted = {name: value for name, value in (("worker_id", worker_id), ("method", method)) if value}
+    return next(
+        number
+        for number, effect in enumerate(job.did)
+        if isinstance(effect, kind) and all(getattr(effect, name) == value for name, value in wanted.items())
+    )
+
+
+# --- the sequence
+
+
+def test_start(job: Traced, scene: Scene) -> None:
+    assert set(scene.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}  # as the operator was asked for them
+    asked = index_of(job, ev.RequestWorkers)
+    for worker_id in (LEARNER, COLLECTOR):
+        connected = index_of(job, ev.Open, worker_id)
+        started = index_of(job, ev.Send, worker_id, "start_task")
+        assert asked < connected < started
+
+
+def test_learn(job: Traced, scene: Scene) -> None:
+    start, *loop, close = calls(job, LEARNER)
+    # request learner start task (policy config, learner config), return learner start info
+    assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "learn", "main")
+    assert start.args[0].overrides == {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}
+    assert isinstance(replies(scene, LEARNER, "start_task")[0], Started)
+    # request data demand task, return data demand; request learn task and send data (path, priority), return learn info
+    methods = [call.method for call in loop]
+    assert set(methods) == {"data_demand", "learn"} and methods[0] == "data_demand"
+    assert all(before == "data_demand" for before, after in itertools.pairwise(methods) if after == "learn")
+    assert {type(reply) for reply in replies(scene, LEARNER, "data_demand")} == {Demand}
+    for call in loop:
+        if call.method == "learn":
+            (learn,) = call.args
+            assert isinstance(learn, Learn) and learn.batches is not None
+            assert all(batch.keys.shape == (1, 3) and batch.probabilities.shape == (1,) for batch in learn.batches)
+    learned = replies(scene, LEARNER, "learn")
+    assert all(isinstance(reply, Learned) for reply in learned)
+    names = {field.name for field in dataclasses.fields(Learned)}
+    assert {"params_version", "logs", "updates"} <= names  # policy meta, train stat, data priority
+    # Learner -> Middleware: send policy info, with each answer a newer version
+    versions = [reply.params_version for reply in learned]
+    assert versions == sorted(set(versions)) and set(versions) <= set(scene.store.versions)
+    # request learner close task, return learner close info: save final policy
+    assert (close.method, close.args) == ("close_task", (True,))
+    assert isinstance(replies(scene, LEARNER, "close_task")[0], Closed)
+    assert scene.saved == scene.store.versions[-1]
+
+
+def test_collect_and_evaluate(job: Traced, scene: Scene) -> None:
+    start, *loop, close = calls(job, COLLECTOR)
+    # request collector start task (policy meta, env config, collector config), return collector start info
+    assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "collect", "main")
+    assert start.args[0].overrides == {"env": {"level": 2}}
+    # request get data task, Collector -> Middleware: send data, return data (metadata: length)
+    assert {call.method for call in loop} == {"get_data"}
+    data = replies(scene, COLLECTOR, "get_data")
+    assert all(isinstance(reply, Collected) and reply.length == 1 for reply in data)
+    assert scene.replay.writers == [COLLECTOR] * len(data)
+    # request collector close task, return collector close info (episode result, collector performance)
+    assert close.method == "close_task"
+    (closed,) = replies(scene, COLLECTOR, "close_task")
+    assert {"episodes", "return_sum", "env_steps"} <= set(closed.result)
+    assert job.status()["job"]["env_steps"] == closed.result["env_steps"]
+    # the same of an evaluation, of one version, which reaches no buffer
+    assert [call.method for call in calls(job, EVALUATOR)] == ["start_task", "get_data", "close_task"]
+    (evaluated,) = replies(scene, EVALUATOR, "get_data")
+    assert isinstance(evaluated, Evaluated) and evaluated.params_version == scene.store.versions[-1]
+
+
+def test_close(job: Traced, scene: Scene) -> None:
+    tasks = index_of(job, ev.Send, method="close_task")
+    left = index_of(job, ev.Disconnect)
+    over = index_of(job, ev.Over)
+    # destroy connection of the learner, then of the collector; disconnect operator; close
+    shut = [effect.worker_id for effect in job.did[tasks:left] if isinstance(effect, ev.Shut)]
+    assert shut == [LEARNER, COLLECTOR, EVALUATOR]
+    assert not [effect for effect in job.did[left:] if isinstance(effect, (ev.Open, ev.Shut, ev.Send))]
+    assert tasks < left < over
+    assert not scene.operator.workers and scene.operator.disconnects == 1
+
+
+def test_metadata_alone_passes_the_coordinator(job: Traced, scene: Scene) -> None:
+    for called in scene.trace:
+        for field in dataclasses.fields(called.reply):
+            assert field.name not in ("params", "steps", "data", "observation")
+    assert {field.name for field in dataclasses.fields(Header)} == {
+        "task_id",
+        "attempt",
+        "worker_id",
+        "incarnation",
+        "seq",
+    }
+
+
+# --- states
+
+
+def test_the_job_goes_through_the_states_of_the_document(job: Traced) -> None:
+    changes = [(event["before"], event["after"]) for event in job.events() if event["kind"] == "job"]
+    states = ["INIT", "CONNECTING", "WAITING", "RUNNING", "DRAINING", "CLOSED"]
+    assert changes == list(itertools.pairwise(states))
+    assert {task["state"] for task in job.status()["tasks"]} == {"SUCCEEDED"}
+    assert {worker["state"] for worker in job.status()["workers"]} == {"GONE"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths"),
+    [
+        (
+            JobState,
+            [
+                "INIT CONNECTING WAITING RUNNING DEGRADED RUNNING PAUSED RUNNING DRAINING CLOSED",
+                "RUNNING DRAINING FAILED",
+            ],
+        ),
+        (
+            TaskState,
+            [
+                "PENDING ASSIGNED RUNNING CLOSING SUCCEEDED",
+                "CLOSING FAILED",
+                "CLOSING CANCELLED",
+                "RUNNING RETRYING PENDING",
+            ],
+        ),
+        (
+            WorkerState,
+            ["REQUESTED CONNECTING IDLE BUSY CLOSING IDLE", "BUSY SUSPECT BUSY", "SUSPECT LOST", "BUSY DRAINING GONE"],
+        ),
+    ],
+)
+def test_the_states_are_the_documents(kind: Any, paths: list[str]) -> None:
+    names = {name for path in paths for name in path.split()}
+    assert {state.name for state in kind} == names
+    for path in paths:
+        for before, after in itertools.pairwise(path.split()):
+            assert kind[after] in TRANSITIONS[kind[before]]
+    last = {state.name for state in kind if not TRANSITIONS[state]}
+    assert last == names & {"CLOSED", "FAILED", "SUCCEEDED", "CANCELLED", "LOST", "GONE"}  # terminal states stay
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("cls", "methods"),
+    [
+        (
+            Coordinator,
+            "submit cancel pause resume scale evaluate_now status events checkpoint restore wait close",
+        ),
+        (LearnerWorker, "ping resources start_task data_demand learn close_task"),
+        (CollectorWorker, "ping resources start_task get_data close_task"),
+    ],
+)
+def test_the_calls_are_the_documents(cls: type, methods: str) -> None:
+    for name in methods.split():
+        assert callable(getattr(cls, name)), name
+
+
+def test_the_arguments_are_the_documents() -> None:
+    def arguments(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert arguments(Coordinator)[:5] == ["commander", "operator", "replay", "param_store", "cfg"]
+    assert arguments(Coordinator.scale) == ["self", "role", "n"]
+    assert arguments(Coordinator.events)[:2] == ["self", "since"]
+    assert arguments(FileParamStore.put)[:5] == ["self", "policy_id", "version", "params", "hparams"]
+    assert arguments(FileParamStore.get)[:3] == ["self", "policy_id", "min_version"]
+
+
+def test_the_deadlines_are_the_documents() -> None:
+    limits = Limits()
+    assert (limits.ping_every, limits.suspect_after, limits.lost_after) == (3.0, 9.0, 17.0)
+    assert limits.lost_after_starting > limits.lost_after
+
+
+def test_a_finished_job_stays_finished(job: Traced) -> None:
+    path = pathlib.Path(job._cfg.path)
+    status = (path / "status.json").read_text()
+    job.cancel("too late")
+    assert job.wait(0.0) and job.status()["job"]["state"] == "CLOSED" and (path / "status.json").read_text() == status
