@@ -27,6 +27,7 @@ _PIECE = 1024  # bytes that are decompressed at once: of zstd they may become 32
 _PARTS = 10_000  # gzip members or zstd frames of a body
 _PADDING = re.compile(rb"\0*")  # after a part
 _ENCODINGS = 2  # one after the other
+_DROPPED = 16  # times the limit: of a body that is too large, so much is read so that its sender sees the answer
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -125,20 +126,26 @@ class ReadBody:
         if length.isdigit() and int(length) > self._limit:
             raise self._too_large(length=int(length))
         parts: list[bytes] = []
+        sent, more = 0, True
         with anyio.move_on_after(self._deadline):
-            while True:
+            while more and sent <= _DROPPED * self._limit:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise _Refused("The client left.", 400)
-                part = message.get("body", b"")
-                self._count(taken, len(part))
-                if taken[0] > self._limit:
-                    raise self._too_large()
-                parts.append(part)
-                if not message.get("more_body", False):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
-        error = f"The body did not arrive within {self._deadline:.0f} s."
-        raise _Refused(error, 408, {"Connection": "close"})
+                part, more = message.get("body", b""), message.get("more_body", False)
+                sent += len(part)
+                if sent <= self._limit:
+                    self._count(taken, len(part))
+                    parts.append(part)
+                elif parts:  # from here on it is read and dropped, so that its sender sees the answer
+                    self._count(taken, -taken[0])
+                    parts.clear()
+        if sent > self._limit:
+            raise self._too_large(ended=not more)
+        if more:
+            error = f"The body did not arrive within {self._deadline:.0f} s."
+            raise _Refused(error, 408, {"Connection": "close"})
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _count(self, taken: list[int], size: int) -> None:
         taken[0] += size
@@ -165,11 +172,11 @@ class ReadBody:
                 raise self._too_large()
         return body
 
-    def _too_large(self, length: int | None = None) -> _Refused:
+    def _too_large(self, length: int = 0, ended: bool = True) -> _Refused:
         error = f"A body has at most {self._limit >> 20} MB, decompressed too; --max-body-mb changes that."
-        # What was announced is read and dropped, so that the sender sees the answer; what has no end is cut off.
-        endless = length is None or length > 16 * self._limit
-        return _Refused(error, 413, {"Connection": "close"} if endless else None)
+        # The server reads and drops what was announced; what has no end is cut off.
+        ended = ended and length <= _DROPPED * self._limit
+        return _Refused(error, 413, None if ended else {"Connection": "close"})
 
 
 class _Refused(Exception):

@@ -12,6 +12,7 @@ from rlframe.errors import UsageError
 IGNORED = -100  # in the masks of a group, of a token that nothing is learned from
 INTS = ("tokens", "masks")  # arrays of a group
 FLOATS = ("advantages", "ref_logprobs", "inference_logprobs")
+ANY_LENGTH = "advantages"  # of them: as lists it need not be as long as the tokens, and then nobody learns from it
 LARGEST = 2.0**128 - 2.0**104  # number in them, and of scores: larger ones would be infinite as float32
 
 MAX_BATCH_SIZE = 1_000_000  # sequences: packing works with integers of so many bits

@@ -21,7 +21,7 @@ REGISTER_ENV = {
     "max_token_length": 512,
     "desired_name": "gsm8k",
     "weight": 1.0,
-}  # as the document has it: no group_size
+}
 SCORED_DATA = {
     "tokens": [[1, 2, 3], [1, 2, 4]],
     "masks": [[-100, 2, 3], [-100, 2, 4]],
@@ -50,6 +50,8 @@ def test_before_a_trainer_has_registered(api):
     assert "message" in api.get("/").json()
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
     assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
+    batch = api.get("/batch").json()
+    assert (batch["status"], batch["batch"]) == ("error", None)
     status = api.get("/status").json()
     assert (status["current_step"], status["queue_size"]) == (0, 0)
 
@@ -61,7 +63,7 @@ def test_the_common_workflow_of_trainer_and_rollout_handler(api):
     assert api.get("/info").json() == {"batch_size": 4, "max_token_len": 512}
     assert api.get("/batch").json()["batch"] is None  # the trainer is there, and asks
 
-    env = api.post("/register-env", json={**REGISTER_ENV, "group_size": 2}).json()
+    env = api.post("/register-env", json=REGISTER_ENV).json()
     assert env["status"] == "success" and isinstance(env["env_id"], int)
     assert env["wandb_name"].startswith("gsm8k")
     assert (env["checkpoint_dir"], env["starting_step"]) == ("/shared/checkpoints", 0)
@@ -75,7 +77,7 @@ def test_the_common_workflow_of_trainer_and_rollout_handler(api):
     assert (latest["tokens"], latest["scores"]) == (SCORED_DATA["tokens"], SCORED_DATA["scores"])
 
     status = api.request("GET", "/status-env", json={"env_id": env["env_id"]}).json()
-    assert status["current_step"] == 0 and status["queue_size"] == 2
+    assert status["current_step"] == 0 and status["queue_size"] == 4  # groups of one: none came from this environment
     assert status["env_weight"] == pytest.approx(1.0)
     assert status.items() <= api.get("/status-env", params={"env_id": env["env_id"]}).json().items()
 
@@ -93,7 +95,7 @@ def test_a_rollout_handler_pauses_above_three_batches_and_goes_on_below(api):
     """The loop of the interaction document: Q is `queue_size` of /status-env, in groups of its own."""
     api.post("/register", json=REGISTRATION)
     api.get("/batch")
-    env_id = api.post("/register-env", json={**REGISTER_ENV, "group_size": 2}).json()["env_id"]
+    env_id = api.post("/register-env", json=REGISTER_ENV).json()["env_id"]
     sent, is_paused = 0, False
     for _ in range(40):
         if not is_paused:

@@ -97,7 +97,9 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self._done: list[int] = []  # that are to be acknowledged
         self._learned: OrderedDict[int, None] = OrderedDict()  # the last of those that were done with
         self._read: int | None = None  # that `sample` gave last
-        self._counts = dict.fromkeys(("batches", "sampled", "steps", "cut", "came_again", "lost_leases"), 0)
+        self._counts = dict.fromkeys(
+            ("batches", "sampled", "steps", "cut", "unfit_advantages", "came_again", "lost_leases"), 0
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._copy, ()
@@ -152,8 +154,9 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
         `items` and `bytes` are of the service: groups that wait, and what is stored of them and of leased ones. The
         others are of this buffer: `added` and `sampled` are the sequences that it was given, `steps` their tokens,
-        `batches` what they came in, `cut` sequences that were too long, `came_again` batches that were recognised,
-        `lost_leases` those that were done with too late.
+        `batches` what they came in, `cut` sequences that were too long, `unfit_advantages` those whose
+        advantages were not as long as their tokens, `came_again` batches that were recognised, `lost_leases` those that
+        were done with too late.
         """
         status = self._client.status()
         with self._lock:
@@ -187,7 +190,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             data, cut = pad(served.groups, self._buckets)
             with self._lock:
                 self._out.add(served.batch_id)
-                self._count(data, cut)
+                self._count(served, data, cut)
             if self._renewal is None and not self._closed:
                 self._renewal = Renewal(self._renew, self._lease / 3)
             return _batch(served, data)
@@ -271,8 +274,17 @@ class TrajectoryBuffer(BaseReplayBuffer):
         while len(self._learned) > _REMEMBERED:
             self._learned.popitem(last=False)
 
-    def _count(self, data: TokenBatch, cut: int) -> None:
+    def _count(self, served: ServedBatch, data: TokenBatch, cut: int) -> None:
         counts = self._counts
+        unfit = [group for group in served.groups for row in group.advantages or () if row is None]
+        if unfit and not counts["unfit_advantages"]:
+            _log.warning(
+                "%d sequences of a batch, the first of environment %s, have advantages that are not as long as their "
+                "tokens: they are learned from without; from now on they are counted.",
+                len(unfit),
+                unfit[0].env_id,
+            )
+        counts["unfit_advantages"] += len(unfit)
         counts["batches"] += 1
         counts["sampled"] += len(data.lengths)
         counts["steps"] += int(data.lengths.sum())

@@ -238,8 +238,8 @@ class BaseClient:
         self,
         *,
         desired_name: str,
-        group_size: int,
         max_token_length: int,
+        group_size: int | None = None,
         weight: float = 1.0,
         min_batch_allocation: float | None = None,
         resume_token: str | None = None,
@@ -249,7 +249,7 @@ class BaseClient:
         """Join the run; with the `resume_token` of an earlier answer as the same environment, under the same name.
 
         Args:
-            group_size: sequences of its groups.
+            group_size: sequences of its groups; None: its first group says it.
             max_token_length: of its sequences.
             weight: how much it should count among all, beside the length of its sequences.
             min_batch_allocation: from 0 to 1: the part of each batch that is its own.

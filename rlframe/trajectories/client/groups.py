@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import FLOATS, INTS, LARGEST
+from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, INTS, LARGEST
 
 _REST = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
@@ -25,8 +25,8 @@ class Group:
         tokens: S rows [T_i] int32.
         masks: S rows [T_i] int32: the token where it is trained on, -100 where not.
         scores: [S] float64.
-        advantages, ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention logprobs are 1.0
-            where masks are -100.
+        advantages: S rows [T_i] float32, or None; a row is None where its sequence has none that fit.
+        ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention 1.0 where masks are -100.
         messages, generation_params, overrides, group_overrides, images: JSON that the service only carries.
         env_id: as `register_env` gave it; None where the sender did not register.
         distill_token_ids, distill_logprobs: [S][T_i][k] lists, or None.
@@ -61,7 +61,8 @@ class Group:
             raise UsageError("A sequence has at least one token; one of this group is empty.")
         for name in FLOATS:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _rows(name, getattr(self, name), np.dtype(np.float32)))
+                optional = name == ANY_LENGTH
+                object.__setattr__(self, name, _rows(name, getattr(self, name), np.dtype(np.float32), optional))
         for name in ("masks", *FLOATS):
             self._check_rows(name)
         object.__setattr__(self, "scores", _row("scores", self.scores, np.dtype(np.float64)))
@@ -85,7 +86,9 @@ class Group:
         for name in (*INTS, *FLOATS):
             if name in fields:
                 rows = fields[name]
-                fields[name] = np.concatenate(rows).tobytes() if binary else [row.tolist() for row in rows]
+                whole = binary and all(row is not None for row in rows)
+                lists = [[] if row is None else row.tolist() for row in rows]
+                fields[name] = np.concatenate(rows).tobytes() if whole else lists
         if binary:
             fields["lengths"] = self.lengths.tobytes()
         fields["scores"] = self.scores.tolist()
@@ -93,7 +96,10 @@ class Group:
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:
-        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does."""
+        """The group that an item of a batch is, whichever way its rows came. Raises `UsageError` as the class does.
+
+        Rows of advantages that are not as long as their tokens are None: environments may send any.
+        """
         # The published clients send [] for what a group has not.
         fields: dict[str, Any] = {name: item.get(name) for name in _NAMES if item.get(name) != []}
         fields = {**dict.fromkeys(_NAMES), **fields}
@@ -105,6 +111,13 @@ class Group:
                 fields[name] = _divided(name, fields[name], np.frombuffer(lengths, "<i4"))
         if isinstance(fields["scores"], bytes):
             fields["scores"] = np.frombuffer(fields["scores"], "<f4")
+        if (rows := fields[ANY_LENGTH]) is not None:
+            tokens = fields["tokens"] or ()
+            fits = len(rows) == len(tokens)
+            fields[ANY_LENGTH] = [
+                rows[index] if fits and len(rows[index]) == len(sequence) else None
+                for index, sequence in enumerate(tokens)
+            ]
         return cls(**fields)
 
     def _check_rows(self, name: str) -> None:
@@ -114,7 +127,7 @@ class Group:
         if len(rows) != len(self):
             raise UsageError(f"A group of {len(self)} sequences has as many rows of {name}; got {len(rows)}.")
         for index, (row, tokens) in enumerate(zip(rows, self.tokens)):
-            if len(row) != len(tokens):
+            if row is not None and len(row) != len(tokens):
                 raise UsageError(f"Sequence {index} has {len(tokens)} tokens, but {len(row)} {name}.")
 
 
@@ -138,10 +151,12 @@ class ServedBatch:
     redelivered: bool  # somebody was given it before, and did not acknowledge it
 
 
-def _rows(name: str, rows: Iterable[Any], dtype: np.dtype) -> list[np.ndarray]:
+def _rows(name: str, rows: Iterable[Any], dtype: np.dtype, optional: bool = False) -> list[Any]:
     if isinstance(rows, (str, bytes)) or not isinstance(rows, Iterable):
         raise UsageError(f"{name} is a list of rows, one for each sequence; got {type(rows).__name__}.")
-    return [_row(f"{name}[{index}]", row, dtype) for index, row in enumerate(rows)]
+    return [
+        None if optional and row is None else _row(f"{name}[{index}]", row, dtype) for index, row in enumerate(rows)
+    ]
 
 
 def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:

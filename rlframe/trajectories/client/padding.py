@@ -48,22 +48,19 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
     masks = _fill([row for group in groups for row in group.masks], shape, np.int32)
     mask = ((masks != IGNORED) & present).astype(np.float32)
     advantages = np.repeat(scores[:, None], length, axis=1)
-    sizes = [len(group) for group in groups]
-    start = 0
-    for group in groups:
-        if group.advantages is not None:
-            advantages[start : start + len(group)] = _fill(group.advantages, (len(group), length), np.float32)
-        start += len(group)
+    sent = [row for group in groups for row in group.advantages or [None] * len(group)]
+    having = np.array([row is not None for row in sent])
+    advantages[having] = _fill([row for row in sent if row is not None], (having.sum(), length), np.float32)
     batch = TokenBatch(
         tokens=_fill([row for group in groups for row in group.tokens], shape, np.int32),
         mask=mask,
         advantages=advantages * mask,
-        has_advantages=np.repeat([group.advantages is not None for group in groups], sizes),
+        has_advantages=having,
         scores=scores,
         inference_logprobs=_optional("inference_logprobs", groups, mask),
         ref_logprobs=_optional("ref_logprobs", groups, mask),
         lengths=lengths,
-        group=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
+        group=np.repeat(np.arange(len(groups), dtype=np.int32), [len(group) for group in groups]),
     )
     return batch, int((full > lengths).sum())
 

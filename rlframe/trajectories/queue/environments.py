@@ -38,6 +38,7 @@ class Env(EnvFacts):
     resume_token: str | None
     max_token_length: int
     last_heard: float  # seconds
+    size_known: bool = True  # whether it, or its first group, has said its group size
     largest_group: int = 0  # sequences
 
     @property
@@ -77,8 +78,13 @@ class Envs:
         env_id = None if resume_token is None else self._by_token.get(resume_token)
         return self.get(env_id)
 
-    def register(self, known: Env | None, token: str | None, **told: Any) -> Env:
-        """A new environment, or `known`, which has left, with what it tells now. Live when it is heard."""
+    def register(self, known: Env | None, token: str | None, group_size: int | None, **told: Any) -> Env:
+        """A new environment, or `known`, which has left, with what it tells now. Live when it is heard.
+
+        `group_size` None: as it was, or 1 until its first group.
+        """
+        if group_size is not None or known is None:
+            told |= {"group_size": group_size or 1, "size_known": group_size is not None}
         if known is not None:
             env = known
             for field, value in told.items():

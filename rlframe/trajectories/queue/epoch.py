@@ -94,6 +94,10 @@ class Epoch:
         env = self.envs.get(env_id)
         if env is not None:
             env.count_added(group.sequences, tokens)
+            if not env.size_known:
+                self.leave(env)  # the sums have it with another size
+                env.group_size, env.size_known = group.sequences, True
+                self.hear(env, env.last_heard)
         self.enqueue(env_id, group)
         if env is None or group.sequences == env.group_size:
             return Added("received", group.id)

@@ -81,7 +81,7 @@ class Queue:
         desired_name: str,
         max_token_length: int,
         weight: float,
-        group_size: int,
+        group_size: int | None,
         min_batch_allocation: float | None,
         resume_token: str | None,
         token: str | None,
@@ -89,8 +89,8 @@ class Queue:
     ) -> RegisteredEnv | None:
         """An environment joins, or comes back with the `resume_token` it was given: with the same id and name.
 
-        `group_size` is in sequences, `min_batch_allocation` the part of each batch that is its own, `token` what a new
-        environment can come back with, made by the caller.
+        `group_size` is in sequences (None: 1 until its first group says it), `min_batch_allocation` the part of each
+        batch that is its own, `token` what a new environment can come back with, made by the caller.
         None: it has to wait for the trainer to start.
         """
         epoch = self._begin(now)

@@ -21,7 +21,9 @@ class RegisterEnv(BaseModel):
     max_token_length: Count
     desired_name: Text
     weight: float = Field(allow_inf_nan=False)
-    group_size: int = Field(ge=1, lt=2**63, description="Sequences in each of its groups.")
+    group_size: int | None = Field(
+        None, ge=1, lt=2**63, description="Sequences in each of its groups. Absent: 1 until its first group says it."
+    )
     min_batch_allocation: float | None = Field(None, ge=0, le=1, description="The part of each batch that is its own.")
     resume_token: Text | None = Field(None, description="From an earlier answer: the same id and name again.")
 
@@ -79,7 +81,7 @@ class Item(BaseModel):
     tokens: list[list[int]]
     masks: list[list[int]] = Field(description="-100 where there is no loss.")
     scores: list[float]
-    advantages: list[list[float]] | None = None
+    advantages: list[list[float]] | None = Field(None, description="Of any lengths; taken where they fit the tokens.")
     ref_logprobs: list[list[float]] | None = None
     messages: list[list[dict[str, Any]]] | None = Field(None, description="Each has a role and content.")
     generation_params: dict[str, Any] | None = None
@@ -103,7 +105,7 @@ class BatchAnswer(BaseModel):
 class NotRegistered(BaseModel):
     status: Literal["error"]
     message: str
-    batch: list[Item]
+    batch: None
 
 
 class Refusal(BaseModel):

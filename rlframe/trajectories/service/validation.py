@@ -17,12 +17,14 @@ import numpy as np
 from msgspec import UNSET
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import FLOATS, INTS, LARGEST
+from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, INTS, LARGEST
 
 MAX_DEPTH = 32  # of what is in `messages`, `images` and the like; Python's parsers fail at some hundreds
 
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _EXPLAINED = 1 << 20  # bytes of JSON that are read again, on the event loop, to say where a number is not finite
+# A whole surrogate pair, half of one (its digits), or another escape.
+_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)", re.DOTALL)
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _INT_CHARACTERS = b"0123456789- \n\r\t"
 _FLOAT_CHARACTERS = _INT_CHARACTERS + b".eE+"
@@ -115,7 +117,7 @@ def check(group: Any, lengths: list[int]) -> None:
         if isinstance(value, bytes):
             _check_binary(name, value, lengths)
         elif isinstance(value, list) and (value or name in INTS):  # [] is what the published BaseEnv sends for none
-            _check_lists(name, value, lengths)
+            _check_lists(name, value, None if name == ANY_LENGTH else lengths)
     scores = group.scores
     if isinstance(scores, bytes):
         scores = _array("scores", scores, _FLOAT32).tolist()
@@ -136,11 +138,13 @@ def _check_binary(name: str, value: bytes, lengths: list[int]) -> None:
         raise InvalidGroupError((name,), f"{name} holds NaN or an infinity.", "finite_number")
 
 
-def _check_lists(name: str, value: list[list[Any]], lengths: list[int]) -> None:
-    _check_count(name, value, len(lengths))
-    for i, (sequence, length) in enumerate(zip(value, lengths)):
-        if len(sequence) != length:
-            message = f"Sequence {i} has {length} tokens, but {len(sequence)} values in {name}."
+def _check_lists(name: str, value: list[list[Any]], lengths: list[int] | None) -> None:
+    """`lengths` None: any."""
+    if lengths is not None:
+        _check_count(name, value, len(lengths))
+    for i, sequence in enumerate(value):
+        if lengths is not None and len(sequence) != lengths[i]:
+            message = f"Sequence {i} has {lengths[i]} tokens, but {len(sequence)} values in {name}."
             raise InvalidGroupError((name, i), message)
         if name in FLOATS:
             _check_finite((name, i), sequence)
@@ -222,6 +226,9 @@ def explained(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidG
         if message.startswith("Object missing required field"):
             return InvalidGroupError((*_steps(path), message.split("`")[1]), "Field required", "missing")
         return InvalidGroupError(_steps(path), message, "type_error")
+    if not packed and (half := _half_character(body, message)) is not None:
+        error = f"Text holds half of a surrogate pair (byte {half}), which is no character."
+        return InvalidGroupError((), error, "string_unicode")
     look = _not_finite if len(body) <= _EXPLAINED else _field_not_finite
     if not packed and (found := look(body, message)) is not None:
         return InvalidGroupError(found, "A number has to be finite; got NaN or an infinity.", "finite_number")
@@ -243,6 +250,14 @@ def _field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
     names = (*INTS, *FLOATS, "scores", "distill_logprobs", *_FREE)
     place, name = max((body.rfind(b'"%s"' % name.encode(), 0, int(byte[1])), name) for name in names)
     return (name,) if place >= 0 else ()
+
+
+def _half_character(body: bytes, message: str) -> int | None:
+    """Where an escape is half of a surrogate pair, if the decoder failed at one; else None."""
+    if "surrogate" not in message and "truncated" not in message:  # which it says of one near the end
+        return None
+    half = next((escape for escape in _ESCAPE.finditer(body) if escape[1] is not None), None)
+    return None if half is None else half.start()
 
 
 def _not_finite(body: bytes, _: str) -> tuple[str | int, ...] | None:

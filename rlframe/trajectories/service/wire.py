@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from rlframe.trajectories.messages import FLOATS, INTS
+from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, INTS
 from rlframe.trajectories.service.validation import (
     InvalidGroupError,
     check,
@@ -156,7 +156,10 @@ def _lengths_of_text(group: Any) -> list[int] | None:
     for name in FLOATS:
         value = getattr(group, name)
         text = b"null" if value is UNSET else bytes(value)  # a `Raw` is equal to nothing
-        if text not in (b"null", b"[]") and text_lengths(text, integers=False) != lengths:
+        if text in (b"null", b"[]"):
+            continue
+        found = text_lengths(text, integers=False)
+        if found is None or (found != lengths and name != ANY_LENGTH):
             return None
     return lengths
 

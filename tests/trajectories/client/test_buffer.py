@@ -83,6 +83,18 @@ def test_a_batch_says_what_and_whose_it_is(client, make_buffer):
     assert {name: stats[name] for name in expected} == expected
 
 
+def test_advantages_of_other_lengths_are_said_once_and_counted(service, client, make_buffer, caplog):
+    buffer = make_buffer()
+    item = {"tokens": [[1, 2], [3, 4]], "masks": [[1, 2], [3, 4]], "scores": [1.0, 2.0], "advantages": [[0.5], [3, 4]]}
+    for _ in range(2):
+        assert httpx.post(f"{client.url}/scored_data", json=item).json() == {"status": "received"}
+    for _ in range(2):
+        batch = buffer.wait_for_batch(DEADLINE)
+        np.testing.assert_array_equal(batch.data.advantages[:, :2], [[1, 1], [3, 4]])
+    assert buffer.stats()["unfit_advantages"] == 2
+    assert [record.message[:13] for record in caplog.records] == ["1 sequences o"]
+
+
 def test_size_is_of_what_waits_and_fits(client, make_buffer):
     buffer = make_buffer()
     client.post([numbered(1), numbered(2)])

@@ -46,6 +46,16 @@ def test_given_advantages_and_logprobs_are_taken_where_there_is_a_loss():
     np.testing.assert_allclose(batch.inference_logprobs, expected)
 
 
+def test_advantages_that_are_not_as_long_as_their_tokens_are_left_out():
+    sent = a_group().to_dict(binary=False)
+    one = Group.from_item({**sent, "advantages": [[9, 0.5, 0.25], [9, 9, 9]]})
+    two = Group.from_item({**sent, "advantages": [[9, 9, 9]]})
+    batch, _ = pad([one, two], BUCKETS)
+    np.testing.assert_array_equal(batch.has_advantages, [True, False, False, False])
+    np.testing.assert_allclose(batch.advantages[:2], [[0, 0.5, 0.25, 0], [0, -1, 0, 0]])
+    assert one.to_dict(binary=True)["advantages"] == [[9, 0.5, 0.25], []]
+
+
 def test_a_field_that_some_groups_lack_is_none_and_said(caplog):
     having = a_group(ref_logprobs=[[1, -0.25, -1], [1, -0.5]])
     with caplog.at_level(logging.WARNING):

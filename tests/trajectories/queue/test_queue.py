@@ -88,6 +88,21 @@ def test_odd_groups_are_buffered_until_they_sum_to_the_group_size():
     assert batch_of(queue) == [0, 2, 3]
 
 
+def test_the_first_group_says_a_group_size_that_was_not_told():
+    queue = started(batch_size=4)
+    env = join(queue, None, minimum=0.5)
+    assert queue.report(0.0).envs[0].group_size == 1
+    assert add(queue, 2, 20, 100, env.env_id, None, None, 0.0).status == "received"
+    assert queue.report(0.0).envs[0].group_size == 2
+    assert add(queue, 1, 10, 100, env.env_id, None, None, 0.0).status == "buffered"
+    restored = Queue()
+    restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
+    assert add(restored, 1, 10, 100, env.env_id, None, None, 0.0).status == "buffered"
+    assert batch_of(restored) == [0, 1, 2]
+    queue.disconnect_env(env.env_id)
+    assert (dict(queue.epoch.envs.sizes), queue.epoch.envs.sharing) == ({}, {})
+
+
 def test_a_group_larger_than_the_group_size_is_a_unit_of_its_own():
     queue = started()
     env_id = join(queue, 4).env_id

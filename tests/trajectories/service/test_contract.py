@@ -57,7 +57,7 @@ def test_before_registration(either):
     answer = either.get("/batch")
     assert answer.status_code == 200
     body = answer.json()
-    assert (body["status"], body["batch"]) == ("error", [])
+    assert (body["status"], body["batch"]) == ("error", None)
     assert isinstance(body["message"], str)
     assert either.join() == {"status": "wait for trainer to start"}
 
@@ -119,7 +119,7 @@ def test_disconnect(api):
         {"group_size": 0},
         {"max_token_length": -1},
         {"weight": "heavy"},
-        {"group_size": None},
+        {"group_size": "many"},
         {"desired_name": 3},
     ],
 )
@@ -297,7 +297,6 @@ WRONG = {
     "more masks than tokens": (dict(masks=[[1], [1, 2], [3]]), ["masks"]),
     "ragged masks": (dict(masks=[[1], [1]]), ["masks", 1]),
     "too few scores": (dict(scores=[0.5]), ["scores"]),
-    "ragged advantages": (dict(advantages=[[0.5, 0.5], [0.5, 0.5]]), ["advantages", 0]),
     "ragged inference_logprobs": (dict(inference_logprobs=[[0.5], [0.5]]), ["inference_logprobs", 1]),
     "ragged ref_logprobs": (dict(ref_logprobs=[[0.5]]), ["ref_logprobs"]),
     "no sequence": (dict(tokens=[], masks=[], scores=[]), ["tokens"]),
@@ -322,6 +321,16 @@ def test_a_group_that_cannot_be_is_refused_and_the_field_named(api, fields, wher
     assert api.get("/status").json()["queue_size"] == 0
 
 
+@pytest.mark.parametrize("advantages", [[[0.5, 0.5], [0.5, 0.5]], [[0.5]], [[], [1.0, 2.0]], [[1.0]] * 3])
+def test_advantages_are_of_any_lengths_and_finite(api, advantages):
+    """As the published server takes them."""
+    api.started(batch_size=2)
+    assert api.post("/scored_data", group(advantages=advantages)).json() == {"status": "received"}
+    assert api.get("/batch").json()["batch"][0]["advantages"] == advantages
+    wrong = json.dumps(group(advantages=[[0.5, 0.5], [0.5, "@"]])).replace('"@"', "NaN")
+    assert problem(api.post("/scored_data", content=wrong)) == ["body", "advantages", 1, 1]
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-3.5e38", "9" * 39])
 @pytest.mark.parametrize("field", ["scores", "inference_logprobs"])
 def test_numbers_that_are_no_finite_float32(api, number, field):
@@ -338,7 +347,9 @@ def test_numbers_that_are_no_finite_float32(api, number, field):
 @pytest.mark.parametrize("text", [b"\xff", b"\\ud800"])
 def test_text_that_is_no_unicode(api, place, text):
     body = json.dumps(group()).encode()[:-1] + b"," + place.replace(b"@", text) + b"}"
-    assert problem(api.post("/scored_data", content=body)) == ["body"]
+    answer = api.post("/scored_data", content=body)
+    assert problem(answer) == ["body"]
+    assert ("UTF-8" if text == b"\xff" else "half of a surrogate pair (byte ") in answer.json()["detail"][0]["msg"]
     assert problem(api.post("/scored_data_list", content=b"[" + body + b"]"))[0] == "body"
 
 

@@ -347,7 +347,7 @@ def test_large_bodies_and_bombs_are_refused_with_flat_memory(service):
     for _ in range(4):
         assert send(service, "POST", "/scored_data", large)[0] == 413
         assert send(service, "POST", "/register", large)[0] == 413
-        assert chunked(service, 100) in (b"HTTP/1.1 413", b"")
+        assert chunked(service, 100) == b"HTTP/1.1 413"
         for bomb, encoding in ((gzip_bomb, "gzip"), (two_members, "gzip"), (zstd_bomb, "zstd")):
             assert send(service, "POST", "/scored_data", bomb, Content_Encoding=encoding)[0] == 413
             assert send(service, "POST", "/register", bomb, Content_Encoding=encoding)[0] == 413

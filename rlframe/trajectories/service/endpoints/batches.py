@@ -53,7 +53,7 @@ async def batch(
     service, run = service_of(request), run_of(request)
     queue = service.queue(run)
     if queue.epoch.registration is None:
-        content = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+        content = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": None}
         return answer(content)
     if not queue.epoch.started:
         await service.submit(run, "note_trainer")
