@@ -31,6 +31,21 @@ def scaled(batch_size: int, shares: Sequence[MinimumShare]) -> list[MinimumShare
     return [share._replace(sequences=share.sequences * batch_size // total) for share in shares]
 
 
+def awaited(batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
+    """The shares that a batch waits for: of environments that have nothing in the queue which fits into one.
+
+    An environment of which nothing would ever fit is not waited for, nor is the rest of a share of which there is some:
+    others fill it. So does the published server.
+    """
+    missing = []
+    for share in shares:
+        sizes = {lane.size for lane in lanes.of_env(share.env_id)}
+        if share.sequences and not any(fillable(batch_size - size, lanes.counts, spent=size) for size in sizes):
+            missing.append((share, {*sizes, share.unit_size}))
+    coming = {**lanes.counts, **dict.fromkeys((size for _, sizes in missing for size in sizes), batch_size)}
+    return [share for share, sizes in missing if any(fillable(batch_size - size, coming, spent=size) for size in sizes)]
+
+
 def form(
     batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare], too_old: Callable[[QueuedGroup], bool]
 ) -> tuple[list[Taken] | None, list[Taken]]:
@@ -41,10 +56,11 @@ def form(
     """
     dropped: list[Taken] = []
     shares = scaled(batch_size, shares)
-    while fillable(batch_size, lanes.counts):
+    while fillable(batch_size, lanes.counts) and not awaited(batch_size, lanes, shares):
         known = len(dropped)
         attempt = _Attempt(batch_size, lanes, too_old, dropped)
-        if attempt.minimums(shares) and attempt.rest():
+        attempt.minimums(shares)
+        if attempt.rest() and len(dropped) == known:  # else a share may be empty now
             return sorted(attempt.taken, key=lambda taken: taken.unit.id), dropped
         for taken in reversed(attempt.taken):
             lanes.push(*taken, again=True)
@@ -72,32 +88,24 @@ class _Attempt:
             self._take(self._lanes.oldest(size))
         return True
 
-    def minimums(self, shares: Sequence[MinimumShare]) -> bool:
-        """Give each environment its share in whole units. False where the batch has to wait for one of them.
+    def minimums(self, shares: Sequence[MinimumShare]) -> None:
+        """Give each environment its share in whole units, as far as there are any.
 
-        A share is rounded up to whole units where an exact batch stays possible, else down. Possible is what the units
-        that are here can fill together with as many more as the environments that have a share may send: waiting for
-        those is what a share means. Nobody else is waited for.
+        A share is rounded up to whole units where an exact batch stays possible, else down.
         """
-        unlimited = {share.unit_size: self._batch_size for share in shares}
         got = dict.fromkeys((share.env_id for share in shares), 0)
         for beyond in (False, True):  # whole units inside every share, then the unit that reaches over the edge
             for share in shares:
                 while got[share.env_id] < share.sequences:
                     room = self._left if beyond else share.sequences - got[share.env_id]
-                    coming = {**self._lanes.counts, **unlimited}
                     lanes = sorted(self._lanes.of_env(share.env_id), key=lambda lane: lane.head.id)
-                    lane = next((lane for lane in lanes if self._fits(lane.size, room, coming)), None)
-                    if lane is not None:
-                        got[share.env_id] += self._take(lane)
-                    elif not lanes and self._fits(share.unit_size, room, coming):
-                        return False
-                    else:
+                    lane = next((lane for lane in lanes if lane.size <= room and self._fits(lane.size)), None)
+                    if lane is None:
                         break
-        return True
+                    got[share.env_id] += self._take(lane)
 
-    def _fits(self, size: int, room: int, coming: dict[int, int]) -> bool:
-        return size <= room and fillable(self._left - size, coming, spent=size)
+    def _fits(self, size: int) -> bool:
+        return fillable(self._left - size, self._lanes.counts, spent=size)
 
     def _take(self, lane: Lane) -> int:
         """Take the oldest unit of a lane that is not too old. Returns its sequences, 0 where there is none."""

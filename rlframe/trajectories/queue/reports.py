@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from rlframe.trajectories.messages import EnvStatus, RunStatus
-from rlframe.trajectories.queue.batching import MinimumShare, scaled
+from rlframe.trajectories.queue.batching import MinimumShare, awaited, scaled
 from rlframe.trajectories.queue.environments import Env, EnvFacts
 from rlframe.trajectories.queue.idempotency import Added
 from rlframe.trajectories.queue.lanes import Lane, QueuedGroup
@@ -73,7 +73,12 @@ class EnvReport(EnvFacts):
 
 @dataclass(frozen=True)
 class Waiting:
-    """Something that waits, and for what, as a sentence. `env_id` None: of senders that did not say who they are."""
+    """Something that waits, and for what, as a sentence.
+
+    Attributes:
+        env_id: whose groups wait, or whom a batch waits for; None: of senders that did not say who they are.
+        groups: that wait; 0 where a batch does, or everybody.
+    """
 
     env_id: int | None
     size: int
@@ -166,7 +171,7 @@ def status(epoch: Epoch) -> RunStatus:
         current_step=epoch.step,
         queue_size=sum(groups.values()),
         set_aside=sum(groups[size] for size in groups if size not in sizes),
-        waiting_for=[one.why for one in waiting(epoch)],
+        waiting_for=[_sentence(epoch, one) for one in waiting(epoch)],
         buffered=sum(map(len, epoch.odd.values())),
         leased=sum(len(batch.group_ids) for batch in epoch.leases.unsettled),
         epoch=epoch.number,
@@ -274,22 +279,44 @@ def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
 
 
 def waiting(epoch: Epoch) -> list[Waiting]:
+    """What holds back a batch, then what holds back a group; the first 100."""
     if epoch.registration is None:
-        return []
+        return [Waiting(None, 0, 0, "every batch waits for a trainer: none has registered (POST /register)")]
+    found = [Waiting(None, 0, 0, why) for why in _holding_back(epoch)]
     batch_size = epoch.registration.batch_size
-    found: list[Waiting] = []
+    for share in awaited(batch_size, epoch.lanes, scaled(batch_size, shares(epoch))):
+        why = f"every batch waits for its minimum share of {share.sequences} sequences: it has none queued that fit"
+        found.append(Waiting(share.env_id, share.unit_size, 0, why))
     aside = epoch.lanes.of_sizes(sorted(set(epoch.lanes.counts) - set(flowing(epoch))))
     for lane in heapq.nsmallest(MAX_WAITING, aside, key=Lane.key):
-        why = f"set aside: with the sizes that are sent, no sum is exactly batch_size {batch_size}"
+        why = f"groups of {lane.size} are set aside: with the sizes that are sent, no sum is batch_size {batch_size}"
         if lane.size > batch_size:
-            why = f"set aside: larger than batch_size {batch_size}"
+            why = f"groups of {lane.size} are set aside: they are larger than batch_size {batch_size}"
         found.append(Waiting(lane.env_id, lane.size, lane.groups, why))
     for env_id in heapq.nsmallest(MAX_WAITING, (env_id for env_id, odd in epoch.odd.items() if odd)):
         odd, size = epoch.odd[env_id], epoch.envs.all[env_id].group_size
         why = f"{odd.sequences} sequences in groups of odd sizes wait for others that complete a group of {size}"
         found.append(Waiting(env_id, size, len(odd), why))
-    for share in scaled(batch_size, shares(epoch)):
-        if share.sequences and not epoch.lanes.of_env(share.env_id):
-            why = f"every batch waits for its minimum share of {share.sequences} sequences"
-            found.append(Waiting(share.env_id, share.unit_size, 0, why))
     return found[:MAX_WAITING]
+
+
+def _holding_back(epoch: Epoch) -> Iterator[str]:
+    """Why there is no batch, or nobody who sends groups for one; nothing about minimum shares."""
+    assert epoch.registration is not None
+    if epoch.paused:
+        yield "the run is paused: every environment holds (POST /resume)"
+    if not epoch.started:
+        yield "environments wait to register: the trainer has not asked for a batch yet (GET /batch)"
+    if epoch.leases.returned or formable(epoch):
+        return
+    batch_size, queued = epoch.registration.batch_size, _sequences(epoch, flowing(epoch))
+    if queued < batch_size:
+        yield f"the next batch waits for sequences: {queued} of {batch_size} are in the queue"
+    else:
+        yield f"the next batch waits for other sizes: of the {queued} sequences no groups sum to exactly {batch_size}"
+
+
+def _sentence(epoch: Epoch, one: Waiting) -> str:
+    """What waits, with the environment's name, as the page has it."""
+    name = "" if one.env_id is None else f"{epoch.envs.all[one.env_id].wandb_name} (environment {one.env_id}): "
+    return f"{name}{one.why}."

@@ -43,7 +43,8 @@ def test_what_can_never_fill_is_set_aside_and_reported_and_flows_when_its_comple
     assert batch_of(queue) == [2, 3]
     assert queue.status().set_aside == 2
     assert queue.status().queue_size == 2
-    (waiting,) = queue.report(0.0).waiting
+    batch, waiting = queue.report(0.0).waiting
+    assert (batch.env_id, batch.groups) == (None, 0) and "0 of 8" in batch.why
     assert (waiting.env_id, waiting.size, waiting.groups) == (None, 5, 2)
     assert "batch_size 8" in waiting.why
     env = join(queue, 3)
@@ -60,7 +61,10 @@ def test_data_before_register_is_kept_and_what_is_too_large_then_is_set_aside():
     queue.register(SETTINGS, "uuid", 0.0)
     assert batch_of(queue) == [0, 2]
     assert queue.status().set_aside == 1
-    assert "larger than batch_size 8" in queue.report(0.0).waiting[0].why
+    assert queue.status().waiting_for == [
+        "the next batch waits for sequences: 0 of 8 are in the queue.",
+        "groups of 9 are set aside: they are larger than batch_size 8.",
+    ]
 
 
 def test_a_group_larger_than_a_batch_is_refused_once_that_is_known():
@@ -83,7 +87,10 @@ def test_odd_groups_are_buffered_until_they_sum_to_the_group_size():
     answers = [add(queue, size, 0, 100, env_id, None, None, 0.0) for size in (3, 2, 1)]
     assert [(answer.status, answer.buffer_size) for answer in answers] == [("buffered", n) for n in (3, 5, 2)]
     assert (queue.status().queue_size, queue.status().buffered) == (2, 1)  # 3 + 1 are a unit of two groups
-    assert "2 sequences in groups of odd sizes" in queue.report(0.0).waiting[0].why
+    assert queue.status().waiting_for == [
+        "the next batch waits for sequences: 4 of 8 are in the queue.",
+        "env_0 (environment 0): 2 sequences in groups of odd sizes wait for others that complete a group of 4.",
+    ]
     assert add(queue, 4, 0, 100, env_id, None, None, 0.0).status == "received"
     assert batch_of(queue) == [0, 2, 3]
 
@@ -179,6 +186,36 @@ def test_a_share_does_not_wait_for_what_nobody_who_has_one_sends():
     assert batch_of(queue) is None  # its second 4 may come
     send(queue, 4, env_id=a)
     assert batch_of(queue) == [1, 2]
+
+
+def test_others_fill_the_rest_of_a_share_of_which_there_is_some():
+    """As the published server does; it waits only for who has nothing."""
+    queue = started(batch_size=16)
+    a, b = join(queue, 4, minimum=0.75).env_id, join(queue, 4).env_id
+    send(queue, 4, 4, 4, 4, 4, env_id=b)
+    assert batch_of(queue) is None
+    share = (
+        "env_0 (environment 0): every batch waits for its minimum share of 12 sequences: it has none queued that fit."
+    )
+    assert queue.status().waiting_for == [share]
+    send(queue, 4, env_id=a)
+    assert queue.status().waiting_for == []
+    assert batch_of(queue) == [0, 1, 2, 5]
+
+
+def test_what_holds_back_a_batch_is_told():
+    queue = Queue()
+    assert queue.status().waiting_for == ["every batch waits for a trainer: none has registered (POST /register)."]
+    queue.register(SETTINGS, "uuid", 0.0)
+    trainer, few = queue.status().waiting_for
+    assert trainer.startswith("environments wait to register: the trainer has not asked for a batch yet")
+    assert few == "the next batch waits for sequences: 0 of 8 are in the queue."
+    queue.note_trainer()
+    queue.pause()
+    send(queue, 4, 4)
+    assert queue.status().waiting_for == ["the run is paused: every environment holds (POST /resume)."]
+    queue.resume()
+    assert queue.status().waiting_for == []
 
 
 def test_an_attempt_that_has_to_wait_leaves_the_order_as_it_was():

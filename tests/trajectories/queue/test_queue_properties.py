@@ -273,8 +273,14 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.queue.may_take(self.now)
         if self.batch_size in sums_of(after.sizes()):
             for env in after.sharing:
-                key = env["env_id"], env["group_size"]
-                if key[1] * len(after.lanes.get(key, ())) < self.batch_size:
+                sizes = after.sizes()
+                own = {size for (env_id, size), units in after.lanes.items() if env_id == env["env_id"] and units}
+                for size in own:
+                    sizes.remove(size)
+                    if self.batch_size - size in sums_of(sizes):
+                        break
+                    sizes.append(size)
+                else:
                     return
             raise AssertionError(f"a wedge: {after.lanes}")
 
