@@ -50,6 +50,8 @@ class TrajectoryOptions(ServiceOptions):
 
     port: int = 8000  # 0: one that is free
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
+    # begin every run of the store anew: registrations, environments and groups in it are dropped
+    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     tokenizer: Union[str, None] = None  # file tokenizer.json with which the live page shows tokens as text
     max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
     reset: bool = True  # whether /reset_data is there

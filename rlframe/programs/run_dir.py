@@ -9,6 +9,7 @@ import os
 import pathlib
 import platform
 import shutil
+import uuid
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -42,6 +43,13 @@ class RunDir:
         self.status = self.path / "status.json"  # see `rlframe.programs.run_status`
         self.logs = self.path / "logs"  # what each process printed: see `rlframe.engines.logs`
         self.warmup = self.path / "warmup"  # the weights that a language model's supervised steps led to
+
+    def key(self) -> str:
+        """Name the run to services that may outlive it: the same whenever it is resumed."""
+        path = self.path / "run_key"
+        if not path.exists():
+            write_atomically(path, uuid.uuid4().hex)
+        return path.read_text()
 
     def open_logs(self, resume_at: int | None) -> Logger:
         """Its files of rows, from which those after the step `resume_at` are taken back.

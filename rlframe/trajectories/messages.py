@@ -24,7 +24,7 @@ TEXT = {"max_length": 4096}
 class Registration:
     """What a trainer tells first. The same again is confirmed; anything else starts a new epoch.
 
-    The last three are this service's own; their defaults are what old clients expect.
+    From `max_staleness` on they are this service's own; their defaults are what old clients expect.
     """
 
     wandb_group: str = field(metadata=TEXT)
@@ -51,10 +51,22 @@ class Registration:
             "description": "Seconds of silence after which no batch waits for an environment.",
         },
     )
+    mix: Literal["arrival", "weight"] = field(
+        default="arrival",
+        metadata={"description": "weight: environments are served in proportion to env_weight where they send enough."},
+    )
+    run_key: str | None = field(
+        default=None,
+        metadata={**TEXT, "description": "Names the training run: the same goes on with it, another starts afresh."},
+    )
 
     def __post_init__(self) -> None:
         if self.stale == "discard" and self.max_staleness is None:
             raise UsageError("stale='discard' needs max_staleness: the number of policy versions that is still kept.")
+
+    def continues(self, known: Registration) -> bool:
+        """Whether it goes on with the run of another registration, whatever its settings are."""
+        return self.run_key is not None and self.run_key == known.run_key
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import httpx
 import pytest
 
-from tests.trajectories.serving import running_service
+from tests.trajectories.serving import DEADLINE, ROOT, running_service
 
 REGISTRATION = {
     "wandb_group": "group",
@@ -91,6 +94,18 @@ def test_the_common_workflow_of_trainer_and_rollout_handler(api):
     assert failure["status"] == "failure" and "error" in failure
 
 
+@pytest.mark.parametrize("steps_left, pauses", [(97, True), (96, False), (10, False)])
+def test_a_handler_that_is_to_hold_pauses_by_the_rule_of_the_document_and_never_quits(api, steps_left, pauses):
+    """The published client quits where `current_step + Q * group_size // batch_size` is more than its steps."""
+    api.post("/register", json={**REGISTRATION, "batch_size": 64, "starting_step": 7, "num_steps": 7 + steps_left})
+    api.get("/batch")
+    env_id = api.post("/register-env", json={**REGISTER_ENV, "group_size": 32}).json()["env_id"]
+    api.post("/pause")
+    queue_size = api.request("GET", "/status-env", json={"env_id": env_id}).json()["queue_size"]
+    assert (queue_size > 3 * 64) == pauses
+    assert 3 < queue_size * 32 // 64 <= steps_left  # the published rule pauses in any case
+
+
 def test_a_rollout_handler_pauses_above_three_batches_and_goes_on_below(api):
     """The loop of the interaction document: Q is `queue_size` of /status-env, in groups of its own."""
     api.post("/register", json=REGISTRATION)
@@ -109,3 +124,11 @@ def test_a_rollout_handler_pauses_above_three_batches_and_goes_on_below(api):
         queue_size = api.request("GET", "/status-env", json={"env_id": env_id}).json()["queue_size"]
         is_paused = queue_size > 3 * REGISTRATION["batch_size"]
     assert queue_size == 11
+
+
+def test_the_trainer_and_the_handler_in_plain_http(service, api):
+    example = [sys.executable, str(ROOT / "examples/llm/plain_http.py"), service.url]
+    done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"step {step}: 4 sequences, mean score 0.50" for step in range(3)]
+    assert api.get("/report").json()["envs"][0]["connected"] is False

@@ -28,6 +28,13 @@ from tests.coordinator.control.coordinators import ScriptedCoordinator
 DESCRIBED = make_experiment("dqn", steps=1_000)
 
 
+def test_a_run_has_one_key_however_often_it_is_resumed(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    key = RunDir(tmp_path / "one").key()
+    assert len(key) == 32 and RunDir(tmp_path / "one").key() == key != RunDir(tmp_path / "two").key()
+
+
 @pytest.fixture
 def directory(tmp_path):
     """Of a run whose process this one is."""

@@ -21,8 +21,8 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.config import BaseEnvConfig, EvalHandlingEnum
 from rlframe.language.environments.metrics import WandbRun
-from rlframe.trajectories.client.calls import new_key
 from rlframe.trajectories.client.client import AsyncTrajectoryClient
+from rlframe.trajectories.client.exchange import new_key
 from rlframe.trajectories.client.groups import Group
 from rlframe.trajectories.messages import EnvStatus, RegisteredEnv
 

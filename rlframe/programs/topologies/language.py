@@ -136,6 +136,7 @@ def make_learner(run: Run) -> Any:
             num_steps=FOR_EVER,  # the monitor ends the run; other steps would be another registration
             max_staleness=max_staleness,
             stale="discard" if max_staleness is not None else None,
+            run_key=run.directory.key(),
         )
     cfg = LearnerConfig(
         seed=experiment.seed,

@@ -13,8 +13,8 @@ import numpy as np
 from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
 from rlframe.trajectories.client.background import Prefetched, Renewal
-from rlframe.trajectories.client.calls import new_key
 from rlframe.trajectories.client.client import TrajectoryClient
+from rlframe.trajectories.client.exchange import new_key
 from rlframe.trajectories.client.groups import ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
 from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch

@@ -8,20 +8,28 @@ import socket
 import threading
 import time
 import urllib.parse
-import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from rlframe.errors import StoppedError, UnavailableError, UsageError
 from rlframe.trajectories.client import exchange
-from rlframe.trajectories.client.exchange import MSGPACK, ClientMethod, HttpReply, HttpRequest, Lost
+from rlframe.trajectories.client.exchange import (
+    JSON,
+    LONGEST_POLL,
+    MSGPACK,
+    ClientMethod,
+    HttpReply,
+    HttpRequest,
+    Lost,
+    new_key,
+    pauses,
+    post_request,
+)
 from rlframe.trajectories.client.groups import Group, Posted, ServedBatch
 from rlframe.trajectories.messages import EnvStatus, Info, Registered, RegisteredEnv, RunStatus, WandbInfo
 
-JSON = "application/json"
-POLL, LONGEST_POLL = 0.1, 1.0  # seconds between two looks at whether to go on, doubled in between
 _LONGEST_WAIT = 60.0  # seconds that the service holds a request for a batch
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -112,6 +120,8 @@ class BaseClient:
         max_staleness: int | None = None,
         stale: str | None = None,
         lapse_after: float | None = None,
+        mix: str | None = None,
+        run_key: str | None = None,
         timeout: float | None = None,
     ) -> Registered:
         """Say what batches are wanted. The same settings again are confirmed; others start the run afresh.
@@ -123,10 +133,14 @@ class BaseClient:
             max_staleness: policy versions by which a group may be older than the trainer; None: any number.
             stale: "keep" or "discard": what becomes of a group that is older when its turn comes. None: "keep".
             lapse_after: seconds without a sign of life after which no batch waits for an environment. None: 120.
+            mix: "arrival": the oldest groups go first; "weight": environments are served in proportion to their
+                weights, where they send enough. None: "arrival".
+            run_key: names the training run, the same for all its ranks and whenever it is resumed: with it the run
+                goes on, whatever its settings; with another it starts afresh. None: by the settings alone.
             timeout: seconds for the call, as in every other; None: the client's.
         """
         settings = {name: value for name, value in locals().items() if name not in ("self", "timeout")}
-        optional = ("max_staleness", "stale", "lapse_after")
+        optional = ("max_staleness", "stale", "lapse_after", "mix", "run_key")
         sent = {name: value for name, value in settings.items() if name not in optional or value is not None}
         return await self._ask(post_request("/register", sent), Registered, timeout)
 
@@ -374,24 +388,6 @@ class BaseClient:
                     f"wait, of which it may leave {max_queued}, and hold is {status.hold}. Does the trainer run?"
                 )
             await self._pause(pause)
-
-
-def post_request(path: str, content: dict[str, Any], headers: dict[str, str] | None = None) -> HttpRequest:
-    """A small request, as JSON."""
-    return HttpRequest("POST", path, {}, {"Content-Type": JSON, **(headers or {})}, msgspec.json.encode(content))
-
-
-def pauses(wait: float) -> Iterator[float]:
-    """Seconds to pause between two looks at whether to go on, until `wait` seconds from now on are over."""
-    end, pause = time.monotonic() + wait, POLL
-    while (left := end - time.monotonic()) > 0:
-        yield min(pause, left)
-        pause = min(2 * pause, LONGEST_POLL)
-
-
-def new_key() -> str:
-    """A key for a request, or for an idempotent one, that nobody else makes."""
-    return uuid.uuid4().hex
 
 
 def _compressed(body: bytes) -> bytes:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -20,7 +21,9 @@ from rlframe.errors import PeerError, RemoteError, TooOldError, UnavailableError
 if TYPE_CHECKING:
     from rlframe.trajectories.client.client import AsyncTrajectoryClient, TrajectoryClient
 
+JSON = "application/json"
 MSGPACK = "application/msgpack"
+POLL, LONGEST_POLL = 0.1, 1.0  # seconds between two looks at whether to go on, doubled in between
 
 _NOT_NOW = (502, 503, 504)
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before the first repetition and before a late one, doubled in between
@@ -198,3 +201,21 @@ def _told(content: Any) -> str:
             if isinstance(content.get(name), str):
                 return content[name][:_SHOWN]
     return str(content)[:_SHOWN]
+
+
+def post_request(path: str, content: dict[str, Any], headers: dict[str, str] | None = None) -> HttpRequest:
+    """A small request, as JSON."""
+    return HttpRequest("POST", path, {}, {"Content-Type": JSON, **(headers or {})}, msgspec.json.encode(content))
+
+
+def pauses(wait: float) -> Iterator[float]:
+    """Seconds to pause between two looks at whether to go on, until `wait` seconds from now on are over."""
+    end, pause = time.monotonic() + wait, POLL
+    while (left := end - time.monotonic()) > 0:
+        yield min(pause, left)
+        pause = min(2 * pause, LONGEST_POLL)
+
+
+def new_key() -> str:
+    """A key for a request, or for an idempotent one, that nobody else makes."""
+    return uuid.uuid4().hex

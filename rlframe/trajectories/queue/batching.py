@@ -1,11 +1,13 @@
-"""One batch out of the lanes: minimum shares first, the rest oldest first, exactly full or not at all."""
+"""One batch out of the lanes: minimum shares first, the rest oldest first or by weight; exactly full, or none."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rlframe.trajectories.queue.lanes import Lane, Lanes, QueuedGroup
+from rlframe.trajectories.queue.mixing import WeightedShares
 from rlframe.trajectories.queue.packing import fillable, oldest_fitting
 
 
@@ -47,9 +49,16 @@ def awaited(batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare]) -> li
 
 
 def form(
-    batch_size: int, lanes: Lanes, shares: Sequence[MinimumShare], too_old: Callable[[QueuedGroup], bool]
+    batch_size: int,
+    lanes: Lanes,
+    shares: Sequence[MinimumShare],
+    too_old: Callable[[QueuedGroup], bool],
+    weights: WeightedShares | None = None,
 ) -> tuple[list[Taken] | None, list[Taken]]:
     """Take exactly `batch_size` sequences out of `lanes`, or leave them as they were but for what is too old.
+
+    Args:
+        weights: by which what is beyond the minimum shares is divided; None: the oldest goes first.
 
     Returns:
         (the units of the batch, oldest first; None where none can be formed, units on the way that were too old).
@@ -58,9 +67,13 @@ def form(
     shares = scaled(batch_size, shares)
     while fillable(batch_size, lanes.counts) and not awaited(batch_size, lanes, shares):
         known = len(dropped)
-        attempt = _Attempt(batch_size, lanes, too_old, dropped)
+        attempt = _Attempt(batch_size, lanes, too_old, dropped, weights and weights.copy())
         attempt.minimums(shares)
-        if attempt.rest() and len(dropped) == known:  # else a share may be empty now
+        filled = attempt.rest() if attempt.weights is None else attempt.rest_by_weight(attempt.weights)
+        if filled and len(dropped) == known:  # else a share may be empty now
+            if weights is not None and attempt.weights is not None:
+                attempt.weights.end_batch({lane.env_id for lane in lanes})
+                weights.become(attempt.weights)
             return sorted(attempt.taken, key=lambda taken: taken.unit.id), dropped
         for taken in reversed(attempt.taken):
             lanes.push(*taken, again=True)
@@ -71,9 +84,15 @@ def form(
 
 class _Attempt:
     def __init__(
-        self, batch_size: int, lanes: Lanes, too_old: Callable[[QueuedGroup], bool], dropped: list[Taken]
+        self,
+        batch_size: int,
+        lanes: Lanes,
+        too_old: Callable[[QueuedGroup], bool],
+        dropped: list[Taken],
+        weights: WeightedShares | None,
     ) -> None:
         self.taken: list[Taken] = []
+        self.weights = weights
         self._lanes = lanes
         self._too_old = too_old
         self._dropped = dropped
@@ -88,6 +107,27 @@ class _Attempt:
             self._take(self._lanes.oldest(size))
         return True
 
+    def rest_by_weight(self, weights: WeightedShares) -> bool:
+        """Fill what is left, whose turn it is first. False where that is impossible."""
+        turns = [
+            (weights.turn(env_id), env_id is None, env_id or 0) for env_id in {lane.env_id for lane in self._lanes}
+        ]
+        heapq.heapify(turns)
+        passed = []  # who has nothing that fits now
+        while self._left and turns:
+            _, anonymous, number = turn = heapq.heappop(turns)
+            env_id = None if anonymous else number
+            lane = self._oldest_fitting(env_id, self._left)
+            if lane is None:
+                passed.append(turn)
+                continue
+            self._take(lane)
+            heapq.heappush(turns, (weights.turn(env_id), anonymous, number))
+            for other in passed:
+                heapq.heappush(turns, other)
+            passed = []
+        return not self._left
+
     def minimums(self, shares: Sequence[MinimumShare]) -> None:
         """Give each environment its share in whole units, as far as there are any.
 
@@ -98,14 +138,17 @@ class _Attempt:
             for share in shares:
                 while got[share.env_id] < share.sequences:
                     room = self._left if beyond else share.sequences - got[share.env_id]
-                    lanes = sorted(self._lanes.of_env(share.env_id), key=lambda lane: lane.head.id)
-                    lane = next((lane for lane in lanes if lane.size <= room and self._fits(lane.size)), None)
+                    lane = self._oldest_fitting(share.env_id, room)
                     if lane is None:
                         break
                     got[share.env_id] += self._take(lane)
 
-    def _fits(self, size: int) -> bool:
-        return fillable(self._left - size, self._lanes.counts, spent=size)
+    def _oldest_fitting(self, env_id: int | None, room: int) -> Lane | None:
+        """The lane with the oldest unit of an environment, at most so large, after which the batch can be filled."""
+        lanes = sorted(self._lanes.of_env(env_id), key=lambda lane: lane.head.id)
+        counts = self._lanes.counts
+        fits = (lane for lane in lanes if lane.size <= room and fillable(self._left - lane.size, counts, lane.size))
+        return next(fits, None)
 
     def _take(self, lane: Lane) -> int:
         """Take the oldest unit of a lane that is not too old. Returns its sequences, 0 where there is none."""
@@ -116,5 +159,7 @@ class _Attempt:
                 continue
             self.taken.append(taken)
             self._left -= lane.size
+            if self.weights is not None:
+                self.weights.serve(lane.env_id, lane.size)
             return lane.size
         return 0

@@ -129,9 +129,9 @@ class Envs:
         """At most so many: the live ones first, those that were heard of last first."""
         return heapq.nlargest(count, self.all, key=lambda env: (env.live, env.last_heard))
 
-    def weight_of(self, env: Env) -> float:
-        """The part of the live environments' weights that is this one's, at least 0.01."""
-        return min(1.0, max(0.01, float(env.pull / self._pull))) if self._pull else 0.01
+    def weight_of(self, env: Env | None) -> float:
+        """The part of the live environments' weights that is this one's, at least 0.01; None: of unknown senders."""
+        return min(1.0, max(0.01, float(env.pull / self._pull))) if self._pull and env is not None else 0.01
 
     @property
     def live(self) -> int:

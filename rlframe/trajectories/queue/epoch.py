@@ -15,6 +15,7 @@ from rlframe.trajectories.queue.environments import Env, Envs
 from rlframe.trajectories.queue.idempotency import Added, KnownKeys
 from rlframe.trajectories.queue.lanes import Lanes, OddGroups, QueuedGroup
 from rlframe.trajectories.queue.leases import LeasedBatch, Leases
+from rlframe.trajectories.queue.mixing import WeightedShares
 
 _PLAIN = ("uuid", "step", "policy_version", "started", "paused", "stored_bytes", "barren")
 
@@ -48,6 +49,14 @@ class Epoch:
         self.leases = Leases()
         self.keys = KnownKeys()
         self.tally = reports.Tally()
+        self.weights = WeightedShares(lambda env_id: self.envs.weight_of(self.envs.get(env_id)))
+
+    def settle(self, registration: Registration) -> None:
+        """Go by these settings, with all that is here."""
+        self.registration = registration
+        for env_id in self.envs.sharing:
+            self._reserve(self.envs.all[env_id])
+        self.barren = False
 
     # Environments.
 
@@ -152,7 +161,9 @@ class Epoch:
         units: list[Taken] | None = None
         while not self.barren and units is None:
             self.barren = True  # unless a group that shared a unit with one too old is queued again
-            units, dropped = form(self.registration.batch_size, self.lanes, reports.shares(self), self._too_old)
+            weights = self.weights if self.registration.mix == "weight" else None
+            shares = reports.shares(self)
+            units, dropped = form(self.registration.batch_size, self.lanes, shares, self._too_old, weights)
             for env_id, _, unit in dropped:
                 self._discard(env_id, unit)
         if units is None:
@@ -218,6 +229,7 @@ class Epoch:
             "leases": self.leases.to_state(),
             "keys": self.keys.to_state(),
             "tally": asdict(self.tally),
+            "weights": self.weights.to_state(),
         }
 
     @classmethod
@@ -233,6 +245,8 @@ class Epoch:
         epoch.leases = Leases.from_state(state["leases"])
         epoch.keys = KnownKeys.from_state(state["keys"])
         epoch.tally = reports.Tally(**state["tally"])
+        if "weights" in state:  # not in a snapshot of before there were any
+            epoch.weights.set_state(state["weights"])
         for env_id in epoch.envs.sharing:
             epoch._reserve(epoch.envs.all[env_id])
         epoch.barren = state["barren"]

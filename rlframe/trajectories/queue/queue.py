@@ -51,19 +51,22 @@ class Queue:
         return getattr(self, command)(**arguments)
 
     def register(self, settings: Mapping[str, Any], uuid: str, now: float) -> str:
-        """The trainer's settings (see `Registration`). The same again are confirmed; others start a new epoch.
+        """The trainer's settings (see `Registration`). The same again are confirmed; others start a new epoch, unless
+        both have the same run key: then the run goes on by the new settings.
 
         What was sent before the first register, or since a reset, is kept. `uuid` is the caller's name for the
         settings; returned is that of the settings that hold. Raises `UsageError` for settings that cannot be.
         """
         registration = Registration(**settings)
         epoch = self._begin(now)
-        if epoch.registration not in (None, registration):
-            epoch = self._new_epoch()
-        if epoch.registration is None:
-            epoch.registration = registration
+        known = epoch.registration
+        if known not in (None, registration) and not registration.continues(known):
+            epoch, known = self._new_epoch(), None
+        if known is None:
             epoch.uuid = uuid
             epoch.step = registration.starting_step
+        if known != registration:
+            epoch.settle(registration)
         return epoch.uuid
 
     def reset(self, now: float) -> None:

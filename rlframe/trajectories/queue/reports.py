@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from rlframe.trajectories.queue.epoch import Epoch
 
 # Batches that are queued, as an environment is told that should hold. The published client pauses at its
-# `max_batches_offpolicy` (3 unless configured), and quits for good where current_step and these exceed its steps.
+# `max_batches_offpolicy` (3 unless configured), and quits for good where current_step and these exceed its steps. The
+# interaction document has one pause where more groups are queued than so many times a batch has sequences.
 HOLD_BATCHES = 64
+HOLD_GROUPS = 3
 MAX_WAITING = 100  # sentences about what waits, in one answer
 
 
@@ -64,6 +66,7 @@ class EnvReport(EnvFacts):
     """`weight` is its part, as in EnvStatus."""
 
     served_share: float  # of all sequences served in this epoch
+    wanted_share: float | None  # by its weight; None where the registration does not mix by weight
     queued_groups: int
     queued_sequences: int
     buffered_groups: int
@@ -201,8 +204,9 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
     hold = hold or epoch.paused or _ahead_of_trainer(epoch, env, own, total if full else 0)
     if hold:
         steps_left = registration.num_steps - epoch.step
-        batches = min(HOLD_BATCHES, steps_left) if steps_left > 0 else HOLD_BATCHES
-        held = batches * batch_size // env.largest_group
+        held = max(HOLD_BATCHES * batch_size // env.largest_group, HOLD_GROUPS * batch_size + 1)
+        if steps_left > 0:
+            held = min(held, steps_left * batch_size // env.largest_group)
         queue_size, self_queue_size = max(queue_size, held), max(self_queue_size, held)
     return EnvStatus(
         current_step=epoch.step,
@@ -270,6 +274,7 @@ def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
     return EnvReport(
         **{**facts, "weight": epoch.envs.weight_of(env)},
         served_share=env.served_sequences / max(1, epoch.tally.sequences_served),
+        wanted_share=epoch.envs.weight_of(env) if epoch.registration and epoch.registration.mix == "weight" else None,
         queued_groups=sum(lane.groups for lane in lanes),
         queued_sequences=sum(lane.sequences for lane in lanes),
         buffered_groups=len(odd) if odd else 0,
@@ -318,5 +323,7 @@ def _holding_back(epoch: Epoch) -> Iterator[str]:
 
 def _sentence(epoch: Epoch, one: Waiting) -> str:
     """What waits, with the environment's name, as the page has it."""
-    name = "" if one.env_id is None else f"{epoch.envs.all[one.env_id].wandb_name} (environment {one.env_id}): "
-    return f"{name}{one.why}."
+    if one.env_id is None:
+        return f"{one.why}."
+    env = epoch.envs.get(one.env_id)
+    return f"{env.wandb_name if env else 'not registered'} (environment {one.env_id}): {one.why}."

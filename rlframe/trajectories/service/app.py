@@ -107,7 +107,7 @@ def open_service(settings: Settings) -> Service:
     store = open_store(settings.store)
     service = Service(store, max_bytes=settings.max_queue_mb << 20)
     try:
-        service.restore()
+        service.restore(settings.fresh)
     except BaseException:
         store.close()
         raise

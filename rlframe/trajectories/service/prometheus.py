@@ -16,7 +16,7 @@ def families(service: ServiceReport, runs: Mapping[str, LiveReport]) -> Iterator
     """The queues as metrics: what the service was when it was asked, and each of its runs by its name."""
     for name, help_text, value in (
         ("stored_bytes", "Bytes of all groups that are kept.", service.stored_bytes - service.writing_bytes),
-        ("stored_bytes_limit", "Bytes that may be kept (--max-queue-mb).", service.max_bytes),
+        ("stored_bytes_limit", "Bytes that may be kept: --max-queue-mb, or what fits on the disk.", service.max_bytes),
         ("writing_bytes", "Bytes of groups that are being written.", service.writing_bytes),
         ("store_failed", "1 where the store has failed and every write is refused.", service.failed is not None),
     ):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.queue.leases import LeasedBatch
 from rlframe.trajectories.queue.queue import Queue
+from rlframe.trajectories.service.room import Room
 from rlframe.trajectories.service.state_machine import (
     BEGINNING,
     Applied,
@@ -39,7 +40,6 @@ _AT_ONCE = 64  # commands that are applied before the event loop does something 
 _TICK = 0.5  # seconds between looks at the clock, for leases and silent environments
 _WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds for what others append, until it looks whether the service has ended
 _RETRY = 0.5  # seconds until a store that did not answer is read again
-_NEARLY = 0.8  # of the bytes that may be kept
 _GRACE = 60.0  # seconds for another process to read what it has just taken, before what nobody needs is swept
 _TIMED = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))  # take `now`
 
@@ -68,6 +68,7 @@ class Service:
         answer_deadline: seconds for a command to be durable and applied.
 
     Attributes:
+        room: how much more it may keep.
         decoding: held by whoever decodes a group, which takes milliseconds.
         failed: what the store takes nothing more for.
         on_failure: called when that happens.
@@ -84,7 +85,7 @@ class Service:
         answer_deadline: float = ANSWER_DEADLINE,
     ) -> None:
         self.store = store
-        self.max_bytes = max_bytes
+        self.room = Room(self, max_bytes)
         self.decoding = asyncio.Lock()
         self.failed: StoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -106,9 +107,14 @@ class Service:
 
     # Life
 
-    def restore(self) -> None:
-        """Bring back what the store holds, before `start`. Raises `StoreError` or `PeerError` where that cannot be."""
+    def restore(self, fresh: bool = False) -> None:
+        """Bring back what the store holds, before `start`; `fresh`: reset every run.
+
+        Raises `StoreError` or `PeerError` where that cannot be.
+        """
         self._snapshot_due -= self._machine.restore(self.store)
+        if fresh:
+            self._machine.begin_anew(self.store)
         self._left = self._machine.unneeded(self.store)
 
     async def start(self) -> None:
@@ -220,12 +226,6 @@ class Service:
             raise applied.answer
         return applied
 
-    def check_room(self, size: int) -> None:
-        """Raise `UnavailableError` where so many bytes more are too much."""
-        if self.stored_bytes + self.pending_bytes + size > self.max_bytes:
-            kept = self.stored_bytes >> 20
-            raise UnavailableError(f"The service keeps {kept} MB, its limit. Trainers have to take some first.")
-
     # Reads
 
     def queue(self, run: str) -> Queue:
@@ -240,11 +240,6 @@ class Service:
     def stored_bytes(self) -> int:
         """Of all groups whose payloads are needed."""
         return self._machine.stored_bytes
-
-    @property
-    def nearly_full(self) -> bool:
-        """Whether environments should hold."""
-        return self.stored_bytes + self.pending_bytes > _NEARLY * self.max_bytes
 
     async def changed(self, run: str, timeout: float) -> None:
         """Return when a command was applied in this run, after `timeout` seconds, or when the service ends."""

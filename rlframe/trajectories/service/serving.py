@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 
 from rlframe import handles
 from rlframe.http.serving import ServerThread
 from rlframe.http.token_file import check_guarded, no_token_means
 from rlframe.trajectories.service.app import make_app, open_service
+from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.settings import CAN, Settings
 
 MAX_CONNECTIONS = 1024
@@ -36,6 +38,7 @@ class TrajectoryServer:
         self._settings, self._stop = settings, threading.Event()
         self._service = open_service(settings)
         self._service.on_failure = self.stop  # the store failed: who watches over the process can start it again
+        self._found = list(_found(self._service))
         try:
             app, let_go = make_app(settings, self._service), self._service.stop_waiting
             self._server = ServerThread(app, host, port, max_connections, let_go=let_go, ended=self.stop, end=_END)
@@ -52,7 +55,8 @@ class TrajectoryServer:
         """
         if self._settings.no_token:
             print(no_token_means(CAN), file=sys.stderr, flush=True)
-        print(f"Trajectories at {self.url}  (endpoints: /docs)\n{self._service.store.durability}", flush=True)
+        lines = [f"Trajectories at {self.url}  (endpoints: /docs)", self._service.store.durability, *self._found]
+        print("\n".join(lines), flush=True)
         with handles.stopped_by_program(self.stop):
             self._stop.wait()
         self.close()
@@ -67,3 +71,13 @@ class TrajectoryServer:
         """End, and wait for it."""
         self.stop()
         self._server.close()
+
+
+def _found(service: Service) -> Iterator[str]:
+    """What a restored service found in its store, a line for each run."""
+    for run in service.runs:
+        epoch, status = service.queue(run).epoch, service.queue(run).status()
+        groups = status.queue_size + status.buffered + status.leased
+        if epoch.registration is not None or groups:
+            found = f"run {run!r} at step {status.current_step}, with {groups} groups"
+            yield f"Found in the store: {found}. --fresh begins anew."

@@ -4,6 +4,7 @@ applies the same log up to the same position holds the same state."""
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -75,6 +76,12 @@ class StateMachine:
             snapshot, records = read_on(store, self.position)
             if snapshot is None and not records:
                 return read
+
+    def begin_anew(self, store: Store) -> None:
+        """Reset every run, after `restore`. Raises as it does."""
+        for run in sorted(self.queues):
+            store.append(encode_command((run, "reset", {"now": time.time()}, "", 0))).result()
+        self.restore(store)
 
     def unneeded(self, store: Store) -> list[int]:
         """Positions of payloads that the store holds, and that nobody will ask for: what a crash left behind."""

@@ -227,8 +227,8 @@ def explained(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidG
             return InvalidGroupError((*_steps(path), message.split("`")[1]), "Field required", "missing")
         return InvalidGroupError(_steps(path), message, "type_error")
     if not packed and (half := _half_character(body, message)) is not None:
-        error = f"Text holds half of a surrogate pair (byte {half}), which is no character."
-        return InvalidGroupError((), error, "string_unicode")
+        wrong = f"Text holds half of a surrogate pair (byte {half}), which is no character."
+        return InvalidGroupError((), wrong, "string_unicode")
     look = _not_finite if len(body) <= _EXPLAINED else _field_not_finite
     if not packed and (found := look(body, message)) is not None:
         return InvalidGroupError(found, "A number has to be finite; got NaN or an infinity.", "finite_number")

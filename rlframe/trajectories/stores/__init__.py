@@ -48,6 +48,13 @@ class Store(Protocol):
             StoreError: the store failed before.
         """
 
+    def room(self) -> int | None:
+        """Bytes of payloads that its disk still takes; None where it cannot tell."""
+
+    def check_room(self, size: int) -> None:
+        """Raise `UnavailableError` where its disk has no room for payloads of so many bytes. To records without one it
+        does not apply: they empty the queue."""
+
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         """The first `limit` records at positions above `after`, whoever appended them, with these positions.
 

@@ -9,7 +9,8 @@ BLOCK = 4096  # bytes: what a file system writes at least
 
 
 class Extents:
-    """The free parts of a file between `start` and `end`. Nothing is free behind `end`: the file may grow there.
+    """The free parts of a file between `start` and `end`, `free` bytes together. Nothing is free behind `end`: the file
+    may grow there.
 
     Args:
         start: the first byte that may be used, a multiple of `BLOCK`.
@@ -18,6 +19,7 @@ class Extents:
 
     def __init__(self, start: int, used: Iterable[tuple[int, int]] = ()) -> None:
         self.end = start
+        self.free = 0
         self._size_at: dict[int, int] = {}  # of the free part that begins there
         self._start_of: dict[int, int] = {}  # of the free part that ends there
         self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
@@ -54,12 +56,14 @@ class Extents:
             self._insert(offset, size)
 
     def _insert(self, offset: int, size: int) -> None:
+        self.free += size
         self._size_at[offset] = size
         self._start_of[offset + size] = offset
         bisect.insort(self._by_size, (size, offset))
 
     def _remove(self, offset: int) -> int:
         size = self._size_at.pop(offset)
+        self.free -= size
         del self._start_of[offset + size]
         del self._by_size[bisect.bisect_left(self._by_size, (size, offset))]
         return size

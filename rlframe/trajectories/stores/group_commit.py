@@ -18,7 +18,7 @@ MAX_COMMIT_FORGOTTEN = 2000  # SQLite takes 5 ms for them, for which appends wai
 CLOSE_DEADLINE = 60.0  # seconds for the last commits; each one has a deadline of its own where a network is involved
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Append:
     record: bytes
     payload: bytes | None
@@ -32,11 +32,17 @@ class Append:
 
 @dataclass
 class Commit:
-    """What is written together: all of it, or none."""
+    """What is written together: all of it, or none, but for what `refuse` was called for."""
 
     appends: list[Append] = field(default_factory=list)
     forgotten: list[int] = field(default_factory=list)  # positions of payloads
     snapshot: tuple[int, bytes] | None = None
+    refused: list[tuple[Append, Exception]] = field(default_factory=list)
+
+    def refuse(self, append: Append, error: Exception) -> None:
+        """Leave one out: the others are written without it."""
+        self.appends.remove(append)
+        self.refused.append((append, error))
 
 
 class GroupCommit:
@@ -137,7 +143,6 @@ class GroupCommit:
         return commit, [future for _, _, future in snapshots]
 
     def _carry_out(self, commit: Commit, snapshots: list[Future[None]]) -> None:
-        futures = [append.future for append in commit.appends]
         try:
             if self._failed is not None:
                 raise self._failed
@@ -148,13 +153,15 @@ class GroupCommit:
                     self._failed = error
                 self._forgotten += commit.forgotten
                 self._due = bool(self._appends)
-            for future in futures + snapshots:
+            for future in [append.future for append in commit.appends] + snapshots:
                 future.set_exception(error)
-            return
-        for position, done in enumerate(futures, start=first):
-            done.set_result(position)
-        for taken in snapshots:
-            taken.set_result(None)
+        else:
+            for position, append in enumerate(commit.appends, start=first):
+                append.future.set_result(position)
+            for taken in snapshots:
+                taken.set_result(None)
+        for append, refusal in commit.refused:
+            append.future.set_exception(refusal)
 
     def _write_making_room(self, commit: Commit) -> int:
         try:

@@ -35,6 +35,12 @@ class MemoryStore:
             future.set_result(self._last)
         return future
 
+    def room(self) -> None:
+        return None
+
+    def check_room(self, size: int) -> None:
+        pass
+
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         with self._lock:
             first = max(after + 1, self._first)

@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 import crc32c
 
-from rlframe.errors import StoreError
+from rlframe.errors import StoreError, UnavailableError
 from rlframe.trajectories.stores.extents import BLOCK, Extents
 
 _MAGIC = b"rlframe payloads 1\n"
 _HEADER = re.compile(rb"rlframe payloads (\d+)\nid ([0-9a-f]{32})\nowner *(\d+)\n")
 _SPARE = 64 << 20  # bytes of free space at its end that the file keeps: growing costs more than overwriting
+
+_RESERVED = 64 << 20  # bytes of its disk, or half of a smaller one, that it leaves to what empties the queue
 
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
@@ -61,15 +63,51 @@ class PayloadFile:
         self._extents = Extents(BLOCK, places)
 
     def write(self, value: bytes) -> Place:
-        """Write a value where there is room. It is durable after `sync`."""
+        """Write a value where there is room. It is durable after `sync`.
+
+        Raises:
+            UnavailableError: the file would have to grow into what is kept free of its disk.
+        """
         offset = self._extents.take(len(value))
         try:
+            self._check_growth(offset + len(value) - self._size)
             self._write_all(value, offset)
         except BaseException:
             self._extents.give_back(offset, len(value))
+            os.ftruncate(self._fd, self._size)  # where the disk took a part
             raise
         self._size = max(self._size, offset + len(value))
         return Place(offset, len(value), crc32c.crc32c(value))
+
+    def room(self) -> int:
+        """Bytes of values that it can take. A long one may find no place among the values that were given back."""
+        return self._extents.free + max(0, self._size - self._extents.end) + max(0, self._growth())
+
+    def check_room(self, length: int) -> None:
+        """Raise `UnavailableError` where there is no room for values of so many bytes."""
+        if length > self.room():
+            raise self._disk_full()
+
+    def _growth(self) -> int:
+        """Bytes by which it may grow, less than 0 where others have taken what is kept free."""
+        left, reserved = self._disk()
+        return left - reserved
+
+    def _disk(self) -> tuple[int, int]:
+        """Bytes that its disk has left, and that are kept of them."""
+        disk = os.fstatvfs(self._fd)
+        return disk.f_bavail * disk.f_frsize, min(_RESERVED, disk.f_blocks * disk.f_frsize // 2)
+
+    def _check_growth(self, growth: int) -> None:
+        if growth > 0 and growth > self._growth():
+            raise self._disk_full()
+
+    def _disk_full(self) -> UnavailableError:
+        left, reserved = self._disk()
+        return UnavailableError(
+            f"The disk of {self.path} has {left >> 20} MB left, and {reserved >> 20} MB are kept for what empties the "
+            "queue. Trainers have to take some groups first; or make room on the disk."
+        )
 
     def read(self, place: Place) -> bytes | None:
         """The value at a place; None if it is not what was written there."""

@@ -85,6 +85,12 @@ class SQLiteStore:
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
         return self._commits.append(record, payload)
 
+    def room(self) -> int:
+        return self._file.room()
+
+    def check_room(self, size: int) -> None:
+        self._file.check_room(size)
+
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
         last = self._last  # before the query: what it finds cannot be less
         with self._reading:
@@ -195,9 +201,16 @@ class SQLiteStore:
         first = self._last + 1
         new: dict[int, Place] = {}
         try:
-            for position, append in enumerate(commit.appends, start=first):
-                if append.payload is not None:
-                    new[position] = self._file.write(append.payload)
+            position = first
+            for append in tuple(commit.appends):
+                try:
+                    place = None if append.payload is None else self._file.write(append.payload)
+                except UnavailableError as error:  # the disk has no room for groups: what comes with it needs none
+                    commit.refuse(append, error)
+                    continue
+                if place is not None:
+                    new[position] = place
+                position += 1
             if new and self._sync:
                 self._file.sync()
             old = _find(self._writer, commit.forgotten)

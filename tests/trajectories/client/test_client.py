@@ -82,6 +82,16 @@ def test_a_trainer_and_an_environment_meet(client):
         client.env_status(7)
 
 
+def test_a_trainer_that_is_resumed_goes_on_by_its_run_key(client):
+    registered = client.register(**SETTINGS, run_key="one", mix="weight")
+    assert client.batch() is None
+    assert client.post(a_group()).status == "received"
+    assert client.register(**{**SETTINGS, "num_steps": 500}, run_key="one") == registered
+    assert (client.status().queue_size, client.status().epoch) == (1, 0)
+    assert client.register(**SETTINGS, run_key="two") != registered
+    assert (client.status().queue_size, client.status().epoch) == (0, 1)
+
+
 def test_an_environment_waits_for_the_trainer(client):
     client.register(**SETTINGS)
     joined = []

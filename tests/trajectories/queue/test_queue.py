@@ -230,6 +230,60 @@ def test_an_attempt_that_has_to_wait_leaves_the_order_as_it_was():
 # Environments.
 
 
+# Shares by weight.
+
+
+def served(queue, batches):
+    """How many sequences of each environment so many batches hold; checks that they are full."""
+    before = [env.served_sequences for env in queue.report(0.0).envs]
+    for _ in range(batches):
+        assert queue.take(0.0).sequences == queue.epoch.registration.batch_size
+    return [env.served_sequences - then for env, then in zip(queue.report(0.0).envs, before)]
+
+
+def test_shares_follow_the_weights_where_the_registration_says_so():
+    for mix, expected in (("arrival", [10, 10]), ("weight", [2, 18])):
+        queue = started(batch_size=10, mix=mix)
+        light, heavy = join(queue, 1, weight=1.0).env_id, join(queue, 1, weight=9.0).env_id
+        for _ in range(100):
+            send(queue, 1, env_id=light)
+            send(queue, 1, env_id=heavy)
+        assert served(queue, 2) == expected
+    assert [env.wanted_share for env in queue.report(0.0).envs] == [0.1, 0.9]
+    assert [env.served_share for env in queue.report(0.0).envs] == [0.1, 0.9]
+
+
+def test_weights_hold_over_batches_that_are_too_small_for_them():
+    queue = started(batch_size=4, mix="weight")
+    ids = [join(queue, 2, weight=weight).env_id for weight in (1.0, 7.0)]
+    for env_id in ids:
+        send(queue, *[2] * 100, env_id=env_id)
+    assert served(queue, 8) == [4, 28]
+    restored = Queue()
+    restored.set_state(msgpack.decode(msgpack.encode(queue.get_state())))
+    assert served(restored, 8) == served(queue, 8) == [4, 28]
+
+
+def test_others_fill_what_a_weight_cannot_and_nothing_is_owed_for_it():
+    queue = started(batch_size=8, mix="weight")
+    heavy, light = join(queue, 2, weight=3.0).env_id, join(queue, 2, weight=1.0).env_id
+    send(queue, *[2] * 100, env_id=light)
+    send(queue, 2, env_id=heavy)
+    assert served(queue, 5) == [2, 38]
+    send(queue, *[2] * 100, env_id=heavy)
+    assert served(queue, 4) == [24, 8]
+    send(queue, *[2] * 100)  # of nobody in particular: a weight of 0.01
+    assert sum(served(queue, 8)) == 64 - 2
+
+
+def test_minimum_shares_count_towards_the_weights():
+    queue = started(batch_size=8, mix="weight")
+    a, b = join(queue, 2, weight=1.0, minimum=0.5).env_id, join(queue, 2, weight=1.0).env_id
+    for env_id in (a, b):
+        send(queue, *[2] * 100, env_id=env_id)
+    assert served(queue, 4) == [16, 16]
+
+
 def test_environments_wait_for_the_trainer_and_are_named_in_turn():
     queue = Queue()
     assert join(queue) is None
@@ -346,6 +400,24 @@ def test_a_reset_forgets_and_what_comes_after_it_is_kept_for_the_next_register()
     assert queue.epoch.number == 1
     assert queue.epoch.forgotten == []
     assert batch_of(queue) == [1]
+
+
+def test_a_run_key_goes_on_with_its_run_and_another_starts_afresh():
+    queue = Queue()
+    one = {**SETTINGS, "run_key": "one"}
+    assert queue.register(one, "a", 0.0) == "a"
+    queue.note_trainer()
+    env = join(queue, 4, minimum=0.5)
+    send(queue, 4, 4, 4, 4, env_id=env.env_id)
+    assert batch_of(queue) == [0, 1]
+    assert queue.register(one, "b", 0.0) == "a"  # another rank
+    assert queue.register({**one, "batch_size": 4, "lapse_after": 5.0}, "c", 0.0) == "a"  # resumed
+    assert (queue.status().current_step, queue.status().epoch, queue.due(5.1)) == (1, 0, True)
+    assert batch_of(queue) == [2]
+    for key in ("two", None):
+        assert queue.register({**SETTINGS, "run_key": key}, f"{key}", 0.0) == f"{key}"
+        assert (queue.status().current_step, queue.status().queue_size) == (0, 0)
+        send(queue, 4)
 
 
 def test_a_registration_that_cannot_be_changes_nothing():

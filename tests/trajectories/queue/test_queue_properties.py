@@ -80,9 +80,10 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         batch_size=st.sampled_from([4, 6, 8, 9]),
         stale=st.sampled_from(["keep", "discard"]),
+        mix=st.sampled_from(["arrival", "arrival", "weight"]),
         first_envs=st.lists(st.tuples(st.sampled_from([2, 3, 4]), st.sampled_from([None, None, 0.5])), max_size=3),
     )
-    def start(self, batch_size, stale, first_envs):
+    def start(self, batch_size, stale, mix, first_envs):
         self.batch_size = batch_size
         self.queue = Queue()
         self.log = []
@@ -100,6 +101,7 @@ class AnyOrder(RuleBasedStateMachine):
             "batch_size": batch_size,
             "max_staleness": 2,
             "stale": stale,
+            "mix": mix,
             "lapse_after": LAPSE,
         }
         self.senders = {}
@@ -263,7 +265,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert self.last_served.get(lane, -1) < group_id
                 self.last_served[lane] = group_id
         discarded = before.queued() and set(before.queued()) - set(Twin(self.queue).queued()) - set(batch.group_ids)
-        if not before.sharing and not discarded:
+        if not before.sharing and not discarded and self.registration["mix"] == "arrival":
             assert list(batch.group_ids) == before.oldest_first(self.batch_size)
         assert self.queue.status().current_step == len(self.delivered) + 1
 

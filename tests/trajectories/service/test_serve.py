@@ -13,11 +13,13 @@ import sys
 import httpx
 import pytest
 
+from tests.small_disk import small_disk
 from tests.trajectories.api import Api, group
 from tests.trajectories.redis_server import running_redis
 from tests.trajectories.serving import ROOT, outer_address, running_service
 from tests.waiting import wait_until
 
+__all__ = ["small_disk"]
 DEADLINE = 60.0
 
 
@@ -74,6 +76,58 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path):
             assert api.join()["wandb_name"] == "env_1"
             api.send(6)
             assert api.marks() == [5, 6]
+
+
+def test_a_start_says_what_the_store_holds_and_fresh_begins_anew(tmp_path):
+    with running_service(tmp_path) as service:
+        assert "Found" not in service.printed
+        with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
+            Api(client).started()
+            Api(client).send(1, 2, 3)
+            assert Api(client).marks() == [1, 2]
+        service.kill()
+    with running_service(tmp_path) as service:
+        found = "Found in the store: run 'default' at step 4, with 1 groups. --fresh begins anew."
+        assert service.printed.splitlines()[2:] == [found]
+        service.kill()
+    with (
+        running_service(tmp_path, "--fresh") as service,
+        httpx.Client(base_url=service.url, timeout=DEADLINE) as client,
+    ):
+        assert Api(client).get("/info").json()["batch_size"] == -1
+        status = Api(client).get("/status").json()
+        assert (status["current_step"], status["queue_size"], status["stored_bytes"]) == (0, 0, 0)
+
+
+def test_a_disk_that_groups_have_filled_can_be_emptied(tmp_path, small_disk):
+    """A file system of 16 MB, of which half is kept for commands."""
+    large = [[number] * 50_000 for number in range(2)]  # 400 kB as JSON
+    sent = {"tokens": large, "masks": large, "scores": [0.0, 1.0]}
+    with (
+        running_service(tmp_path, "--store", f"sqlite:{small_disk.path}/queue.db") as service,
+        httpx.Client(base_url=service.url, timeout=DEADLINE) as client,
+    ):
+        api = Api(client).started(batch_size=2)
+        env_id = api.join()["env_id"]
+        for _ in range(2):  # what was given back is used again
+            held, count = [], 0
+            while (answer := api.post("/scored_data", sent)).status_code == 200:
+                count += 1
+                held.append(api.get("/status-env", params={"env_id": env_id}).json()["hold"])
+            assert (answer.status_code, answer.headers["retry-after"], count > 10) == (503, "1", True)
+            assert f"The disk of {small_disk.path}/queue.db-payloads has" in answer.json()["error"]
+            assert api.post("/scored_data_list", [sent]).status_code == 503
+            assert (held[0], held[-1]) == (False, True)
+            for path in ("/pause", "/resume") * 20:
+                assert api.post(path).status_code == 200
+            assert api.join()["status"] == "success"
+            for _ in range(count):
+                batch = api.get("/batch", params={"lease": 60}).json()
+                assert [item["tokens"] for item in batch["batch"]] == [large]
+                assert api.post(f"/batch/{batch['batch_id']}/ack").json() == {"status": "success"}
+            wait_until(lambda: api.post("/scored_data", sent).status_code == 200)
+            assert api.get("/batch").json()["batch"] is not None
+        assert service.stop() == 0
 
 
 def test_two_processes_on_one_redis_and_its_loss(tmp_path):

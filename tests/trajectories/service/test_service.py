@@ -343,15 +343,15 @@ def test_over_the_limit_there_is_no_room():
     async def test():
         async with serving(MemoryStore(), max_bytes=100) as service:
             await begin(service)
-            service.check_room(100)
+            service.room.check(100)
             await add(service, bytes(81))
-            assert service.nearly_full
+            assert service.room.nearly_full
             with pytest.raises(UnavailableError):
-                service.check_room(20)
+                service.room.check(20)
             await add(service, bytes(10))
             await service.take("run")
-            assert not service.nearly_full
-            service.check_room(100)
+            assert not service.room.nearly_full
+            service.room.check(100)
 
     run(test())
 
