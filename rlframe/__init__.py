@@ -12,6 +12,7 @@ _PUBLIC = {
     "Actor": "rlframe.actors",
     "Agent": "rlframe.agents",
     "AsyncEnv": "rlframe.envs",
+    "EnvServer": "rlframe.envs",
     "Evaluator": "rlframe.actors",
     "Inferencer": "rlframe.inferencers",
     "InferencerConfig": "rlframe.inferencers",

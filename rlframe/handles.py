@@ -61,9 +61,10 @@ def resolve(
         The object, or a `Remote`. Whatever else a Launchpad handle leads to (a `reverb.Client`) is returned as it is.
 
     Raises:
-        UsageError: a list is empty, or holds something that is not in another process, or handles of two transports.
+        UsageError: a list is empty, or holds something that is not in another process, or handles of two transports; or
+            it is a Launchpad node that is in no program.
     """
-    targets = [_dereference(one) for one in (target if type(target) in (list, tuple) else [target])]
+    targets = [_dereference(one, name) for one in (target if type(target) in (list, tuple) else [target])]
     located = [found for one in targets if (found := _locate(one)) is not None]
     if targets and not located:
         return targets[first % len(targets)]
@@ -267,7 +268,11 @@ class Poll:
         return answer
 
 
-def _dereference(target: Any) -> Any:
+def _dereference(target: Any, name: str) -> Any:
+    if extras.is_instance(target, "launchpad.nodes.base", "Node"):
+        raise UsageError(
+            f"A {type(target).__name__} was given as the {name}: give the handle that program.add_node(node) returns."
+        )
     is_handle = extras.is_instance(target, "launchpad.nodes.dereference", "Dereferenceable")
     return target.dereference() if is_handle else target
 

@@ -30,7 +30,8 @@ class Actor:
 
     Args:
         env_builder: an environment pool, one gymnasium or dm_env environment, or a callable that gives
-            one of these; it gets `seed=`, drawn from (seed, rank, incarnation), where it takes that.
+            one of these; it gets `seed=`, drawn from (seed, rank, incarnation), where it takes that. Or a handle to an
+            `EnvServer`, whose seed is its own.
         inferencer: an `Inference`, or anything with `inference(env_ids, timestep)` alone; a handle to a node that is
             one; or a list of handles to several. Of these the Actor calls number `rank` (modulo how many there are),
             and the others while that one does not answer.
@@ -87,7 +88,8 @@ class Actor:
         try:
             for number in range(num_pools):
                 parts = (seed, self.rank, self.incarnation, number)
-                env = as_pool(env_builder, seed=env_seed(*(parts if number else parts[:3])))
+                drawn = env_seed(*(parts if number else parts[:3]))
+                env = as_pool(env_builder, seed=drawn, deadline=deadline, stop=self._stop)
                 env_ids = global_env_ids(self.rank, self.num_envs + np.arange(env.num_envs))
                 self._lanes.append(make_lane(env, env_ids, replay_buffer))
             self._size = self.num_envs

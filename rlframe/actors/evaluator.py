@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from rlframe.actors.actor import env_seed
-from rlframe.actors.lanes import stepping, zero_at_first
+from rlframe.actors.lanes import zero_at_first
 from rlframe.envs import as_pool
+from rlframe.envs.pool import stepping
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, as_inference
 from rlframe.interprocess.progress import STARTING

@@ -12,11 +12,8 @@ import jax
 import numpy as np
 
 from rlframe.actors.episodes import EpisodeStatistics
-from rlframe.envs.group import ANSWER_TIMEOUT
-from rlframe.interprocess.progress import Phase
+from rlframe.envs.pool import stepping
 from rlframe.types import FIRST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
-
-_LATER = 5.0  # seconds by which a pool that hangs may raise later than it should
 
 
 class Request(NamedTuple):
@@ -182,15 +179,6 @@ class AsyncLane:
 def make_lane(env: Any, env_ids: np.ndarray, replay_buffer: Any) -> SyncLane | AsyncLane:
     """The lane that suits the pool."""
     return (SyncLane if env.is_sync else AsyncLane)(env, env_ids, replay_buffer)
-
-
-def stepping(env: Any) -> Phase:
-    """The phase of who waits for a pool, in which each environment has its answer time.
-
-    Pools that see for themselves that an environment of theirs hangs are the first to, and name it.
-    """
-    allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _LATER
-    return Phase("stepping", allowed, getattr(env, "progress", None))
 
 
 def zero_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:

@@ -24,11 +24,8 @@ def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
         UsageError: it has no `add`.
     """
     if not isinstance(replay_buffer, handles.Remote) and not callable(getattr(replay_buffer, "add", None)):
-        node = type(replay_buffer).__module__.startswith("launchpad")
-        hint = " Give the handle that program.add_node(node) returns." if node else ""
         raise UsageError(
             f"A {type(replay_buffer).__name__} was given as the replay buffer of an Actor: it needs add(env_ids, step)."
-            f"{hint}"
         )
     if hasattr(replay_buffer, "claim_rank"):
         try:

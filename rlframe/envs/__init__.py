@@ -5,6 +5,7 @@ from __future__ import annotations
 from rlframe.envs.asynchronous import AsyncEnv
 from rlframe.envs.names import default_type, list_envs
 from rlframe.envs.pool import AsyncEnvPool, EnvPool
+from rlframe.envs.server import EnvServer
 from rlframe.envs.sync import SyncEnv, as_pool
 
-__all__ = ["AsyncEnv", "AsyncEnvPool", "EnvPool", "SyncEnv", "as_pool", "default_type", "list_envs"]
+__all__ = ["AsyncEnv", "AsyncEnvPool", "EnvPool", "EnvServer", "SyncEnv", "as_pool", "default_type", "list_envs"]

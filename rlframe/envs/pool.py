@@ -10,11 +10,14 @@ from dm_env import specs
 from rlframe.envs.checks import ActionCheck, FiniteCheck
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.errors import UsageError
+from rlframe.interprocess.progress import Phase
 from rlframe.metrics.sums import Sums
 from rlframe.types import TimeStep
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_LATER = 5.0  # seconds by which a pool that hangs may raise later than it should
 
 
 @runtime_checkable
@@ -127,3 +130,12 @@ class PoolHandle:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
+
+
+def stepping(env: Any) -> Phase:
+    """The phase of who waits for a pool, in which each environment has its answer time.
+
+    Pools that see for themselves that an environment of theirs hangs are the first to, and name it.
+    """
+    allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _LATER
+    return Phase("stepping", allowed, getattr(env, "progress", None))

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from rlframe import handles
 from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import EnvPoolPool
 from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group
 from rlframe.envs.names import Builder, takes_seed
 from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
 from rlframe.envs.process import AsyncProcesses, ProcessPool
+from rlframe.envs.remote import RemoteEnv
 from rlframe.envs.thread import AsyncThreads, ThreadPool
 from rlframe.errors import UsageError, suggest
 from rlframe.types import TimeStep
@@ -108,17 +110,23 @@ class SyncEnv(PoolHandle):
         self._pool.set_state(states)
 
 
-def as_pool(env: Any, *, seed: int = 0) -> Any:
+def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop: threading.Event | None = None) -> Any:
     """A pool of whatever an `env_builder` is or returns.
 
     Args:
       env: a pool (a `SyncEnv` or `AsyncEnv` is returned as it is; one of your own is an `EnvPool` or `AsyncEnvPool`),
         one gymnasium or dm_env environment (becomes a SyncEnv of size 1), or a callable that returns one of those; it
-        is given `seed=` where its signature has that.
+        is given `seed=` where its signature has that; or a handle to an `EnvServer`, which has a seed of its own.
+      seed: for the builder.
+      deadline, stop: for the calls to an `EnvServer`, as of `handles.resolve`.
 
     Raises:
       UsageError: it is none of these; the message says what it lacks.
     """
+    if not isinstance(env, (list, tuple)):
+        env = handles.resolve(env, "EnvServer", deadline=deadline, stop=stop)
+    if isinstance(env, handles.Remote):
+        return OwnPool(RemoteEnv(env))
     if hasattr(env, "is_sync"):
         return env
     if hasattr(env, "single_observation_space"):
@@ -131,7 +139,8 @@ def as_pool(env: Any, *, seed: int = 0) -> Any:
     if not isinstance(env, type) and isinstance(env, (EnvPool, AsyncEnvPool)):
         return OwnPool(env)
     if callable(env):
-        return as_pool(env(seed=seed) if takes_seed(env) else env(), seed=seed)
+        built = env(seed=seed) if takes_seed(env) else env()
+        return as_pool(built, seed=seed, deadline=deadline, stop=stop)
     if isinstance(env, str):
         raise UsageError(f"{env!r} names an environment, but not how many: use SyncEnv({env!r}, size).")
     missing = [name for name in ("num_envs", "reset", "step") if not hasattr(env, name)]

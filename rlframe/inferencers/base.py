@@ -42,11 +42,9 @@ def as_inference(target: Any) -> Any:
     if isinstance(target, handles.Remote) or (hasattr(target, "inference") and hasattr(target, "initial_state")):
         return target
     if not callable(getattr(target, "inference", None)):
-        node = type(target).__module__.startswith("launchpad")
-        hint = " Give the handle that program.add_node(node) returns." if node else ""
         raise UsageError(
             f"A {type(target).__name__} was given as the inferencer: it needs inference(env_ids, timestep, state) -> "
-            f"(AgentOutput, state) and initial_state(batch_size), or inference(env_ids, timestep) alone.{hint}"
+            f"(AgentOutput, state) and initial_state(batch_size), or inference(env_ids, timestep) alone."
         )
     return StatelessInference(target)
 

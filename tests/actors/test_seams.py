@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.base import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay import ReplayBuffer
+from rlframe.replay.reverb import ReverbReplayBuffer
 from rlframe.types import AgentOutput
 from tests.extras import needs
 from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingEnv, FixedParams, counting_agent
@@ -129,9 +133,27 @@ def test_nodes_that_are_not_in_a_program_are_named_with_what_to_write():
     import launchpad as lp
 
     node = lp.CourierNode(OnlyInference)
-    for inferencer, buffer in ((node, Adds()), (OnlyInference(), node)):
-        with pytest.raises(UsageError, match=r"A CourierNode was given .* the handle that program.add_node\(node\)"):
-            Actor(CountingEnv(), inferencer, buffer)
+    learner = functools.partial(Learner, LearnerConfig(), counting_agent())
+    inferencer = functools.partial(Inferencer, InferencerConfig(), counting_agent())
+    for name, make in (
+        ("inferencer", lambda: Actor(CountingEnv(), node, Adds())),
+        ("replay buffer", lambda: Actor(CountingEnv(), OnlyInference(), node)),
+        ("EnvServer", lambda: Actor(node, OnlyInference(), Adds())),
+        ("replay buffer", lambda: learner(node)),
+        ("replay buffer", lambda: learner(lp.ReverbNode(ReverbReplayBuffer.tables(counting_agent())))),
+        ("learner", lambda: inferencer(node).refresh()),
+    ):
+        match = rf"A (Courier|Reverb)Node was given as the {name}: give the handle that program.add_node\(node\)"
+        with pytest.raises(UsageError, match=match):
+            make()
+
+
+def test_a_reverb_node_of_the_buffer_itself_says_what_to_write():
+    needs("launchpad", "reverb")
+    import launchpad as lp
+
+    with pytest.raises(UsageError, match=r"write lp.ReverbNode\(ReverbReplayBuffer.tables\(agent\)\)"):
+        lp.ReverbNode(ReverbReplayBuffer)._priority_tables_fn()
 
 
 @pytest.mark.parametrize("learner", [object(), None])

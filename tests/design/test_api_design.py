@@ -125,8 +125,8 @@ import sys
 import launchpad as lp
 
 import rlframe
-from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, ReverbReplayBuffer
-from rlframe import SharedMemReplayBuffer, SyncEnv
+from rlframe import Actor, EnvServer, Inferencer, InferencerConfig, Learner, LearnerConfig
+from rlframe import ReverbReplayBuffer, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
 
 
@@ -152,10 +152,12 @@ def make_program(kind, num_actors=2):
         with program.group("inferencer"):
             inferencer = add(lp.CourierNode(Inferencer, inferencer_cfg, agent, learner))
     with program.group("actor"):
-        for _ in range(num_actors):
+        for rank in range(num_actors):
             if kind == "heavy_env":
                 inferencer = Inferencer(inferencer_cfg, agent, learner)
-            actor = add(lp.CourierNode(Actor, env_builder, inferencer, replay_buffer))
+            # "env_builder: can generate a local or remote env"
+            envs = add(lp.CourierNode(EnvServer, env_builder, rank)) if kind == "remote_env" else env_builder
+            actor = add(lp.CourierNode(Actor, envs, inferencer, replay_buffer))
     return program, replay_buffer
 
 
@@ -167,7 +169,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["heavy_env", "light_env", "distributed"])
+@pytest.mark.parametrize("kind", ["heavy_env", "light_env", "remote_env", "distributed"])
 def test_the_programs_of_the_document_run_by_launchpad(kind, tmp_path: pathlib.Path):
     needs("launchpad", "reverb")
     (tmp_path / "program.py").write_text(PROGRAM)

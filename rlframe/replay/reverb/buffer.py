@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlframe.errors import CheckpointError
+from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import patience as patience_of
 from rlframe.replay.base import BaseReplayBuffer, override
@@ -66,7 +66,14 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         UsageError: its tables are those of another agent.
     """
 
-    def __init__(self, agent: Any, server: Any, *, timeout: float | None = None, patience: float | None = None) -> None:
+    def __init__(
+        self, agent: Any = None, server: Any = None, *, timeout: float | None = None, patience: float | None = None
+    ) -> None:
+        if agent is None or server is None:
+            raise UsageError(
+                "A ReverbReplayBuffer is made of an agent and a server's client or address. For the node of a program, "
+                "write lp.ReverbNode(ReverbReplayBuffer.tables(agent))."
+            )
         self.spec = agent.replay_spec
         self._agent = AgentSpecs(agent.replay_spec, agent.step_spec)
         self._rows = ItemRows(self._agent)
