@@ -11,7 +11,6 @@ import dataclasses
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import COUNTERS
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.rates import Rates
 from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.core.tasks import Task
 from rlframe.coordinator.messages import (
@@ -41,8 +40,8 @@ def started(job: TrainingJob, worker: KnownWorker, task: Task, reply: Started) -
     task.become(TaskState.RUNNING)
     task.started_at = job.now
     worker.num_envs = int(reply.info.get("num_envs", 0))
-    worker.counts, worker.rates = {}, Rates(1)
-    worker.rates.add(job.now, 0)
+    worker.counts = {}
+    worker.rates.add(job.now, worker.collected)
     job.note("started", f"{worker.worker_id} is at {task.task_id}.", worker_id=worker.worker_id, **reply.info)
     if task.kind == "learn":
         accounts = job.accounts
@@ -160,7 +159,8 @@ def collected(job: TrainingJob, worker: KnownWorker, task: Task, reply: Collecte
     note_pace(job, worker, reply.waits)
     job.accounts.collect(reply)
     worker.counts = {name: reply.stats[name] for name in COUNTERS}
-    worker.rates.add(job.now, worker.counts["env_steps"])
+    worker.collected += reply.length
+    worker.rates.add(job.now, worker.collected)
     worker.params_version = reply.params_version
     if job.accounts.env_steps >= job.rows.at + job.limits.row_every:
         job.write_row()

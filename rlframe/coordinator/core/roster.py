@@ -37,7 +37,8 @@ class KnownWorker:
     said_at: float = 0.0  # when the call was, or is to be, sent
     leaves: bool = False  # it is to go once its task is closed
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # as it said last, since its task began
-    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of a collector's environment steps
+    collected: int = 0  # environment steps of a collector's rollouts
+    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # of those
     num_envs: int = 0  # a collector's
     params_version: int = -1
     waits: bool = False  # a collector: for newer parameters, or for room

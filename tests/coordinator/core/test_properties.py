@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import Failed
+from rlframe.coordinator.messages import Failed, StartTask
 from rlframe.coordinator.states import JobState, TaskState, WorkerState, is_over
 from tests.coordinator.core.world import World
 
@@ -19,6 +21,15 @@ SCHEDULES = int(os.environ.get("RLFRAME_SCHEDULES", "12"))
 ENDLESS = 10**9
 
 which = st.integers(0, 7)
+
+
+class Curriculum(TrainOne):
+    """Wants other tasks a few times."""
+
+    def task(self, role: Any, index: int, view: Any) -> StartTask | None:
+        start, stage = super().task(role, index, view), min(view.env_steps // 200, 3)
+        overrides = {"learner": {"policy": {"stage": stage // 2}}, "collector": {"env": {"stage": stage + index % 2}}}
+        return start and dataclasses.replace(start, overrides=overrides[role])
 
 
 class Schedules(RuleBasedStateMachine):
@@ -30,10 +41,11 @@ class Schedules(RuleBasedStateMachine):
         trouble=st.sampled_from([0.0, 0.05, 0.2]),
         steps=st.sampled_from([300, 2000, ENDLESS]),
         every=st.sampled_from([0, 400]),
+        kind=st.sampled_from([TrainOne, Curriculum]),
     )
-    def begin(self, seed: int, by_key: bool, trouble: float, steps: int, every: int) -> None:
+    def begin(self, seed: int, by_key: bool, trouble: float, steps: int, every: int, kind: type[TrainOne]) -> None:
         self.endless, self.cancelled = steps == ENDLESS, False
-        commander = TrainOne(env_steps=steps, eval_every=every)
+        commander = kind(env_steps=steps, eval_every=every)
         self.world = World(seed=seed, by_key=by_key, trouble=trouble, commander=commander)
 
     @rule(seconds=st.sampled_from([0.02, 0.3, 1.0, 4.0, 12.0]))

@@ -305,7 +305,7 @@ class SimWorker:
         self.counts["episodes"] += 1
         self.counts["return_sum"] += 5
         self.counts["length_sum"] += steps
-        return Collected(self._stats(), self.world.store.newest, waits=False)
+        return Collected(self._stats(), self.world.store.newest, waits=False, length=steps)
 
     def _stats(self) -> dict[str, Any]:
         logged = {"speed": [3.0 * self.counts["env_steps"], self.counts["env_steps"]]}
