@@ -70,6 +70,8 @@ class Journal:
                 self._write_line(json.dumps(record).encode() + b"\n")
             if self._is_behind or self._size > _COMPACT_AT:
                 self._compact()
+            if self._is_behind:
+                _log.warning("%s is written again.", self._path)
             self._is_behind = False
         except OSError as error:
             if not self._is_behind:
