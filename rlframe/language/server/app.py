@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -22,8 +22,9 @@ from rlframe.http.middleware import answer
 from rlframe.http.token_file import read_token
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import Generation
+from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest
 from rlframe.language.server.replies import ChatReplies, CompletionReplies, Replies
-from rlframe.language.server.requests import ChatRequest, CompletionRequest
+from rlframe.language.server.requests import Asked, ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
@@ -104,7 +105,15 @@ def make_app(server: PolicyServer) -> FastAPI:
         """Answer a conversation."""
         return await _reply(server, body, request, ChatReplies)
 
-    known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
+    @app.post("/generate", tags=["vLLM and SGLang"])
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Continue token ids, as vLLM's own `/generate` does; with `sampling_params` or `input_ids` as SGLang's."""
+        generation, asked = await _begin(server, body, request)
+        pieces = await _unless_left(request.receive, generation.whole())
+        return _gone() if pieces is None else answer(body.reply(asked, pieces, server.tokenizer))
+
+    requests = (CompletionRequest, ChatRequest, VllmRequest, SglangRequest, SglangSampling)
+    known = sorted({name for kind in requests for name in kind.model_fields})
     answer_errors(
         app,
         {
@@ -129,25 +138,25 @@ async def _reply(
     server: PolicyServer, body: CompletionRequest | ChatRequest, request: Request, form: type[Replies]
 ) -> Response:
     _check_model(body.model, server.cfg.model_name)
-    engine, tokenizer = server.live_engine(), server.tokenizer
-    long = int(request.headers.get("content-length", 0)) > _IN_THREAD
-    asked = await asyncio.to_thread(body.asked, tokenizer) if long else body.asked(tokenizer)
-    generation = Generation(
-        engine,
-        asked,
-        tokenizer,
-        streams=body.stream,
-        skip_special_tokens=body.skip_special_tokens,
-        timeout=server.cfg.request_timeout,
-    )
-    replies = form(body, asked, tokenizer)
+    generation, asked = await _begin(server, body, request, body.stream)
+    replies = form(body, asked, server.tokenizer)
     if body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(generation, replies), headers=headers, media_type="text/event-stream")
     pieces = await _unless_left(request.receive, generation.whole())
-    if pieces is None:
-        return Response(status_code=499)  # as nginx notes it: nobody sees it
-    return answer(replies.whole(pieces))
+    return _gone() if pieces is None else answer(replies.whole(pieces))
+
+
+async def _begin(server: PolicyServer, body: Any, request: Request, streams: bool = False) -> tuple[Generation, Asked]:
+    """Send what a body asks for to the engine."""
+    engine, tokenizer = server.live_engine(), server.tokenizer
+    long = int(request.headers.get("content-length", 0)) > _IN_THREAD
+    asked = await asyncio.to_thread(body.asked, tokenizer) if long else body.asked(tokenizer)
+    return Generation(engine, asked, tokenizer, streams=streams, timeout=server.cfg.request_timeout), asked
+
+
+def _gone() -> Response:
+    return Response(status_code=499)  # as nginx notes it: nobody sees it
 
 
 async def _unless_left(receive: Receive, work: Coroutine[None, None, T]) -> T | None:

@@ -20,6 +20,9 @@ _TYPES = {
 }
 
 
+_NO_FIELDS = ("body", "vllm", "sglang")  # places in a body that a client does not know by these names
+
+
 class RefusedError(RlframeError):
     """A request that is answered with an HTTP status and a sentence."""
 
@@ -59,7 +62,7 @@ def refusal(error: str, status: int, headers: dict[str, str] | None = None) -> R
 def invalid(error: RequestValidationError, known: list[str]) -> RefusedError:
     """Say in one sentence what is wrong with a body."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    where = ".".join(str(part) for part in first["loc"] if part not in _NO_FIELDS)
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
         return RefusedError(f"There is no option {name!r}.{suggest(name, known)}", 400, param=where)

@@ -37,7 +37,6 @@ class Generation:
 
     Args:
         streams: whether they are wanted piece by piece.
-        skip_special_tokens: leave them out of the text.
         timeout: seconds for all of it.
 
     Raises:
@@ -53,7 +52,6 @@ class Generation:
         tokenizer: Tokenizer,
         *,
         streams: bool,
-        skip_special_tokens: bool,
         timeout: float,
     ) -> None:
         wanted, most = len(asked.prompts) * asked.n, engine.config.max_waiting
@@ -62,7 +60,7 @@ class Generation:
         self._stop_tokens = asked.sampling.stop_tokens
         self._timeout = timeout
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
-        self._texts = [TextDecoder(tokenizer, asked.stops, skip_special_tokens) for _ in prompts]
+        self._texts = [TextDecoder(tokenizer, asked.stops, asked.skip_special_tokens) for _ in prompts]
         # Without this each answer costs the event loop once, with it each piece does.
         self._arrived: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or asked.stops else None
         self._loop = asyncio.get_running_loop()

@@ -18,20 +18,28 @@ _MAX_STOPS = 16  # strings
 # What is not offered, and the values with which it asks for nothing.
 _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "detokenize": (True,),
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
+    "logprob_start_len": (-1,),
+    "min_new_tokens": (0,),
     "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs_num": (0,),
     "use_beam_search": (False,),
 }
 _LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # that change no answer
@@ -47,6 +55,42 @@ def _sendable(said: Any) -> Any:
 _Said = Annotated[str, AfterValidator(_sendable)]
 
 
+def without_neutral(fields: Any) -> Any:
+    """Leave out the fields that ask for nothing. Raise `RefusedError` for those that ask for what is not offered."""
+    if not isinstance(fields, dict):
+        return fields
+    kept = {}
+    for name, value in fields.items():
+        if value is None or name in _LABELS:
+            continue
+        if name in _NOT_OFFERED:
+            if value not in _NOT_OFFERED[name]:
+                raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
+        elif name == "best_of":
+            if value != (fields.get("n") or 1):
+                message = "best_of is not offered by this server: ask for n, and choose."
+                raise RefusedError(message, 400, param="best_of")
+        else:
+            kept[name] = value
+    return kept
+
+
+def prompts_of(
+    given: Any, tokenizer: Tokenizer, name: str = "prompt", add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Return prompts as tokens: `given` is a text, token ids, or a list of either. `name` is the field's, in errors."""
+    if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
+        given = [given]
+    if isinstance(given, list) and given:
+        if all(isinstance(one, str) for one in given):
+            return [list(tokenizer.encode(one, add_special_tokens=add_special_tokens)) for one in given]
+        if all(isinstance(one, list) and all(type(token) is int for token in one) for one in given):
+            return given
+    raise RefusedError(
+        f"{name} must be a text, a list of texts, a list of token ids, or a list of such lists.", 400, param=name
+    )
+
+
 class Asked(NamedTuple):
     """A request, with texts as tokens."""
 
@@ -56,6 +100,7 @@ class Asked(NamedTuple):
     stops: list[str]
     texts: list[str]  # that answers begin with: those of the prompts, where they are to be echoed
     log_probs: bool
+    skip_special_tokens: bool
 
 
 class StreamOptions(BaseModel):
@@ -65,10 +110,11 @@ class StreamOptions(BaseModel):
     include_usage: bool = Field(default=False, description="a last event with the number of tokens")
 
 
-class _Request(BaseModel):
+class SamplingFields(BaseModel):
+    """The fields with which every endpoint is told how to sample."""
+
     model_config = ConfigDict(extra="forbid")
 
-    model: str
     n: int = Field(default=1, ge=1, description="answers to each prompt")
     temperature: float = 1.0
     top_p: float = 1.0
@@ -77,41 +123,19 @@ class _Request(BaseModel):
     stop: Union[str, list[str]] = Field(default=[], description="strings that end an answer, and are no part of it")
     stop_token_ids: list[int] = []
     ignore_eos: bool = Field(default=False, description="go on after the tokenizer's end of text")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
-    return_token_ids: bool = Field(default=False, description="token_ids and prompt_token_ids, as they were sampled")
-    return_tokens_as_token_ids: bool = Field(default=False, description="in logprobs tokens are called token_id:N")
 
     @model_validator(mode="before")
     @classmethod
     def _asks_for_nothing_else(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        kept = {}
-        for name, value in fields.items():
-            if value is None or name in _LABELS:
-                continue
-            if name in _NOT_OFFERED:
-                if value not in _NOT_OFFERED[name]:
-                    raise RefusedError(f"{name} is not offered by this server.", 400, param=name)
-            elif name == "best_of":
-                if value != (fields.get("n") or 1):
-                    message = "best_of is not offered by this server: ask for n, and choose."
-                    raise RefusedError(message, 400, param="best_of")
-            else:
-                kept[name] = value
-        return kept
+        return without_neutral(fields)
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def _sampling(self, tokenizer: Tokenizer, max_tokens: int | None) -> SamplingParams:
+    def sampled(self, tokenizer: Tokenizer, max_tokens: int | None) -> SamplingParams:
+        """Return how to sample. Raise `RefusedError` or `UsageError` for what cannot be."""
         if len(self.stops) > _MAX_STOPS or not all(self.stops):
             raise RefusedError(f"stop has at most {_MAX_STOPS} strings, of which none is empty.", 400, param="stop")
         ends = () if self.ignore_eos else tokenizer.stop_token_ids
@@ -123,6 +147,18 @@ class _Request(BaseModel):
             stop_tokens=tuple(dict.fromkeys((*ends, *self.stop_token_ids))),
             seed=self.seed,
         )
+
+
+class _Request(SamplingFields):
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(default=False, description="token_ids and prompt_token_ids, as they were sampled")
+    return_tokens_as_token_ids: bool = Field(default=False, description="in logprobs tokens are called token_id:N")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionRequest(_Request):
@@ -147,27 +183,15 @@ class CompletionRequest(_Request):
             )
         if self.echo and self.logprobs is not None:
             raise RefusedError("echo with logprobs is not offered: prompts have none.", 400, param="echo")
-        prompts = self._tokens(tokenizer)
+        prompts = prompts_of(self.prompt, tokenizer, add_special_tokens=self.add_special_tokens)
         return Asked(
             prompts=prompts,
-            sampling=self._sampling(tokenizer, self.max_tokens),
+            sampling=self.sampled(tokenizer, self.max_tokens),
             n=self.n,
             stops=self.stops,
             texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
             log_probs=self.logprobs is not None,
-        )
-
-    def _tokens(self, tokenizer: Tokenizer) -> list[list[int]]:
-        prompt = self.prompt
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt)):
-            prompt = [prompt]
-        if isinstance(prompt, list) and prompt:
-            if all(isinstance(one, str) for one in prompt):
-                return [list(tokenizer.encode(one, add_special_tokens=self.add_special_tokens)) for one in prompt]
-            if all(isinstance(one, list) and all(type(token) is int for token in one) for one in prompt):
-                return prompt
-        raise RefusedError(
-            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists.", 400, param="prompt"
+            skip_special_tokens=self.skip_special_tokens,
         )
 
     def _text(self, index: int, tokens: list[int], tokenizer: Tokenizer) -> str:
@@ -230,4 +254,12 @@ class ChatRequest(_Request):
         messages = [message.plain for message in self.messages]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=self.add_generation_prompt)
         both = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return Asked([list(prompt)], self._sampling(tokenizer, both), self.n, self.stops, [""], self.logprobs)
+        return Asked(
+            prompts=[list(prompt)],
+            sampling=self.sampled(tokenizer, both),
+            n=self.n,
+            stops=self.stops,
+            texts=[""],
+            log_probs=self.logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+        )
