@@ -42,6 +42,8 @@ class Actor:
         num_pools: how many pools to build. With two synchronous ones, `run()` steps one while an inferencer in
             another process answers for the other.
         deadline: seconds that a node which this one calls may be out of reach.
+        logger: anything with `write(step, values)`, which `run()` and `collect()` give the logs of each step that has
+            any, by the environment steps of this Actor; None logs nothing.
         budget: environment steps that `run()` may take before it is given more, by `allow`. One that was restarted
             begins with none: what the one before it took, only who counts knows.
     """
@@ -56,11 +58,12 @@ class Actor:
         seed: int = 0,
         num_pools: int = 1,
         deadline: float = handles.DEADLINE,
+        logger: Any = None,
         budget: float = math.inf,
     ) -> None:
         if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
             raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
-        self._stop = threading.Event()
+        self._stop, self._logger = threading.Event(), logger
         given = handles.resolve(replay_buffer, "replay buffer", deadline=deadline, stop=self._stop)
 
         def specs() -> Any:
@@ -285,7 +288,7 @@ class Actor:
                     pace.wait(self._inferencer, self._stop, until)
                     if pace.waits:
                         return True
-            self.step()
+            self._write(self.step())
         return False
 
     def _run_overlapped(self) -> None:
@@ -311,7 +314,11 @@ class Actor:
                 in_flight.append((lane, request, handles.Call(self._inferencer, "inference", request)))
             else:
                 lane, request, call = in_flight.popleft()
-                self._act(lane, request, *call.result())
+                self._write(self._act(lane, request, *call.result()))
+
+    def _write(self, logs: Logs | None) -> None:
+        if logs is not None and self._logger is not None:
+            self._logger.write(self.env_steps, logs)
 
     def _is_at_limit(self) -> bool:
         """Whether no further step may be taken; comes before each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +20,12 @@ from rlframe.learners.config import LearnerConfig
 from rlframe.learners.freed_memory import keep_freed_memory
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
+from rlframe.learners.staleness import StalenessLimit, mean_version
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication
 from rlframe.params.store import PolicySource
 from rlframe.replay import BaseReplayBuffer, ReplayReader, as_replay_buffer
 from rlframe.types import Batch, Logs, Tree
-
-_log = logging.getLogger(__name__)
 
 
 class Learner:
@@ -84,8 +82,7 @@ class Learner:
         self._update_lock = threading.RLock()
         buffer = self._replay_buffer
         self._is_buffer = isinstance(buffer, BaseReplayBuffer)
-        self._max_staleness = buffer.spec.max_staleness if self._is_buffer else None
-        self._resumed_from: int | None = None  # the version whose parameters those of the first version after it are
+        self._staleness = StalenessLimit(buffer)
 
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(cfg.seed))
         self._params = agent.initial_params(init_rng)
@@ -135,22 +132,22 @@ class Learner:
             NonFiniteLossError: the loss of the update before this one was NaN or infinite.
             UsageError: the agent logs something that is no number.
         """
-        if batch is None or (self._max_staleness is not None and self._is_too_old(batch.params_version)):
+        if batch is None or self._staleness.refuses(batch.params_version, self.params_version):
             return None
         with self._update_lock, COMPUTING:
             return self._step(batch)
 
     def _step(self, batch: Batch) -> Logs:
         self._check_loss()
-        keys, staleness = batch.keys, self.params_version - _mean_version(batch.params_version)
+        keys, staleness = batch.keys, self.params_version - mean_version(batch.params_version)
         batch = batch._replace(keys=(), params_version=())
         self._params, self._learner_state, logs, published = self._update(self._params, self._learner_state, batch)
         self._learner_steps += 1
         version = self._versions.next()
-        if self._max_staleness is not None:
+        if self._staleness.is_set:
             jax.block_until_ready(published)  # actors wait for it, and a call of theirs must not
-            self._replay_buffer.forget_before(version - self._max_staleness)
-            self._resumed_from = None
+            self._staleness.forget(version)
+            self._staleness.resumed_from = None
         self._publication.publish(version, published)
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
@@ -185,9 +182,9 @@ class Learner:
             self.saver.save_if_due(final=True)
 
     def _learn_from_dataset(self) -> None:
-        if self._max_staleness is not None:
-            self._replay_buffer.forget_before(self.params_version - self._max_staleness)
-        self._dataset = dataset = self._needed("make_dataset", "run() takes batches from it")()
+        self._staleness.forget(self.params_version)
+        make_dataset = self._needed("make_dataset", "run() takes batches from it")
+        self._dataset = dataset = make_dataset(**self._cfg.data.options_of(make_dataset))
         # Before there was a dataset that they could close; or this learner was resumed from its last checkpoint.
         if self._stop.is_set() or self._finish.is_set() or self._is_done:
             dataset.close()
@@ -322,9 +319,9 @@ class Learner:
         tree, saved = self._checkpointer.restore((self._params, self._learner_state), step)
         self._params, self._learner_state = _copy(tree)
         self._learner_steps = saved["counters"]["learner_steps"]
-        self._resumed_from = saved["counters"]["version"]
         self._unchecked = None
-        self._publish_past(self._resumed_from)
+        self._staleness.resumed_from = saved["counters"]["version"]
+        self._publish_past(saved["counters"]["version"])
         return saved["extras"]
 
     def _resume(self) -> None:
@@ -348,23 +345,6 @@ class Learner:
             self._checkpointer.close()
         self._publication.close()
 
-    def _is_too_old(self, versions: np.ndarray) -> bool:
-        """Whether a batch that `versions` [B] acted in was drawn before the buffer knew of newer ones."""
-        assert self._max_staleness is not None
-        old = versions < self.params_version - self._max_staleness
-        if self._resumed_from is not None:
-            old &= (versions < self._resumed_from - self._max_staleness) | (versions > self._resumed_from)
-        if not old.any():
-            return False
-        _log.warning(
-            "A batch of versions %d to %d is dropped: version %d learns from those that are at most %d older.",
-            versions.min(),
-            versions.max(),
-            self.params_version,
-            self._max_staleness,
-        )
-        return True
-
     def _update_and_copy(self, params: Tree, learner_state: Tree, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
         return params, learner_state, dict(logs), self._copy_for_actors(params, learner_state)
@@ -386,15 +366,6 @@ class Learner:
         if self._checkpointer is None or not steps:
             return "Nothing was saved before."
         return f"The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."
-
-
-def _mean_version(versions: np.ndarray) -> float:
-    """Of those that are known, NaN where none is; -1 stands for one that is not."""
-    # Not `mean`, which costs several times as much.
-    if versions.min() >= 0:
-        return versions.sum() / len(versions)
-    known = versions[versions >= 0]
-    return known.sum() / len(known) if len(known) else np.nan
 
 
 def _copy(tree: Tree) -> Tree:

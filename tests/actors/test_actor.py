@@ -103,6 +103,27 @@ def test_a_single_environment_is_a_pool_of_one():
     actor.close()
 
 
+class Rows:
+    """A logger that has its actor stop after so many rows."""
+
+    def __init__(self, count):
+        self.rows, self._count = [], count
+
+    def write(self, step, values):
+        self.rows.append((step, values))
+        if len(self.rows) == self._count:
+            self.actor.stop()
+
+
+def test_run_writes_the_logs_of_steps_that_have_any_to_its_logger():
+    logger = Rows(2)
+    logger.actor = sync_actor(RecordingBuffer(), logger=logger)
+    logger.actor.run()
+    ended = {"episode_return": 3.0, "episode_length": 3.0, "episodes": 2}
+    assert logger.rows == [(6, ended), (12, ended)]
+    logger.actor.close()
+
+
 def test_run_ends_when_stop_is_called():
     buffer = RecordingBuffer()
     actor = sync_actor(buffer)

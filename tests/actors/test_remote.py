@@ -98,6 +98,21 @@ def test_a_run_asks_again_before_it_was_answered(make):
     assert service.most >= 2
 
 
+def test_a_run_by_way_of_a_service_writes_its_logs():
+    class Logger(list):
+        def write(self, step, values):
+            self.append((step, values))
+
+    address, buffer, logger = free_address(), CountedBuffer(8), Logger()
+    service = Inferencers()
+    with serving(service, address), running(service):
+        actor = Actor(CountingEnv, client(address), buffer, logger=logger)
+        with running(actor):
+            assert buffer.full.wait(DEADLINE)
+        actor.close()
+    assert logger[0] == (3, {"episode_return": 3.0, "episode_length": 3.0, "episodes": 1})
+
+
 def test_step_is_synchronous_over_all_pools():
     buffer = RecordingBuffer()
     inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))

@@ -1,24 +1,29 @@
 """The design of the objects, line by line: their signatures, and the four programs of its usage.
 
 What the document writes as a sketch (`Agent()`, `max_iters`) has its arguments filled in; nothing else is changed. What
-differs on purpose: a LearnerState is the Learner's own, so `Learner.step` takes the batch alone, and gives its logs.
+differs on purpose stands in docs/differences.md; where it is written as in the document, an error says what to write.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 import rlframe
 from rlframe import Actor, Agent, AsyncEnv, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
-from rlframe.agents import PPO, PPOConfig
-from rlframe.types import TimeStep
+from rlframe.agents import IMPALA, PPO, IMPALAConfig, PPOConfig
+from rlframe.envs import as_pool
+from rlframe.errors import UsageError
+from rlframe.learners import DataConfig
+from rlframe.types import AgentOutput, TimeStep
 from tests.extras import needs
 
 # "class.method": the parameters that the document names, in its order.
@@ -94,14 +99,62 @@ def test_an_agent_holds_no_parameters_and_calls_the_three_parts_of_a_learner_ste
     env.close()
 
 
-def test_single_process_rl():
-    def env_builder(seed=0):
-        return SyncEnv("CartPole-v1", 4, "envpool", seed=seed)
+def refused(code, match):
+    with pytest.raises(UsageError, match=match):
+        exec(code, {"Agent": Agent, "PPO": PPO, "PPOConfig": PPOConfig})
 
-    env = env_builder()
-    agent = PPO(PPOConfig(unroll_length=16), env.observation_spec, env.action_spec)
+
+@pytest.mark.parametrize(
+    ("literal", "ours"),
+    [
+        ("def initial_learnerstate(self, params): ...", r"initial_learner_state\(params\)"),
+        (
+            "def update_learnerstate(self, params, opt_state, learner_state): ...",
+            r"update_learner_state\(params, opt_state, learner_state\)",
+        ),
+        ("def compute_gradients(self, params, batch): ...", r"called with \(params, learner_state, batch\)"),
+    ],
+)
+def test_a_method_as_the_document_spells_it_is_refused_with_the_name_here(literal, ours):
+    refused(f"class Mine(Agent):\n    {literal}", ours)
+
+
+@pytest.mark.parametrize(("literal", "ours"), [("obs_spec", "observation_spec"), ("policy_factor", "policy_factory")])
+def test_an_argument_as_the_document_spells_it_is_refused_with_the_name_here(literal, ours):
+    refused(f"PPO(PPOConfig(), {literal}=None)", f"no argument {literal}. Did you mean '{ours}'")
+
+
+def test_the_documents_other_methods_are_an_agents_own():
+    class Mine(Agent):
+        def initial_state(self, batch_size): ...
+        def initial_params(self, rng_key): ...
+        def actor_step(self, rng_key, params, timestep, state): ...
+        def learner_step(self, params, learner_state, batch): ...
+
+
+def an_env(seed=0):
+    import gymnasium
+
+    return gymnasium.make("CartPole-v1")
+
+
+def a_pool(type, seed=0):
+    return SyncEnv("gymnasium:CartPole-v1", 4, type, seed=seed)
+
+
+class Rows(list):
+    def write(self, step, values):
+        self.append((step, values))
+
+
+@pytest.mark.parametrize("type", ["single env", "thread", "process"])
+def test_single_process_rl(type):
+    env_builder = an_env if type == "single env" else functools.partial(a_pool, type)
+
+    env = as_pool(env_builder)
+    agent = PPO(PPOConfig(unroll_length=16, num_minibatches=4), env.observation_spec, env.action_spec)
     env.close()
-    learner_cfg, inferencer_cfg = LearnerConfig(), InferencerConfig()
+    learner_cfg, inferencer_cfg = LearnerConfig(), InferencerConfig(sync_interval=1)
     max_iters, env_steps = 3, 16
 
     replay_buffer = ReplayBuffer(agent)
@@ -115,8 +168,53 @@ def test_single_process_rl():
         learner.step(batch)
 
     assert learner.learner_steps == max_iters
+    version, params = learner.get_params()
+    assert version == max_iters + 1 and isinstance(params, dict)
+    output, state = inferencer.inference(np.array([0]), TimeStep(*(leaf[:1] for leaf in actor_timestep(env_builder))))
+    assert isinstance(output, AgentOutput) and output.params_version == version and state == ()
     actor.close()
     learner.close()
+
+
+def actor_timestep(env_builder):
+    env = as_pool(env_builder)
+    timestep = env.reset()
+    env.close()
+    return timestep
+
+
+def test_actor_and_learner_run_as_services_with_logger_and_data_cfg():
+    env = a_pool("loop")
+    agent = IMPALA(IMPALAConfig(unroll_length=8, batch_size=4), env.observation_spec, env.action_spec)
+    replay_buffer = ReplayBuffer(agent)
+    learner = Learner(LearnerConfig(max_learner_steps=8, data=DataConfig(prefetch=1)), agent, replay_buffer)
+    actor = Actor(env, Inferencer(InferencerConfig(), agent, learner), replay_buffer, logger=Rows())
+    thread = threading.Thread(target=actor.run)
+    thread.start()
+    learner.run()
+    actor.stop()
+    thread.join(60.0)
+    assert learner.learner_steps == 8
+    step, logs = actor._logger[0]
+    assert 0 < step <= actor.env_steps and set(logs) == {"episode_return", "episode_length", "episodes"}
+    actor.close()
+    learner.close()
+
+
+def test_a_buffer_needs_add_alone():
+    class Local:
+        def add(self, data):
+            self.data = data
+
+    env, replay_buffer = a_pool("loop"), Local()
+    agent = PPO(PPOConfig(), env.observation_spec, env.action_spec)
+    inferencer = Inferencer(InferencerConfig(), agent, Learner(LearnerConfig(), agent, ReplayBuffer(agent)))
+    actor = Actor(env, inferencer, replay_buffer, rank=2)
+    assert actor.step() is None
+    ids, step = replay_buffer.data
+    assert ids.tolist() == [2_000_000, 2_000_001, 2_000_002, 2_000_003]
+    assert step.timestep.observation.shape == step.next_timestep.observation.shape == (4, 4)
+    actor.close()
 
 
 PROGRAM = """

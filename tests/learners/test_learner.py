@@ -12,10 +12,11 @@ from rlframe.actors import Actor
 from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.learners import Checkpointer, Learner, LearnerConfig, replay_files, saver
+from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig, replay_files, saver
 from rlframe.learners.checkpoints import VersionCounter
 from rlframe.learners.snapshot import Snapshot
 from rlframe.replay import ReplayBuffer
+from rlframe.replay.dataset import DatasetTimeoutError
 from tests.fakes import (
     ACTION_SPEC,
     OBSERVATION_SPEC,
@@ -189,6 +190,28 @@ def test_run_learns_from_the_buffers_dataset_logs_and_saves(tmp_path):
     assert rows == [(2, 0.25), (4, 0.015625)]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["3", "4"]
     learner.close()
+
+
+def test_the_dataset_is_made_as_the_config_says():
+    made = {}
+
+    class Replay(ReplayBuffer):
+        def make_dataset(self, prefetch=2, timeout=None):
+            made.update(prefetch=prefetch, timeout=timeout)
+            return super().make_dataset(prefetch, timeout)
+
+    cfg = LearnerConfig(data=DataConfig(prefetch=5, timeout=0.05))
+    learner = Learner(cfg, counting_agent(), Replay(counting_agent()))
+    with pytest.raises(DatasetTimeoutError, match=r"No batch came within 0.05 s"):
+        learner.run()
+    assert made == {"prefetch": 5, "timeout": 0.05}
+    learner.close()
+    learner = Learner(LearnerConfig(data=DataConfig(threads=3)), counting_agent(), ReplayBuffer(counting_agent()))
+    with pytest.raises(UsageError, match=r"data.threads is 3, but make_dataset\(\) .* a ReplayBuffer, takes prefetch"):
+        learner.run()
+    learner.close()
+    with pytest.raises(UsageError, match="DataConfig.prefetch must be at least 1, got 0"):
+        DataConfig(prefetch=0)
 
 
 # --- a learner that is started again

@@ -40,16 +40,17 @@ def test_what_a_rate_limiter_lets_through_makes_whole_batches(kind, stop_servers
     buffer.close()
 
 
-def test_closing_ends_the_threads_of_samplers_that_wait(stop_servers):
+@pytest.mark.parametrize("number", [1, 3])
+def test_closing_ends_the_threads_of_samplers_that_wait(number, stop_servers):
     agent = fake_agent("uniform", Transition(1), 8, 1000)
     stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
     buffer = ReverbReplayBuffer(agent, stop_servers[0])
-    dataset = buffer.make_dataset()
+    dataset = buffer.make_dataset(threads=number)
 
     def threads() -> int:
         return sum(thread.name == "rlframe reverb sampler" for thread in threading.enumerate())
 
-    wait_until(threads)
+    wait_until(lambda: threads() == number)
     dataset.close()
     assert not threads(), "threads outlive their dataset"
     buffer.close()

@@ -217,14 +217,15 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._server_keys.put(batch.keys, server_keys)
             return batch
 
-    def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
+    def make_dataset(self, prefetch: int = 2, timeout: float | None = None, threads: int = 2) -> Dataset:
         """Returns an endless iterator of batches, `prefetch` of which a thread draws ahead, beside Reverb itself.
 
-        What was drawn ahead from a queue, and not read, goes with the dataset. Each `next` waits at most `timeout`
-        seconds for its batch; None: see `Dataset`. Close the dataset (or the buffer) to end it; any thread may.
+        Items come by `threads` of Reverb's samplers at once, those of a queue by one. What was drawn ahead from a queue
+        and not read goes with the dataset. Each `next` waits at most `timeout` seconds for its batch; None: see
+        `Dataset`. Close the dataset (or the buffer) to end it; any thread may.
         """
         self._connect()
-        dataset = ReverbDataset(self, self._connection, prefetch, timeout)
+        dataset = ReverbDataset(self, self._connection, prefetch, timeout, threads)
         self._datasets.append(dataset)
         return dataset
 

@@ -12,7 +12,6 @@ from rlframe.types import Batch
 
 _LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
 _LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
-_SAMPLERS = 2
 
 
 class ReverbDataset(Dataset):
@@ -20,8 +19,10 @@ class ReverbDataset(Dataset):
 
     _buffer: Any
 
-    def __init__(self, buffer: Any, connection: ReverbConnection, prefetch: int, timeout: float | None) -> None:
-        self._connection = connection
+    def __init__(
+        self, buffer: Any, connection: ReverbConnection, prefetch: int, timeout: float | None, threads: int
+    ) -> None:
+        self._connection, self._num_samplers = connection, threads
         self._samplers: Samplers | None = None
         self._looked = time.monotonic()
         self._gone_since: float | None = None
@@ -42,7 +43,7 @@ class ReverbDataset(Dataset):
         if self._samplers is None:
             # What is drawn ahead of a queue nobody else can draw, and in any replay it gets older.
             is_queue, blocks = self._buffer.spec.kind == "queue", max(0, missing) + 1
-            ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _LEAST_AHEAD), _SAMPLERS)
+            ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _LEAST_AHEAD), self._num_samplers)
             self._samplers = self._connection.samplers(REPLAY, ahead, samplers)
         if missing > 0:
             # A batch of one item of each environment need not wait for all of them: each that comes may make it due.
