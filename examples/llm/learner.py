@@ -6,6 +6,7 @@ from what the trajectory service has, and serves its newest weights at port 7000
 
 import dataclasses
 import pathlib
+import uuid
 
 import launchpad as lp
 from reverse import Reverse
@@ -56,8 +57,18 @@ def make_learner(agent):
     return Learner(cfg, agent, TrajectoryBuffer(SERVICE), logger)
 
 
+def run_key():
+    """Name the run to the service: a learner that is started again goes on, one in a new folder begins afresh."""
+    path = FOLDER / "run_key"
+    if not path.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex)
+    return path.read_text()
+
+
 def main():
-    TrajectoryClient(SERVICE).register(batch_size=config.batch_size, max_token_len=config.max_tokens, num_steps=BATCHES)
+    sizes = {"batch_size": config.batch_size, "max_token_len": config.max_tokens}
+    TrajectoryClient(SERVICE).register(**sizes, num_steps=BATCHES, run_key=run_key())
     if not (FOLDER / "weights/config.json").exists():
         make_weights(FOLDER / "weights")
     agent = GRPO(dataclasses.replace(config, weights=str(FOLDER / "weights")))

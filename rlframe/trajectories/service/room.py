@@ -29,7 +29,7 @@ class Room:
     @property
     def nearly_full(self) -> bool:
         """Whether environments should hold."""
-        return self._service.stored_bytes + self._service.pending_bytes > _NEARLY * self.limit
+        return self._service.stored_bytes + self._service.pending_bytes >= _NEARLY * self.limit
 
     def check(self, size: int) -> None:
         """Raise `UnavailableError` where so many bytes more are too much."""
