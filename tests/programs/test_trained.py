@@ -40,12 +40,68 @@ class Images(gymnasium.Env):
 def make_env():
     return Images()
 """
+RECURRENT = """
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from rlframe import Agent
+from rlframe.types import FIRST, AgentOutput, ReplaySpec, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    learning_rate: float = 3e-3
+
+
+class Remembers(Agent):
+    '''A simple recurrent network, whose state is a tree of two arrays, and the crudest policy gradient.'''
+
+    config_cls = Config
+    replay_spec = ReplaySpec("queue", Sequence(8), batch_size=4, capacity=4000)
+
+    def initial_params(self, rng):
+        sizes = {"into": (*self.observation_spec.shape, 8), "on": (8, 8), "out": (9, self.action_spec.num_values)}
+        return {name: 0.3 * jax.random.normal(rng, size) for name, size in sizes.items()}
+
+    def initial_state(self, batch_size):
+        return {"hidden": jnp.full((batch_size, 8), 0.5), "steps": jnp.zeros(batch_size, jnp.int32)}
+
+    def unroll(self, params, observation, state):
+        hidden = jnp.tanh(observation @ params["into"] + state["hidden"] @ params["on"])
+        features = jnp.concatenate([hidden, jnp.sin(state["steps"])[:, None]], axis=-1)
+        return features @ params["out"], {"hidden": hidden, "steps": state["steps"] + 1}
+
+    def actor_step(self, rng, params, timestep, state):
+        logits, state = self.unroll(params, timestep.observation, state)
+        return AgentOutput(jax.random.categorical(rng, logits).astype(jnp.int32)), state
+
+    def eval_step(self, rng, params, timestep, state):
+        logits, state = self.unroll(params, timestep.observation, state)
+        return AgentOutput(logits.argmax(-1).astype(jnp.int32)), state
+
+    def loss(self, params, learner_state, batch):
+        data, initial = batch.data, self.initial_state(len(batch.data.reward))
+
+        def step(state, inputs):
+            observation, first = inputs
+            fresh = lambda new, old: jnp.where(first.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+            logits, state = self.unroll(params, observation, jax.tree.map(fresh, initial, state))
+            return state, logits
+
+        inputs = data.observation[:, :-1].swapaxes(0, 1), (data.step_type[:, :-1] == FIRST).T
+        logits = jax.lax.scan(step, data.agent_state, inputs)[1].swapaxes(0, 1)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), data.action[..., None], axis=-1)[..., 0]
+        return -jnp.mean(chosen * data.reward), {}
+"""
 CARTPOLE = "gymnasium:CartPole-v1"
 RUNS = {
     "ppo": ("ppo", CARTPOLE, {"unroll_length": 32, "num_epochs": 1}),
     "repeating dqn": ("dqn", CARTPOLE, {"min_replay_size": 100, "exploration_duration_exponent": 2.0}),
     "impala": ("impala", CARTPOLE, {"unroll_length": 16, "batch_size": 4}),
     "a file's": (f"{ROOT}/examples/custom_agent.py:Reinforce", CARTPOLE, {}),
+    "a file's, recurrent": ("recurrent.py:Remembers", CARTPOLE, {}),
     "images": ("dqn", "images.py:make_env", {"min_replay_size": 100, "network_config": SMALL_CNN}),
 }
 
@@ -55,7 +111,9 @@ def run(request, tmp_path_factory):
     """A short run of an agent, and its environment's name."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "images.py").write_text(IMAGES)
+    (folder / "recurrent.py").write_text(RECURRENT)
     agent, env, options = RUNS[request.param]
+    agent = f"{folder}/{agent}" if agent.startswith("recurrent") else agent
     if env != CARTPOLE:
         env, options = f"{folder}/{env}", {**options, "network": "nature_cnn"}
     common = {"steps": 600, "num_envs": 4, "preset": "none", "eval_episodes": 2, "quiet": True}
@@ -63,9 +121,10 @@ def run(request, tmp_path_factory):
     return folder / "run", env
 
 
-def played(env, act):
+def played(env, act, type="loop", **env_kwargs):
     """The return of the first episode in each of `EPISODES` environments, which are those of an evaluation."""
-    pool = rlframe.SyncEnv(naming.env_name_or_builder(env), EPISODES, "loop", seed=env_seed(SEED, EVALUATOR_RANK))
+    seed = env_seed(SEED, EVALUATOR_RANK)
+    pool = rlframe.SyncEnv(naming.env_name_or_builder(env), EPISODES, type, seed=seed, env_kwargs=env_kwargs)
     timestep, returns, over = pool.reset(), np.zeros(EPISODES), np.zeros(EPISODES, bool)
     while not over.all():
         timestep = pool.step(act(timestep.observation, timestep.step_type == FIRST))
@@ -75,18 +134,35 @@ def played(env, act):
     return returns
 
 
-def test_a_policy_acts_as_evaluate_has_it_act(run):
-    path, env = run
-    policy = rlframe.load(path)
+def acting(policy):
+    """As an environment loop acts by it."""
 
     def act(observation, begins):
         if not begins.all():
             policy.reset(begins)
         return policy.act(observation)
 
+    return act
+
+
+def test_a_policy_acts_as_evaluate_has_it_act(run):
+    path, env = run
+    policy = rlframe.load(path)
     expected = rlframe.evaluate(path, episodes=EPISODES, seed=SEED)
-    np.testing.assert_array_equal(np.sort(played(env, act)), np.sort(expected["returns"]))
+    np.testing.assert_array_equal(np.sort(played(env, acting(policy))), np.sort(expected["returns"]))
     assert policy.version == expected["params_version"] > 1
+
+
+@pytest.mark.system
+def test_a_policy_acts_in_atari_as_evaluate_has_it_act(tmp_path):
+    rlframe.train("dqn", "Pong-v5", run_dir=tmp_path / "run", steps=400, num_envs=4, preset="none", eval_episodes=1,
+                  min_replay_size=200, env_kwargs={"max_episode_steps": 60}, network="nature_cnn", quiet=True,
+                  network_config=SMALL_CNN)  # fmt: skip
+    policy = rlframe.load(tmp_path / "run")
+    expected = rlframe.evaluate(tmp_path / "run", episodes=EPISODES, seed=SEED)
+    returns = played("Pong-v5", acting(policy), "envpool", max_episode_steps=60)
+    np.testing.assert_array_equal(np.sort(returns), np.sort(expected["returns"]))
+    assert policy.version == expected["params_version"] > 1 and policy.agent.observation_spec.dtype == np.uint8
 
 
 def test_what_is_exported_acts_as_the_policy(run, tmp_path):
@@ -94,20 +170,20 @@ def test_what_is_exported_acts_as_the_policy(run, tmp_path):
     policy = rlframe.load(path)
     file = rlframe.export(path, tmp_path / "policy.stablehlo")
     loaded = jax.export.deserialize(file.read_bytes())
-    state = jax.tree.leaves(policy.agent.initial_state(EPISODES))
-    observations, actions = [], []
+    ours, steps = acting(policy), 0
+    state = [np.full_like(leaf, 7) for leaf in jax.tree.leaves(policy.agent.initial_state(EPISODES))]  # of any values
 
     def act(observation, begins):
-        nonlocal state
-        action, state = loaded.call(observation, begins, state, np.uint32(len(actions)))
-        observations.append(observation)
-        actions.append(np.asarray(action))
-        return actions[-1]
+        nonlocal state, steps
+        action, state = loaded.call(observation, begins, state, np.uint32(steps))
+        np.testing.assert_array_equal(ours(observation, begins), action)
+        steps += 1
+        return np.asarray(action)
 
     played(env, act)
-    for observation, action in zip(observations[:30], actions):
-        policy.reset()
-        np.testing.assert_array_equal(policy.act(observation), action)
+    assert steps > 8
+    for ours_leaf, leaf in zip(jax.tree.leaves(policy.state), state, strict=True):
+        np.testing.assert_allclose(ours_leaf, leaf, rtol=1e-5)
 
 
 def test_one_observation_and_a_batch_of_it_give_the_same_action(run):
