@@ -23,9 +23,10 @@ import numpy as np
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
 from rlframe.interprocess.progress import COMPUTING
+from rlframe.language.decoding.ranking import Ranked
 from rlframe.language.decoding.requests import DecodeRequest, Handle, OnTokens
-from rlframe.language.decoding.sampling import SamplingParams, check_prompt, row_key
-from rlframe.language.decoding.slots import EngineConfig, Sampled, Slots
+from rlframe.language.decoding.sampling import Sampled, SamplingParams, check_prompt, row_key
+from rlframe.language.decoding.slots import EngineConfig, Slots
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
@@ -218,7 +219,10 @@ class DecodeEngine:
             self._running.update(taken)
         for group in self._groups(taken):
             version, params = self._params
-            sampled = self._slots.fill(params, [slot for slot, _ in group], [handle.request for _, handle in group])
+            requests = [handle.request for _, handle in group]
+            sampled, scores = self._slots.fill(params, [slot for slot, _ in group], requests)
+            for (_, handle), of_prompt in zip(group, scores):
+                handle.prompt_scores = of_prompt
             self._counts["prompt_tokens"] += sum(len(handle.request.prompt) for _, handle in group)
             self._hand_out(group, sampled, version)
 
@@ -242,13 +246,10 @@ class DecodeEngine:
         running = list(self._running.items())
         if not running:
             return
-        live = np.zeros(self.config.slots, bool)
-        live[[slot for slot, _ in running]] = True
         longest = max(len(handle.request.prompt) + handle.sampled for _, handle in running)
         version, params = self._params
-        sampled = self._slots.decode(params, live, longest)
-        slots = [slot for slot, _ in running]
-        self._hand_out(running, Sampled(sampled.tokens[:, slots], sampled.log_probs[:, slots]), version)
+        sampled = self._slots.decode(params, {slot: handle.request for slot, handle in running}, longest)
+        self._hand_out(running, sampled, version)
 
     def _hand_out(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
         """Give each row its column of `sampled`; those that are done leave their slots."""
@@ -256,10 +257,11 @@ class DecodeEngine:
         self._counts["calls"] += 1
         self._counts["tokens"] += int(counts.sum())
         columns = zip(rows, sampled.tokens.T.tolist(), sampled.log_probs.T.tolist(), counts.tolist())
-        for (slot, handle), tokens, log_probs, count in columns:
+        for i, ((slot, handle), tokens, log_probs, count) in enumerate(columns):
             if not all(map(math.isfinite, log_probs[:count])):
                 handle.fail(UnavailableError(f"With the parameters of version {version} logits are not finite."))
-            if handle.add(tokens[:count], log_probs[:count], version):
+            ranked = Ranked(*(array[:count, i] for array in sampled.ranked))
+            if handle.add(tokens[:count], log_probs[:count], version, ranked):
                 with self._changed:
                     del self._running[slot]
 

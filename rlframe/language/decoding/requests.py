@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlframe.errors import PeerError
+from rlframe.language.decoding.ranking import PromptScores, Ranked
 from rlframe.language.decoding.sampling import SamplingParams
 
 RESULT_TIMEOUT = 600.0  # seconds
@@ -23,6 +24,8 @@ class Answer(NamedTuple):
     log_probs: list[float]  # of each token, under the model at temperature 1: see `rlframe.language.decoding.sampling`
     versions: list[int]  # of the parameters that each token was sampled with
     finish_reason: str | None  # "stop" or "length"; None: a piece that others follow
+    likeliest: list[dict[int, float]]  # at each token the likeliest and their log-probabilities; empty: not asked for
+    prompt_scores: PromptScores | None  # with the first piece, where they were asked for
 
 
 OnTokens = Callable[[Answer], None]
@@ -51,6 +54,8 @@ class Handle:
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self._versions: list[int] = []
+        self._likeliest: list[dict[int, float]] = []
+        self.prompt_scores: PromptScores | None = None  # the engine's
 
     def result(self, timeout: float = RESULT_TIMEOUT) -> Answer:
         """Wait for the whole answer.
@@ -76,7 +81,7 @@ class Handle:
         """Give the request up, if it is not done."""
         self.future.cancel()
 
-    def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int) -> bool:
+    def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, ranked: Ranked) -> bool:
         """The engine's: tokens that were sampled. Returns whether the answer is complete."""
         if self.done:
             return True
@@ -84,6 +89,8 @@ class Handle:
         self._tokens += tokens
         self._log_probs += log_probs
         self._versions += [version] * len(tokens)
+        if count := self.request.sampling.likeliest:
+            self._likeliest += ranked.first(count)
         reason = None
         if self._tokens[-1] in self.request.sampling.stop_tokens:
             reason = "stop"
@@ -110,4 +117,11 @@ class Handle:
         return len(self._tokens)
 
     def _answer(self, start: int, reason: str | None) -> Answer:
-        return Answer(self._tokens[start:], self._log_probs[start:], self._versions[start:], reason)
+        return Answer(
+            tokens=self._tokens[start:],
+            log_probs=self._log_probs[start:],
+            versions=self._versions[start:],
+            finish_reason=reason,
+            likeliest=self._likeliest[start:],
+            prompt_scores=self.prompt_scores if start == 0 else None,
+        )

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import UsageError
+from rlframe.language.decoding.ranking import MOST_RANKED, Ranked, rank
 from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
@@ -40,6 +41,8 @@ class SamplingParams:
     top_k: int = 0  # of the likeliest tokens so many; 0: all
     stop_tokens: tuple[int, ...] = ()  # that end the answer, of which they are the last
     seed: int | None = None  # any integer; None: the engine draws one
+    likeliest: int = 0  # tokens whose log-probabilities are wanted beside that of each sampled one
+    score_prompt: int | None = None  # as `likeliest`, at the prompt's tokens, with their own; None: not even those
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -50,6 +53,9 @@ class SamplingParams:
             raise UsageError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
         if self.top_k < 0:
             raise UsageError(f"top_k must be at least 0 (0: all tokens), got {self.top_k}.")
+        for name, count in (("likeliest", self.likeliest), ("score_prompt", self.score_prompt or 0)):
+            if not 0 <= count <= MOST_RANKED:
+                raise UsageError(f"{name} must be from 0 to {MOST_RANKED}, got {count}.")
         if not all(0 <= token < 2**31 for token in self.stop_tokens):
             raise UsageError(f"stop_tokens must be token ids, got {list(self.stop_tokens)}.")
 
@@ -62,6 +68,14 @@ class SamplingRows(NamedTuple):
     top_p: Array  # [B] float32
     top_k: Array  # [B] int32
     stop: Array  # [B, S] int32: stop tokens; -1 is none
+
+
+class Sampled(NamedTuple):
+    """Tokens that were sampled, `[steps, B]`, or of one step `[B]`."""
+
+    tokens: Array  # int32; -1 where none was sampled
+    log_probs: Array  # float32
+    ranked: Ranked  # [..., K]
 
 
 class Completion(NamedTuple):
@@ -151,7 +165,8 @@ def decode(
     *,
     steps: int,
     span: int | None = None,
-) -> tuple[transformer.Cache, DecodeProgress, jax.Array, jax.Array]:
+    likeliest: int = 0,
+) -> tuple[transformer.Cache, DecodeProgress, Sampled]:
     """Sample up to `steps` tokens for each row that does not rest; fewer steps are made when all rest.
 
     Args:
@@ -159,48 +174,52 @@ def decode(
         rows, progress: what is sampled, and from where.
         steps: static.
         span: static: positions of the cache that are in use after this; see `apply_cached`.
+        likeliest: static: tokens that are ranked beside each sampled one.
 
     Returns:
-        (cache, progress, tokens `[steps, B]` int32, -1 where none was sampled, log-probabilities `[steps, B]`).
+        (cache, progress, what was sampled `[steps, B]`).
     """
     B = progress.token.shape[0]
-    tokens, log_probs = jnp.full((steps, B), -1, jnp.int32), jnp.zeros((steps, B), jnp.float32)
+    ranked = rank(jnp.zeros((steps, B, config.vocab_size)), likeliest)
+    sampled = Sampled(jnp.full((steps, B), -1, jnp.int32), jnp.zeros((steps, B), jnp.float32), ranked)
 
     def more(state):  # type: ignore[no-untyped-def]
-        i, _, progress, _, _ = state
+        i, _, progress, _ = state
         return (i < steps) & jnp.any(progress.remaining > 0)
 
     def step(state):  # type: ignore[no-untyped-def]
-        i, cache, progress, tokens, log_probs = state
+        i, cache, progress, sampled = state
         logits, cache = transformer.apply_cached(
             params, config, progress.token[:, None], cache, progress.length, span=span
         )
         token, log_prob = sample(logits[:, 0], rows, progress.sampled)
         goes_on = progress.remaining > 0
-        tokens = tokens.at[i].set(jnp.where(goes_on, token, -1))
-        return i + 1, cache, advance(rows, progress, token, 1), tokens, log_probs.at[i].set(log_prob)
+        new = Sampled(jnp.where(goes_on, token, -1), log_prob, rank(logits[:, 0], likeliest))
+        sampled = jax.tree.map(lambda all_of, one: all_of.at[i].set(one), sampled, new)
+        return i + 1, cache, advance(rows, progress, token, 1), sampled
 
-    _, cache, progress, tokens, log_probs = jax.lax.while_loop(more, step, (0, cache, progress, tokens, log_probs))
-    return cache, progress, tokens, log_probs
+    _, cache, progress, sampled = jax.lax.while_loop(more, step, (0, cache, progress, sampled))
+    return cache, progress, sampled
 
 
 def begin(
-    rows: SamplingRows, logits: jax.Array, lengths: jax.Array, max_tokens: jax.Array
-) -> tuple[DecodeProgress, jax.Array, jax.Array]:
+    rows: SamplingRows, logits: jax.Array, lengths: jax.Array, max_tokens: jax.Array, likeliest: int = 0
+) -> tuple[DecodeProgress, Sampled]:
     """Sample the first token of rows whose prompts are in the cache.
 
     Args:
         logits: `[B, V]`, of the prompts' last tokens.
         lengths: `[B]` int32, of the prompts.
         max_tokens: `[B]` int32, that the rows may have.
+        likeliest: static: tokens that are ranked beside each sampled one.
 
     Returns:
-        (progress, tokens `[B]`, log-probabilities `[B]`).
+        (progress, what was sampled `[B]`).
     """
     none = jnp.zeros_like(lengths)
     token, log_prob = sample(logits, rows, none)
     before = DecodeProgress(token=token, length=lengths, sampled=none, remaining=max_tokens)
-    return advance(rows, before, token, 0), token, log_prob
+    return advance(rows, before, token, 0), Sampled(token, log_prob, rank(logits, likeliest))
 
 
 def advance(rows: SamplingRows, progress: DecodeProgress, token: jax.Array, cached: int) -> DecodeProgress:
@@ -261,9 +280,9 @@ def _generate(params, config, tokens, lengths, rows, remaining, *, steps):  # ty
     cache = transformer.init_cache(config, B, T + steps)
     x, cache = transformer.hidden_cached(params, config, tokens, cache, jnp.zeros(B, jnp.int32), span=T)
     x = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    start, first, log_prob = begin(rows, transformer.logits_of(params, config, x), lengths, remaining)
-    _, _, later, log_probs = decode(params, config, cache, rows, start, steps=steps)
-    return jnp.concatenate([first[None], later]), jnp.concatenate([log_prob[None], log_probs])
+    start, first = begin(rows, transformer.logits_of(params, config, x), lengths, remaining)
+    _, _, later = decode(params, config, cache, rows, start, steps=steps)
+    return tuple(jnp.concatenate([one[None], more]) for one, more in zip(first[:2], later[:2]))
 
 
 def _completion(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: Sequence[int]) -> Completion:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import check_at_least
+from rlframe.language.decoding.ranking import MOST_RANKED, PromptScores, score_prompt
 from rlframe.language.decoding.requests import DecodeRequest
 from rlframe.language.decoding.sampling import (
     DecodeProgress,
+    Sampled,
     SamplingParams,
     SamplingRows,
     begin,
@@ -49,13 +50,6 @@ class EngineConfig:
         check_at_least(self, 1, *(field.name for field in dataclasses.fields(self)))
 
 
-class Sampled(NamedTuple):
-    """Tokens of one call, of the slots in a given order: `[steps, B]`, -1 where none was sampled."""
-
-    tokens: np.ndarray  # int32
-    log_probs: np.ndarray  # float32
-
-
 class Slots:
     """The device's side of the decode engine. One thread uses it.
 
@@ -82,10 +76,15 @@ class Slots:
         """Distinct prompts of a bucket that one call of `fill` takes."""
         return max(1, min(self._engine_config.prefill_tokens // bucket, self._slots))
 
-    def fill(self, params: Params, slots: Sequence[int], requests: Sequence[DecodeRequest]) -> Sampled:
-        """Put requests of one bucket into free slots and sample their first tokens, `[1, requests]`.
+    def fill(
+        self, params: Params, slots: Sequence[int], requests: Sequence[DecodeRequest]
+    ) -> tuple[Sampled, list[PromptScores | None]]:
+        """Put requests of one bucket into free slots and sample their first tokens.
 
         Requests with the same prompt share its prefill.
+
+        Returns:
+            (what was sampled `[1, requests]`, what was made of each prompt where that is wanted).
         """
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests))}
         bucket = self.bucket(requests[0].prompt)
@@ -104,24 +103,44 @@ class Slots:
         )
         sources = np.array([prompts[request.prompt] for request in padded], np.int32)
         max_tokens = np.array([request.max_tokens for request in padded], np.int32)
-        logits, prefilled = _prefill(params, self._config, tokens, lengths)
-        self._cache, self._rows, self._progress, first, log_probs = _place(
-            self._cache, self._rows, self._progress, logits, prefilled, lengths, sources, where, rows, max_tokens
+        x, logits, prefilled = _prefill(params, self._config, tokens, lengths)
+        self._cache, self._rows, self._progress, first = _place(
+            self._cache,
+            self._rows,
+            self._progress,
+            *(logits, prefilled, lengths, sources, where, rows, max_tokens),
+            likeliest=_ranked(requests),
         )
-        n = len(requests)
-        return Sampled(np.asarray(first)[None, :n], np.asarray(log_probs)[None, :n])
 
-    def decode(self, params: Params, live: np.ndarray, longest: int) -> Sampled:
-        """Sample up to `steps` tokens for each slot that is `live` `[slots]` bool and has not ended: `[steps, slots]`.
+        @functools.cache
+        def scores(prompt: tuple[int, ...], count: int) -> PromptScores:
+            return score_prompt(params, self._config, x[prompts[prompt]], prompt, count)
+
+        wanted = [(request.prompt, request.sampling.score_prompt) for request in requests]
+        scored = [None if count is None else scores(prompt, count) for prompt, count in wanted]
+        return jax.tree.map(lambda array: np.asarray(array)[None, : len(requests)], first), scored
+
+    def decode(self, params: Params, running: dict[int, DecodeRequest], longest: int) -> Sampled:
+        """Sample up to `steps` tokens for each slot of `running` that has not ended: `[steps, running]`.
 
         `longest` is the number of tokens, of prompt and answer, that the longest of them has.
         """
+        slots = list(running)
+        live = np.zeros(self._slots, bool)
+        live[slots] = True
         steps = self._engine_config.steps
         span = min(power_of_two(longest + steps, _SHORTEST_SPAN), self._length)
-        self._cache, self._progress, tokens, log_probs = _decode(
-            params, self._config, self._cache, self._rows, self._progress, live, steps=steps, span=span
+        likeliest = _ranked(list(running.values()))
+        self._cache, self._progress, sampled = _decode(
+            *(params, self._config, self._cache, self._rows, self._progress, live),
+            **dict(steps=steps, span=span, likeliest=likeliest),
         )
-        return Sampled(np.asarray(tokens), np.asarray(log_probs))
+        return jax.tree.map(lambda array: np.asarray(array)[:, slots], sampled)
+
+
+def _ranked(requests: Sequence[DecodeRequest]) -> int:
+    """Tokens to rank for all: none, or the most that may be asked for, so that two programs are compiled."""
+    return MOST_RANKED if any(request.sampling.likeliest for request in requests) else 0
 
 
 def _few(count: int, most: int) -> int:
@@ -134,28 +153,32 @@ def _few(count: int, most: int) -> int:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _prefill(params, config, tokens, lengths):  # type: ignore[no-untyped-def]
-    """(logits `[R, V]` after the last of each prompt's `lengths`, the cache of `tokens` `[R, T]`)."""
+    """(the head's input `[R, T, D]`, logits `[R, V]` after the last of each prompt's `lengths`, the tokens' cache)."""
     R, T = tokens.shape
     x, cache = transformer.hidden_cached(
         params, config, tokens, transformer.init_cache(config, R, T), jnp.zeros(R, jnp.int32)
     )
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return transformer.logits_of(params, config, last), cache
+    return x, transformer.logits_of(params, config, last), cache
 
 
-@functools.partial(jax.jit, donate_argnames=("cache", "rows", "progress"))
-def _place(cache, rows, progress, logits, prefilled, lengths, sources, slots, new_rows, max_tokens):  # type: ignore[no-untyped-def]
+@functools.partial(jax.jit, static_argnames="likeliest", donate_argnames=("cache", "rows", "progress"))
+def _place(  # type: ignore[no-untyped-def]
+    cache, rows, progress, logits, prefilled, lengths, sources, slots, new_rows, max_tokens, *, likeliest
+):
     """Copy prefilled rows `sources` into `slots` and sample their first tokens."""
-    start, token, log_prob = begin(new_rows, logits[sources], lengths[sources], max_tokens)
+    start, sampled = begin(new_rows, logits[sources], lengths[sources], max_tokens, likeliest)
     T = prefilled.keys[0].shape[2]
     cache = jax.tree.map(lambda all_of, part: all_of.at[slots, :, :T].set(part[sources], mode="drop"), cache, prefilled)
     rows, progress = jax.tree.map(
         lambda all_of, part: all_of.at[slots].set(part, mode="drop"), (rows, progress), (new_rows, start)
     )
-    return cache, rows, progress, token, log_prob
+    return cache, rows, progress, sampled
 
 
-@functools.partial(jax.jit, static_argnames=("config", "steps", "span"), donate_argnames=("cache", "progress"))
-def _decode(params, config, cache, rows, progress, live, *, steps, span):  # type: ignore[no-untyped-def]
+@functools.partial(
+    jax.jit, static_argnames=("config", "steps", "span", "likeliest"), donate_argnames=("cache", "progress")
+)
+def _decode(params, config, cache, rows, progress, live, *, steps, span, likeliest):  # type: ignore[no-untyped-def]
     progress = progress._replace(remaining=jnp.where(live, progress.remaining, 0))
-    return decode(params, config, cache, rows, progress, steps=steps, span=span)
+    return decode(params, config, cache, rows, progress, steps=steps, span=span, likeliest=likeliest)

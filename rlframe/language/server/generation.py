@@ -11,6 +11,7 @@ from typing import Any
 
 from rlframe.errors import UnavailableError
 from rlframe.language.decoding import Answer, DecodeEngine
+from rlframe.language.decoding.ranking import PromptScores
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 from rlframe.language.server.requests import Asked
@@ -30,6 +31,8 @@ class AnswerPiece:
     versions: list[int]
     finish_reason: str | None  # None: more follows
     stop_reason: str | int | None  # the string or the token that ended it
+    likeliest: list[dict[int, float]]  # as `Answer`'s
+    prompt_scores: PromptScores | None
 
 
 class Generation:
@@ -144,10 +147,19 @@ class Generation:
         text, tokens = self._texts[index], answer.tokens
         ended_by = tokens[-1] if answer.finish_reason == "stop" and tokens[-1] in self._stop_tokens else None
         said, count = text.add(tokens if ended_by is None else tokens[:-1], answer.finish_reason is not None)
-        if text.stopped_by is not None:
-            log_probs, versions = answer.log_probs[:count], answer.versions[:count]
-            return AnswerPiece(index, said, tokens[:count], log_probs, versions, "stop", text.stopped_by)
-        return AnswerPiece(index, said, *answer, ended_by)
+        stopped = text.stopped_by is not None
+        count = count if stopped else len(tokens)
+        return AnswerPiece(
+            index=index,
+            text=said,
+            tokens=tokens[:count],
+            log_probs=answer.log_probs[:count],
+            versions=answer.versions[:count],
+            finish_reason="stop" if stopped else answer.finish_reason,
+            stop_reason=text.stopped_by if stopped else ended_by,
+            likeliest=answer.likeliest[:count],
+            prompt_scores=answer.prompt_scores,
+        )
 
 
 def _joined(pieces: list[AnswerPiece]) -> AnswerPiece:
@@ -157,6 +169,8 @@ def _joined(pieces: list[AnswerPiece]) -> AnswerPiece:
         tokens=[token for piece in pieces for token in piece.tokens],
         log_probs=[log_prob for piece in pieces for log_prob in piece.log_probs],
         versions=[version for piece in pieces for version in piece.versions],
+        likeliest=[one for piece in pieces for one in piece.likeliest],
+        prompt_scores=pieces[0].prompt_scores,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from rlframe.language.decoding.ranking import MOST_RANKED
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 from rlframe.language.server.generation import AnswerPiece
@@ -29,13 +30,18 @@ class VllmRequest(SamplingFields):
     prompt: Union[str, VllmPrompt]
     max_tokens: int = Field(default=16, description="of each answer")
     stream: Literal[False] = False
-    logprobs: int | None = Field(default=None, ge=0, le=1, description="0 or 1: of the tokens that were sampled")
+    logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_RANKED, description="of the tokens that were sampled, and of so many likeliest"
+    )
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_RANKED, description="of the prompt's tokens, and of so many likeliest"
+    )
 
     def asked(self, tokenizer: Tokenizer) -> Asked:
         """Return the request with texts as tokens."""
         given = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
         prompts = prompts_of(given, tokenizer, "prompt")
-        sampling = self.sampled(tokenizer, self.max_tokens)
+        sampling = self.sampled(tokenizer, self.max_tokens, self.logprobs or 0, self.prompt_logprobs)
         log_probs = self.logprobs is not None
         return Asked(prompts, sampling, self.n, self.stops, [""], log_probs, self.skip_special_tokens)
 
@@ -49,11 +55,24 @@ class VllmRequest(SamplingFields):
             "policy_versions": [piece.versions for piece in pieces],
         }
         if asked.log_probs:
-            answer["logprobs"] = [
-                [[{str(token): log_prob}] for token, log_prob in zip(piece.tokens, piece.log_probs)] for piece in pieces
-            ]
+            answer["logprobs"] = [[*map(_listed, piece.tokens, piece.log_probs, _likeliest(piece))] for piece in pieces]
             answer |= {"prompt_token_ids": prompt, "token_ids": [piece.tokens for piece in pieces]}
+        if (scores := pieces[0].prompt_scores) is not None:
+            places = scores.places(prompt, self.prompt_logprobs or 0)
+            answer["prompt_logprobs"] = [
+                None if place is None else {str(token): log_prob for token, (log_prob, _) in place.items()}
+                for place in places
+            ]
         return answer
+
+
+def _likeliest(piece: AnswerPiece) -> list[dict[int, float]]:
+    return piece.likeliest or [{}] * len(piece.tokens)
+
+
+def _listed(token: int, log_prob: float, likeliest: dict[int, float]) -> list[dict[str, float]]:
+    """A place as vLLM has it: by token id, the one that was sampled first."""
+    return [{str(one): value for one, value in {token: log_prob, **likeliest}.items()}]
 
 
 class SglangSampling(SamplingFields):

@@ -88,8 +88,25 @@ class Replies:
                 choice["prompt_token_ids"] = self._asked.prompts[piece.index // self._asked.n]
         return choice
 
-    def _name(self, token: int) -> str:
+    def _prompt_log_probs(self, piece: AnswerPiece) -> list[Any]:
+        """As vLLM has them: by token id; null for the first token."""
+        assert piece.prompt_scores is not None
+        prompt = self._asked.prompts[piece.index // self._asked.n]
+        places = piece.prompt_scores.places(prompt, self._request.prompt_logprobs or 0)
+        return [
+            None if place is None else {str(token): self._ranked(token, *place[token]) for token in place}
+            for place in places
+        ]
+
+    def _ranked(self, token: int, log_prob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": log_prob, "rank": rank, "decoded_token": self._text(token)}
+
+    def _text(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _name(self, token: int) -> str:
+        """What the token is called in log-probabilities."""
+        return f"token_id:{token}" if self._request.return_tokens_as_token_ids else self._text(token)
 
 
 class CompletionReplies(Replies):
@@ -101,20 +118,38 @@ class CompletionReplies(Replies):
     def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
         return {"text": self._asked.texts[piece.index // self._asked.n] + piece.text if first else piece.text}
 
+    def _choice(self, piece: AnswerPiece, streamed: bool) -> dict[str, Any]:
+        choice = super()._choice(piece, streamed)
+        if self._request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_log_probs(piece)
+        return choice
+
     def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
-        texts = [self._name(token) for token in piece.tokens]
+        assert isinstance(self._request, CompletionRequest)
+        count, scores = self._request.likeliest, piece.prompt_scores
+        tokens, log_probs, likeliest = piece.tokens, list[Any](piece.log_probs), list[Any](piece.likeliest)
+        if self._request.echo and scores is not None:
+            tokens = self._asked.prompts[piece.index // self._asked.n] + tokens
+            log_probs = [None, *scores.log_probs, *log_probs]
+            likeliest = [None, *scores.likeliest, *likeliest]
         offsets, at = [], self._lengths.get(piece.index, 0)
-        for text in texts:
+        for token in tokens:
             offsets.append(at)
-            at += len(text)
+            at += len(self._text(token))
         self._lengths[piece.index] = at
-        as_ids = self._request.return_tokens_as_token_ids
         return {
-            "tokens": [f"token_id:{token}" for token in piece.tokens] if as_ids else texts,
-            "token_logprobs": piece.log_probs,
-            "top_logprobs": None,
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": log_probs,
+            "top_logprobs": [*map(self._top, tokens, log_probs, likeliest)] if count else None,
             "text_offset": offsets,
         }
+
+    def _top(self, token: int, log_prob: float, likeliest: dict[int, float] | None) -> dict[str, float] | None:
+        """The likeliest tokens at one place, and the one that is there."""
+        if likeliest is None:
+            return None
+        kept = dict([*likeliest.items()][: self._request.likeliest])  # type: ignore[union-attr]
+        return {self._name(one): value for one, value in {**kept, token: log_prob}.items()}
 
 
 class ChatReplies(Replies):
@@ -128,6 +163,8 @@ class ChatReplies(Replies):
         answer = super().whole(pieces)
         if self._request.return_token_ids:
             answer["prompt_token_ids"] = self._asked.prompts[0]
+        if self._request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_log_probs(pieces[0])
         return answer
 
     def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
@@ -137,11 +174,14 @@ class ChatReplies(Replies):
         return {"delta": said if first else {"content": piece.text}}
 
     def _log_probs(self, piece: AnswerPiece) -> dict[str, Any]:
-        as_ids = self._request.return_tokens_as_token_ids
-        content = []
-        for token, log_prob in zip(piece.tokens, piece.log_probs):
-            text = self._name(token)
-            known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
-            name = f"token_id:{token}" if as_ids else text
-            content.append({"token": name, "logprob": log_prob, "bytes": known, "top_logprobs": []})
+        places = piece.likeliest or [{}] * len(piece.tokens)
+        content = [
+            {**self._entry(token, log_prob), "top_logprobs": [self._entry(*one) for one in likeliest.items()]}
+            for token, log_prob, likeliest in zip(piece.tokens, piece.log_probs, places)
+        ]
         return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
+        text = self._text(token)
+        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
+        return {"token": self._name(token), "logprob": log_prob, "bytes": known}

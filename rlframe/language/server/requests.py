@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
+from rlframe.language.decoding.ranking import MOST_RANKED
 from rlframe.language.decoding.sampling import SamplingParams
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
@@ -32,7 +34,6 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "no_stop_trim": (False,),
     "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
@@ -134,7 +135,9 @@ class SamplingFields(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def sampled(self, tokenizer: Tokenizer, max_tokens: int | None) -> SamplingParams:
+    def sampled(
+        self, tokenizer: Tokenizer, max_tokens: int | None, likeliest: int = 0, score_prompt: int | None = None
+    ) -> SamplingParams:
         """Return how to sample. Raise `RefusedError` or `UsageError` for what cannot be."""
         if len(self.stops) > _MAX_STOPS or not all(self.stops):
             raise RefusedError(f"stop has at most {_MAX_STOPS} strings, of which none is empty.", 400, param="stop")
@@ -146,6 +149,8 @@ class SamplingFields(BaseModel):
             top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,
             stop_tokens=tuple(dict.fromkeys((*ends, *self.stop_token_ids))),
             seed=self.seed,
+            likeliest=likeliest,
+            score_prompt=score_prompt,
         )
 
 
@@ -155,6 +160,16 @@ class _Request(SamplingFields):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(default=False, description="token_ids and prompt_token_ids, as they were sampled")
     return_tokens_as_token_ids: bool = Field(default=False, description="in logprobs tokens are called token_id:N")
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_RANKED, description="of the prompt's tokens, and of so many likeliest; no stream"
+    )
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs with stream is not offered: ask for one of them."
+            raise RefusedError(message, 400, param="prompt_logprobs")
+        return self
 
     @property
     def include_usage(self) -> bool:
@@ -168,31 +183,38 @@ class CompletionRequest(_Request):
         description="a text, a list of texts, token ids, or a list of lists of them"
     )
     max_tokens: int = Field(default=16, description="of each answer")
-    logprobs: int | None = Field(default=None, ge=0, description="0 or 1: of the tokens that were sampled")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_RANKED,
+        description="0 or 1: of the tokens that were sampled; more: of so many likeliest as well",
+    )
     echo: bool = Field(default=False, description="texts begin with that of the prompt")
     add_special_tokens: bool = Field(default=True, description="those that the tokenizer puts around a text")
 
     def asked(self, tokenizer: Tokenizer) -> Asked:
         """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
-        if (self.logprobs or 0) > 1:
-            raise RefusedError(
-                f"logprobs={self.logprobs} is not offered: there are log-probabilities of the sampled tokens, not of "
-                "others. Ask for logprobs=1.",
-                *(400,),
-                param="logprobs",
-            )
-        if self.echo and self.logprobs is not None:
-            raise RefusedError("echo with logprobs is not offered: prompts have none.", 400, param="echo")
         prompts = prompts_of(self.prompt, tokenizer, add_special_tokens=self.add_special_tokens)
         return Asked(
             prompts=prompts,
-            sampling=self.sampled(tokenizer, self.max_tokens),
+            sampling=self.sampled(tokenizer, self.max_tokens, self.likeliest, self._scored),
             n=self.n,
             stops=self.stops,
             texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
             log_probs=self.logprobs is not None,
             skip_special_tokens=self.skip_special_tokens,
         )
+
+    @property
+    def likeliest(self) -> int:
+        """Tokens beside each one whose log-probabilities are wanted."""
+        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
+
+    @property
+    def _scored(self) -> int | None:
+        echoed = self.likeliest if self.echo and self.logprobs is not None else None
+        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        return max(wanted, default=None)
 
     def _text(self, index: int, tokens: list[int], tokenizer: Tokenizer) -> str:
         if isinstance(self.prompt, str):
@@ -239,24 +261,19 @@ class ChatRequest(_Request):
     max_tokens: int | None = Field(default=None, description="of each answer; else as many as there is room for")
     max_completion_tokens: int | None = Field(default=None, description="the same")
     logprobs: bool = Field(default=False, description="of the tokens that were sampled")
-    top_logprobs: int = Field(default=0, ge=0, description="0: of no others")
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_RANKED, description="of so many likeliest as well")
     add_generation_prompt: bool = Field(default=True, description="end with how an assistant begins")
 
     def asked(self, tokenizer: Tokenizer) -> Asked:
         """Return the request with texts as tokens. Raise `RefusedError` or `UsageError` for what cannot be."""
-        if self.top_logprobs:
-            raise RefusedError(
-                "top_logprobs is not offered: there are log-probabilities of the sampled tokens, not of others. Ask "
-                "for logprobs alone.",
-                *(400,),
-                param="top_logprobs",
-            )
+        if self.top_logprobs and not self.logprobs:
+            raise RefusedError("top_logprobs needs logprobs: true.", 400, param="top_logprobs")
         messages = [message.plain for message in self.messages]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=self.add_generation_prompt)
         both = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return Asked(
             prompts=[list(prompt)],
-            sampling=self.sampled(tokenizer, both),
+            sampling=self.sampled(tokenizer, both, self.top_logprobs, self.prompt_logprobs),
             n=self.n,
             stops=self.stops,
             texts=[""],

@@ -196,8 +196,8 @@ def test_models_are_listed(client):
         ({"n": 65}, "65 answers are asked for at once, of which there may be 64"),
         ({"temperature": -1}, "temperature must be at least 0"),
         ({"top_p": 0}, "top_p must be above 0"),
-        ({"logprobs": 5}, "logprobs=5 is not offered"),
-        ({"echo": True, "logprobs": 1}, "echo with logprobs is not offered"),
+        ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
+        ({"stream": True, "extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs with stream is not offered"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not offered"),
         ({"best_of": 4}, "best_of is not offered"),
         ({"stop": [""]}, "stop has at most 16 strings, of which none is empty"),
@@ -219,7 +219,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(client, options, sentence):
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"best_of": 4}, "best_of"),
-        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"n": 0}, "n"),
         ({"temperature": -1}, None),
     ],
@@ -253,8 +253,8 @@ def test_a_chat_that_cannot_be_is_refused(client):
 
     with pytest.raises(openai.BadRequestError, match="The role must be one of system, user"):
         chat(messages=[{"role": "wizard", "content": "hi"}])
-    with pytest.raises(openai.BadRequestError, match="top_logprobs is not offered"):
-        chat(logprobs=True, top_logprobs=3)
+    with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
+        chat(top_logprobs=3)
     with pytest.raises(openai.BadRequestError, match="tools is not offered"):
         chat(tools=[{"type": "function", "function": {"name": "f"}}])
 

@@ -1,0 +1,121 @@
+"""Log-probabilities of the likeliest tokens and of prompts, against the model's own forward pass."""
+
+from __future__ import annotations
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+from rlframe.language.model import transformer
+from rlframe.language.model.tokenizers import ByteTokenizer
+from tests.language.server.serving import DEADLINE, TINY, client_of, params_of, serving_policy
+
+PROMPT = [72, 101, 108, 108, 111]
+AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving_policy() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with client_of(server) as one:
+        yield one
+
+
+def forward(tokens):
+    """Log-probabilities `[T, V]` of the token that follows each."""
+    return np.asarray(jax.nn.log_softmax(transformer.apply(params_of(0), TINY, np.array([tokens]))[0], axis=-1))
+
+
+def likeliest(row, count):
+    return sorted(row, reverse=True)[:count]
+
+
+def ask(client, **options):
+    body = {**AS_IDS, **options.pop("extra_body", {})}
+    told = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "extra_body": body}
+    (choice,) = client.completions.create(**{**told, **options}).choices
+    return choice
+
+
+def test_the_likeliest_tokens_are_the_forward_pass_s(client):
+    choice = ask(client, logprobs=4)
+    rows = forward(PROMPT + choice.token_ids)[len(PROMPT) - 1 :]
+    assert choice.logprobs.token_logprobs == pytest.approx([row[i] for row, i in zip(rows, choice.token_ids)], abs=1e-4)
+    for token, row, top in zip(choice.token_ids, rows, choice.logprobs.top_logprobs):
+        assert len(top) in (4, 5) and f"token_id:{token}" in top
+        assert sorted(top.values(), reverse=True)[:4] == pytest.approx(likeliest(row, 4), abs=1e-4)
+        for name, value in top.items():
+            assert value == pytest.approx(row[int(name.removeprefix("token_id:"))], abs=1e-4)
+
+
+def test_a_stream_has_the_same_likeliest_tokens(client):
+    body = {**AS_IDS}
+    options = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "logprobs": 3, "extra_body": body}
+    events = [event.choices[0].logprobs for event in client.completions.create(**options, stream=True)]
+    whole = ask(client, logprobs=3).logprobs
+    assert [token for event in events for token in event.tokens] == whole.tokens
+    streamed = [top for event in events for top in event.top_logprobs]
+    assert [list(top) for top in streamed] == [list(top) for top in whole.top_logprobs]
+
+
+def test_echo_has_the_prompt_s_log_probabilities(client):
+    choice = ask(client, logprobs=2, echo=True)
+    tokens = PROMPT + choice.token_ids
+    rows, found = forward(tokens), choice.logprobs
+    assert found.tokens == [f"token_id:{token}" for token in tokens]
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx([row[i] for row, i in zip(rows, tokens[1:])], abs=1e-4)
+    for row, top in zip(rows, found.top_logprobs[1:]):
+        assert sorted(top.values(), reverse=True)[:2] == pytest.approx(likeliest(row, 2), abs=1e-4)
+    assert found.text_offset == list(np.cumsum([0] + [len(ByteTokenizer().decode([i])) for i in tokens[:-1]]))
+    plain = ask(client, logprobs=1, echo=True).logprobs
+    assert plain.top_logprobs is None and plain.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:], abs=1e-4)
+
+
+def check_prompt(places, prompt, count):
+    rows = forward(prompt)
+    assert places[0] is None and len(places) == len(prompt)
+    for token, row, place in zip(prompt[1:], rows, places[1:]):
+        assert next(iter(place)) == str(token) and len(place) in (count, count + 1)
+        for name, entry in place.items():
+            assert entry["logprob"] == pytest.approx(row[int(name)], abs=1e-4)
+            assert entry["rank"] == 1 + (row > row[int(name)]).sum()
+        assert place[str(token)]["decoded_token"] == ByteTokenizer().decode([token], skip_special_tokens=False)
+
+
+def test_prompt_logprobs_are_the_forward_pass_s(client):
+    check_prompt(ask(client, extra_body={"prompt_logprobs": 3}).prompt_logprobs, PROMPT, 3)
+    check_prompt(ask(client, extra_body={"prompt_logprobs": 0}).prompt_logprobs, PROMPT, 0)
+    long = [(7 * i) % 256 for i in range(150)]
+    check_prompt(ask(client, prompt=long, extra_body={"prompt_logprobs": 2}).prompt_logprobs, long, 2)
+
+
+def test_a_chat_has_both(client):
+    messages = [{"role": "user", "content": "hi"}]
+    options = {"logprobs": True, "top_logprobs": 2, "max_tokens": 4, "extra_body": {**AS_IDS, "prompt_logprobs": 1}}
+    answer = client.chat.completions.create(model="policy", messages=messages, **options)
+    (choice,) = answer.choices
+    check_prompt(answer.prompt_logprobs, answer.prompt_token_ids, 1)
+    rows = forward(answer.prompt_token_ids + choice.token_ids)[len(answer.prompt_token_ids) - 1 :]
+    for token, row, entry in zip(choice.token_ids, rows, choice.logprobs.content):
+        assert entry.logprob == pytest.approx(row[token], abs=1e-4)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(likeliest(row, 2), abs=1e-4)
+
+
+def test_vllm_s_dialect_has_both(server):
+    url = server.url().removesuffix("/v1") + "/generate"
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 2, "prompt_logprobs": 2, "max_tokens": 3}
+    answer = httpx.post(url, json=body, timeout=DEADLINE).json()
+    (tokens,) = answer["token_ids"]
+    rows = forward(PROMPT + tokens)
+    assert answer["prompt_logprobs"][0] is None
+    places = [*answer["prompt_logprobs"][1:], *(place for (place,) in answer["logprobs"][0])]
+    for token, row, place in zip((PROMPT + tokens)[1:], rows, places):
+        assert next(iter(place)) == str(token)
+        assert sorted(place.values(), reverse=True)[:2] == pytest.approx(likeliest(row, 2), abs=1e-4)
