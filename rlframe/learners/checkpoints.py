@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +21,9 @@ from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 from rlframe.types import Tree
 
-# Versions are reserved this many at a time, so that one file is written per so many updates.
-_RESERVE = 1_000
+# Versions are reserved in a file, so many at a time that writing it takes at most 1 part in so many of the time; where
+# updates are slow, one at a time: then a learner that was killed skips none, and staleness counts what was published.
+_COST, _RESERVE = 200, 1_000  # at most so many at a time
 _FILE_BYTES = 64  # of the file that says so, always
 
 
@@ -199,13 +201,21 @@ class VersionCounter:
         self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
         # The first value needs no reservation: nothing is written before there is something to resume.
         self._reserved = self.value = 1
+        self._written, self._cost = (0, 0.0), 0.0  # at the last reservation: (value, time); seconds that it took
 
     def next(self) -> int:
         """Counts one up and returns it."""
         self.value += 1
         if self._path is not None and self.value > self._reserved:
-            self._reserve(self.value + _RESERVE)
+            self._reserve(self.value + self._ahead())
         return self.value
+
+    def _ahead(self) -> int:
+        """How many to reserve beyond the next."""
+        (value, at), now = self._written, time.monotonic()
+        self._written = self.value, now
+        rate = (self.value - value) / max(now - at, 1e-6)
+        return min(_RESERVE, int(rate * self._cost * _COST)) if value else 0
 
     def skip(self, value: int) -> None:
         """Goes on above `value`, which another counter gave."""
@@ -235,6 +245,7 @@ class VersionCounter:
     def _reserve(self, upto: int) -> None:
         assert self._path is not None
         self._may_write()
+        began = time.perf_counter()
         try:
             text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)
             try:
@@ -244,4 +255,4 @@ class VersionCounter:
                     file.write(text)
         except OSError as error:
             raise CheckpointError(f"Cannot write {self._path}: {error}. Free some space, then resume.") from error
-        self._reserved = upto
+        self._reserved, self._cost = upto, time.perf_counter() - began

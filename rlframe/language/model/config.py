@@ -10,7 +10,11 @@ import jax.numpy as jnp
 from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
 DTYPES = ("float32", "bfloat16")
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}  # model_type -> architecture
+ARCHITECTURES = {  # model_type -> architecture
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +53,9 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True  # the head is the embedding's transpose
-    attention_bias: bool = False  # of queries, keys and values; with model_type llama of the output as well
+    attention_bias: bool = False  # of queries, keys and values; unless model_type is qwen2, of the output as well
     max_position_embeddings: int = 2048  # tokens
-    model_type: str = "llama"  # or qwen2
+    model_type: str = "llama"  # or qwen2, qwen3
     dtype: str = "float32"  # of weights and of most arithmetic; or bfloat16 (norms, softmax, logits stay float32)
 
     def __post_init__(self) -> None:
@@ -94,7 +98,12 @@ class ModelConfig:
     @property
     def output_bias(self) -> bool:
         """Whether the attention's output has a bias: Qwen2 has them on queries, keys and values only."""
-        return self.attention_bias and self.model_type == "llama"
+        return self.attention_bias and self.model_type != "qwen2"
+
+    @property
+    def norms_queries(self) -> bool:
+        """Whether queries and keys are normed, head by head, before they are turned, as in Qwen3."""
+        return self.model_type == "qwen3"
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
@@ -124,6 +133,8 @@ class ModelConfig:
         missing = [name for name in _NEEDED if name not in known]
         if missing:
             raise UsageError(f"config.json lacks {', '.join(missing)}.")
+        if model_type == "qwen3":
+            known.setdefault("head_dim", 128)  # what transformers takes where the file is silent
         if known.get("head_dim", 0) * known["num_attention_heads"] == known["hidden_size"]:
             del known["head_dim"]  # it says nothing
         known.setdefault("num_key_value_heads", known["num_attention_heads"])

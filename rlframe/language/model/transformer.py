@@ -1,4 +1,5 @@
-"""A decoder-only transformer of the Llama family (Touvron et al. 2023, arXiv:2302.13971; Qwen2, arXiv:2407.10671).
+"""A decoder-only transformer of the Llama family (Touvron et al. 2023, arXiv:2302.13971; Qwen2,
+arXiv:2407.10671; Qwen3, arXiv:2505.09388).
 
 RMSNorm before each part (Zhang and Sennrich 2019), rotary embeddings (Su et al. 2021, in halves as the published
 weights have them), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020). Pure functions on a tree of
@@ -7,6 +8,7 @@ parameters, which is, with D the hidden size, H and K heads of queries and of ke
     embed_tokens [V, D]    norm [D]    lm_head [D, V], unless it is tied to embed_tokens
     layers: a tuple of dicts: input_layernorm, post_attention_layernorm [D]
         q_proj [D, H * head]  k_proj, v_proj [D, K * head]  o_proj [H * head, D]  (with *_bias where the config says so)
+        q_norm, k_norm [head]  (where the config says so)
         gate_proj, up_proj [D, F]  down_proj [F, D]
 """
 
@@ -67,6 +69,8 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
             weights |= {f"{name}_bias": jnp.zeros(shapes[name][1], dtype) for name in ("q_proj", "k_proj", "v_proj")}
         if config.output_bias:
             weights["o_proj_bias"] = jnp.zeros(D, dtype)
+        if config.norms_queries:
+            weights |= {name: jnp.ones(head, dtype) for name in ("q_norm", "k_norm")}
         return weights
 
     embed_rng, head_rng, *layer_rngs = jax.random.split(rng, 2 + config.num_hidden_layers)
@@ -276,6 +280,8 @@ def _qkv(
         jnp.swapaxes(_linear(layer, name, x).reshape(*x.shape[:-1], -1, config.head_size), 1, 2)
         for name in ("q_proj", "k_proj", "v_proj")
     )
+    if config.norms_queries:
+        q, k = (_rms_norm(x, layer[name], config.rms_norm_eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
     return _rotate(q, turn), _rotate(k, turn), v
 
 

@@ -104,7 +104,7 @@ def _published_name(path: tuple[Any, ...]) -> str:
         return "lm_head.weight" if last == "lm_head" else f"model.{last}.weight"
     layer = f"model.layers.{path[1].idx}"
     name, kind = (last.removesuffix("_bias"), "bias") if last.endswith("_bias") else (last, "weight")
-    if name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    if name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
         name = f"self_attn.{name}"
     elif name in ("gate_proj", "up_proj", "down_proj"):
         name = f"mlp.{name}"

@@ -117,10 +117,10 @@ class LanguageMonitor(Monitor):
         return {"return_mean": _first_value(values), **values, "wall_seconds": time.time() - self._run.began}
 
     def _result(self, rows: RowWriter, evaluation: Logs | None) -> Result:
-        sequences, learned = self._experiment.agent_config.batch_size, self._learned["learner_steps"]
+        sequences = self._experiment.agent_config.batch_size
         return rows.result(
-            learned * sequences,
-            {**self._learned, "learner_steps": learned + self._warmup_steps},
+            self._learned["learner_steps"] * sequences,
+            self._learned,
             {"return_mean": _first_value(evaluation)} if evaluation else None,
             steps_per_row_step=sequences,
             metrics=evaluation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -15,8 +16,9 @@ from rlframe.replay.base import STATS, BaseReplayBuffer
 from rlframe.trajectories.client.background import Prefetched, Renewal
 from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.trajectories.client.exchange import new_key
-from rlframe.trajectories.client.groups import ServedBatch
+from rlframe.trajectories.client.groups import Group, ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
+from rlframe.trajectories.messages import IGNORED
 from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch
 
 __all__ = ["TrajectoryBuffer"]
@@ -46,6 +48,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
     Args:
         url, token, run: of the service; see `TrajectoryClient`.
         lease: seconds after which the batches of a learner that was killed are somebody else's.
+        vocab_size: of the model: a group with a token outside of it is refused. None: only negative ones are outside.
         max_token_len: longer sequences are cut to so many tokens, and counted; None: what the trainer registered.
         consumer: whose the leases are; None: a name of this buffer's own.
         timeout: seconds for which the service may be away.
@@ -62,6 +65,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         token: str | None = None,
         run: str | None = None,
         lease: float = 120.0,
+        vocab_size: int | None = None,
         max_token_len: int | None = None,
         consumer: str | None = None,
         timeout: float = 60.0,
@@ -72,8 +76,15 @@ class TrajectoryBuffer(BaseReplayBuffer):
             raise UsageError(f"A TrajectoryBuffer's max_token_len is at least 1; got {max_token_len}.")
         options: dict[str, Any] = {"token": token, "run": run, "timeout": timeout}
         self._copy = functools.partial(
-            TrajectoryBuffer, url, lease=lease, max_token_len=max_token_len, consumer=consumer, **options
+            TrajectoryBuffer,
+            url,
+            lease=lease,
+            vocab_size=vocab_size,
+            max_token_len=max_token_len,
+            consumer=consumer,
+            **options,
         )
+        self._vocab_size = vocab_size
         self._client = TrajectoryClient(url, consumer=consumer, **options)
         self._connect = functools.partial(TrajectoryClient, url, consumer=self._client.consumer, **options)
         info = self._client.info()
@@ -98,7 +109,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self._learned: OrderedDict[int, None] = OrderedDict()  # the last of those that were done with
         self._read: int | None = None  # that `sample` gave last
         self._counts = dict.fromkeys(
-            ("batches", "sampled", "steps", "cut", "unfit_advantages", "came_again", "lost_leases"), 0
+            ("batches", "sampled", "steps", "cut", "refused", "unfit_advantages", "came_again", "lost_leases"), 0
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,9 +165,9 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
         `items` and `bytes` are of the service: groups that wait, and what is stored of them and of leased ones. The
         others are of this buffer: `added` and `sampled` are the sequences that it was given, `steps` their tokens,
-        `batches` what they came in, `cut` sequences that were too long, `unfit_advantages` those whose
-        advantages were not as long as their tokens, `came_again` batches that were recognised, `lost_leases` those that
-        were done with too late.
+        `batches` what they came in, `cut` sequences that were too long, `refused` groups with tokens that the model
+        does not have, `unfit_advantages` sequences whose advantages were not as long as their tokens, `came_again`
+        batches that were recognised, `lost_leases` those that were done with too late.
         """
         status = self._client.status()
         with self._lock:
@@ -185,7 +196,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._unanswered = True
             served = client.batch(wait=wait, lease=self._lease, policy_version=self._version, request=self._request)
             self._request, self._unanswered = new_key(), False
-            if served is None or self._came_again(served):
+            if served is None or self._came_again(served) or not self._check_tokens(served):
                 return None
             data, cut = pad(served.groups, self._buckets)
             with self._lock:
@@ -255,6 +266,36 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._lease,
         )
 
+    def _check_tokens(self, served: ServedBatch) -> bool:
+        """Take all that could be learned out of groups with unknown tokens. False: nothing is left of the batch."""
+        unknown = [(i, token) for i, group in enumerate(served.groups) if (token := self._unknown(group)) is not None]
+        if not unknown:
+            return True
+        with self._lock:
+            first = not self._counts["refused"]
+            self._counts["refused"] += len(unknown)
+        if first:
+            index, token = unknown[0]
+            known = "tokens are not negative" if self._vocab_size is None else f"there are 0 to {self._vocab_size - 1}"
+            _log.warning(
+                "A group of environment %s has the token %d, but %s: such groups are not learned from, and are "
+                "acknowledged; from now on they are counted (refused). Is its tokenizer the model's?",
+                *(served.groups[index].env_id, token, known),
+            )
+        if len(unknown) == len(served.groups):
+            with self._lock:
+                self._remember(served.batch_id)
+                self._done.append(served.batch_id)
+            return False
+        for index, _ in unknown:
+            served.groups[index] = _without_tokens(served.groups[index])
+        return True
+
+    def _unknown(self, group: Group) -> int | None:
+        above = np.inf if self._vocab_size is None else self._vocab_size
+        found = (int(row[wrong][0]) for row in group.tokens if (wrong := (row < 0) | (row >= above)).any())
+        return next(found, None)
+
     def _came_again(self, served: ServedBatch) -> bool:
         """Whether this buffer has the batch, or had it: then it is acknowledged again, or its lease is a new one."""
         batch_id = served.batch_id
@@ -306,6 +347,13 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     def add(self, env_ids: np.ndarray, step: Step) -> NoReturn:
         raise UsageError(_NO_WRITERS)
+
+
+def _without_tokens(group: Group) -> Group:
+    """The group with nothing to learn from: a batch stays as large as it is."""
+    tokens = [np.zeros_like(row) for row in group.tokens]
+    masks = [np.full_like(row, IGNORED) for row in group.masks]
+    return dataclasses.replace(group, tokens=tokens, masks=masks, scores=np.zeros(len(group)), advantages=None)
 
 
 def _batch(served: ServedBatch, data: TokenBatch) -> Batch:

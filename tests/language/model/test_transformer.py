@@ -21,7 +21,7 @@ from rlframe.language.model import transformer, weights
 from tests.extras import needs
 
 GOLDEN = Path(__file__).parent / "golden"
-MODELS = ("llama", "llama3_tied", "qwen2", "qwen2_tied")
+MODELS = ("llama", "llama3_tied", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied")
 SMALL = ModelConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
 
 
@@ -147,7 +147,7 @@ def test_random_parameters_begin_near_uniform():
         (dict(vocab_size=0), "vocab_size must be at least 1, got 0"),
         (dict(head_dim=7), "head_dim must be even: rotary embeddings turn pairs; got 7"),
         (dict(dtype="float16"), "dtype must be one of float32, bfloat16, got 'float16'"),
-        (dict(model_type="gpt2"), "'gpt2' is not known; there are llama, qwen2"),
+        (dict(model_type="gpt2"), "'gpt2' is not known; there are llama, qwen2, qwen3"),
         (dict(rms_norm_eps=0.0), "rms_norm_eps must be above 0"),
     ],
 )
@@ -160,8 +160,8 @@ def test_a_config_that_cannot_be_is_refused(fields, message):
     ("changed", "message"),
     [
         (
-            dict(model_type="qwen3"),
-            "model_type 'qwen3' is not implemented; there are llama, qwen2. Did you mean 'qwen2'",
+            dict(model_type="qwen4"),
+            "model_type 'qwen4' is not implemented; there are llama, qwen2, qwen3. Did you mean 'qwen3'",
         ),
         (dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         (

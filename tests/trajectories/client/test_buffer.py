@@ -95,6 +95,36 @@ def test_advantages_of_other_lengths_are_said_once_and_counted(service, client, 
     assert [record.message[:13] for record in caplog.records] == ["1 sequences o"]
 
 
+def test_a_group_with_a_token_that_the_model_does_not_have_is_refused_and_not_served_again(client, make_buffer, caplog):
+    buffer = make_buffer(vocab_size=8)
+    assert buffer.sample() is None  # environments join once the trainer has asked
+    env = client.register_env(max_token_length=16, desired_name="other", weight=1.0, group_size=2).env_id
+    client.post([Group([[8, 1]] * 2, [[8, 1]] * 2, [1.0, 0.0], env_id=env)])  # the batch holds nothing else
+    assert buffer.wait_for_batch(DEADLINE) is None
+    assert f"environment {env} has the token 8, but there are 0 to 7" in caplog.text
+    client.post([Group([[-5, 1]] * 2, [[-5, 1]] * 2, [1.0, 0.0], env_id=env), numbered(2)])
+    assert buffer.wait_for_batch(DEADLINE) is None
+    batch = buffer.wait_for_batch(DEADLINE)
+    np.testing.assert_array_equal(batch.data.scores, [2, 2])
+    assert buffer.stats()["refused"] == 2 and len(caplog.records) == 1
+    buffer.note_update(batch.keys, 1)
+    buffer.close()
+    assert make_buffer().sample() is None  # all are acknowledged
+
+
+def test_of_a_batch_with_an_unknown_token_the_rest_is_learned_from(service, make_buffer):
+    run = uuid.uuid4().hex
+    with TrajectoryClient(service.url, run=run, timeout=DEADLINE) as client:
+        client.register(batch_size=4, max_token_len=16, num_steps=100)
+        client.post([Group([[9, 1]] * 2, [[9, 1]] * 2, [1.0, 0.0]), numbered(2)])
+        buffer = TrajectoryBuffer(service.url, run=run, timeout=DEADLINE, vocab_size=8)
+        data = buffer.wait_for_batch(DEADLINE).data
+        buffer.close()
+    np.testing.assert_array_equal(data.mask.sum(axis=1), [0, 0, 1, 1])
+    np.testing.assert_array_equal(data.tokens[:, :2], [[0, 0], [0, 0], [2, 1], [2, 1]])
+    assert not data.advantages[:2].any() and data.scores[:2].tolist() == [0, 0]
+
+
 def test_size_is_of_what_waits_and_fits(client, make_buffer):
     buffer = make_buffer()
     client.post([numbered(1), numbered(2)])

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 HERE = Path(__file__).parent
 SIZES = dict(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, max_position_embeddings=64)
@@ -36,6 +44,20 @@ MODELS = {
     "qwen2_tied": (
         Qwen2ForCausalLM,
         Qwen2Config(**SIZES, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True),
+    ),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            **SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+        ),
+    ),
+    "qwen3_tied": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            **SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+            attention_bias=True,
+        ),
     ),
 }  # fmt: skip
 CHATML = (
