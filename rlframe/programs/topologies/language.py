@@ -147,9 +147,8 @@ def make_learner(run: Run) -> Any:
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,
     )
-    return Learner(
-        cfg, run.agent, TrajectoryBuffer(run.topology.service_url, vocab_size=run.agent.model_config.vocab_size)
-    )
+    vocab_size = run.agent.model_config.vocab_size  # type: ignore[attr-defined]
+    return Learner(cfg, run.agent, TrajectoryBuffer(run.topology.service_url, vocab_size=vocab_size))
 
 
 def _with_ports(run: Run) -> Run:
