@@ -112,9 +112,11 @@ class SQLiteStore:
             self._commits.forget(dropped)
 
     def held(self) -> list[int]:
+        with self._lock:
+            forgotten = set(self._forgotten)  # before the query, which may still see what is deleted meanwhile
         with self._reading:
             rows = self._reader.execute("SELECT position FROM payloads ORDER BY position").fetchall()
-        return [position for (position,) in rows if position not in self._forgotten]
+        return [position for (position,) in rows if position not in forgotten]
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
         return self._commits.snapshot(position, state)
