@@ -52,7 +52,7 @@ class TrajectoryOptions(ServiceOptions):
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
     # begin every run of the store anew: registrations, environments and groups in it are dropped
     fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    tokenizer: Union[str, None] = None  # file tokenizer.json with which the live page shows tokens as text
+    tokenizer: Union[str, None] = None  # byte, or a tokenizer.json, with which the live page shows tokens as text
     max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
     reset: bool = True  # whether /reset_data is there
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> int:
 def _serve_trajectories(arguments: list[str]) -> None:
     prog = "rlframe serve trajectories"
     options = parse(TrajectoryOptions, arguments, prog, _TRAJECTORIES)
-    if options.tokenizer is not None:
+    if options.tokenizer not in (None, "byte"):
         extras.require("--tokenizer", "trajectories", "tokenizers")
     with extras.needed(prog, "trajectories"):
         from rlframe.trajectories.service.serving import TrajectoryServer

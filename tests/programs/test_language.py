@@ -24,6 +24,7 @@ from rlframe.programs.run import Run
 from rlframe.programs.run_dir import RunDir
 from rlframe.programs.session import train
 from rlframe.programs.topologies import language as topology
+from rlframe.trajectories.service.previews import load_decode
 from rlframe.trajectories.service.serving import TrajectoryServer
 from rlframe.trajectories.service.settings import Settings
 from tests.programs.running import ROOT, RunningProgram, stop_signal
@@ -114,6 +115,23 @@ def test_an_environment_of_a_resumed_run_has_its_name_and_its_checkpoint(tmp_pat
         saved.append((folder.name, json.loads(newest.read_text())["asked"]))
     (first, before), (second, after) = saved
     assert first == second == "reverse_0" and after > before >= 6
+
+
+class NotingEngine:
+    """Takes nodes, and starts none."""
+
+    def __init__(self):
+        self.nodes = {}
+
+    def add(self, name, node, *args):
+        self.nodes[name] = node, args
+
+
+def test_the_page_of_a_run_has_the_run_s_tokenizer(tmp_path):
+    engine, experiment = NotingEngine(), described()
+    topology.language(engine, Run(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0))
+    node, (settings, *_) = engine.nodes["trajectories"]
+    assert node is TrajectoryServer and load_decode(settings.tokenizer)([72, 105]) == "Hi"
 
 
 def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_path, monkeypatch):

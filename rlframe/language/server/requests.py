@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from rlframe.language.decoding.ranking import MOST_RANKED
@@ -223,6 +223,25 @@ class CompletionRequest(_Request):
         return given if isinstance(given, str) else tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def _said_in_text(messages: Any) -> Any:
+    """Raise `RefusedError` for content that is no text, or has parts that are none."""
+    for i, message in enumerate(messages if isinstance(messages, list) else []):
+        content = message.get("content") if isinstance(message, dict) else None
+        name = f"messages[{i}].content"
+        if content is not None and not isinstance(content, (str, list)):
+            raise RefusedError(f"{name} must be a text or a list of text parts.", 400, param=name)
+        for j, part in enumerate(content if isinstance(content, list) else []):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise RefusedError(
+                    f"{name}[{j}] is of type {kind!r}: this model reads text alone, so a part must be "
+                    '{"type": "text", "text": "..."}.',
+                    400,
+                    param=f"{name}[{j}]",
+                )
+    return messages
+
+
 class TextPart(BaseModel):
     """A part of a message."""
 
@@ -257,7 +276,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(_Request):
     """`/v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], BeforeValidator(_said_in_text)] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, description="of each answer; else as many as there is room for")
     max_completion_tokens: int | None = Field(default=None, description="the same")
     logprobs: bool = Field(default=False, description="of the tokens that were sampled")

@@ -101,7 +101,7 @@ def language(engine: Engine, run: Run) -> Topology | None:
             return language
         weights = dataclasses.replace(experiment.agent_config, weights=str(run.directory.warmup))
         run = dataclasses.replace(run, agent=make_agent(dataclasses.replace(experiment, agent_config=weights)))
-    settings = Settings(store=f"sqlite:{run.path / 'trajectories.db'}")
+    settings = Settings(store=f"sqlite:{run.path / 'trajectories.db'}", tokenizer=tokenizer)
     engine.add("trajectories", TrajectoryServer, settings, HOST, config.service_port)
     learner = engine.add("learner", make_learner, run)
     policy_config = PolicyServerConfig(

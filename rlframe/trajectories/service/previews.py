@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -124,26 +126,34 @@ def _message(message: dict[str, Any]) -> ShownMessage:
     return ShownMessage(str(message["role"]), text)
 
 
-def load_decode(path: str | None) -> Decode | None:
-    """The decoder of a `tokenizer.json` (the format of the `tokenizers` package), None for None.
+def load_decode(name: str | None) -> Decode | None:
+    """The decoder of `byte`, or of a `tokenizer.json` (the format of the `tokenizers` package) or its folder.
+
+    None for None.
 
     Special tokens are part of the text, and so are, as numbers, ids that the tokenizer does not have.
     Raises `UsageError` where the package is missing or the file cannot be read.
     """
-    if path is None:
+    if name is None:
         return None
+    if name == "byte":
+        from rlframe.language.model.tokenizers import ByteTokenizer
+
+        return _of_known_ids(ByteTokenizer().decode, ByteTokenizer.vocab_size)
+    path = f"{name}/tokenizer.json" if os.path.isdir(name) else name
     with extras.needed("--tokenizer", "tokenizers"):
         from tokenizers import Tokenizer
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the package raises bare Exceptions
         raise UsageError(f"The tokenizer file {path} cannot be read: {error}.") from error
-    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    return _of_known_ids(decode, tokenizer.get_vocab_size(with_added_tokens=True))
 
+
+def _of_known_ids(text_of: Callable[[list[int]], str], size: int) -> Decode:
     def decode(ids: Sequence[int]) -> str:
-        if all(0 <= token < size for token in ids):
-            return tokenizer.decode(list(ids), skip_special_tokens=False)
-        return ids_as_text(ids)
+        return text_of(list(ids)) if all(0 <= token < size for token in ids) else ids_as_text(ids)
 
     return decode
 

@@ -25,7 +25,7 @@ class Settings:
     token_file: str | None = None  # file with the bearer token that every request has to carry
     no_token: bool = False  # whether to answer other machines without a token: whoever reaches it can do all of `CAN`
     allowed_hosts: tuple[str, ...] = ()  # without a token: its names, beside localhost and IP addresses
-    tokenizer: str | None = None  # file tokenizer.json with which the live page shows tokens as text
+    tokenizer: str | None = None  # byte, or a tokenizer.json, with which the live page shows tokens as text
     fresh: bool = False  # begin every run of the store anew, without what it holds
     max_queue_mb: int = 16_384  # megabytes of groups that are kept; environments are told to hold at 80 % of it
     max_body_mb: int = 64  # megabytes of one request, decompressed

@@ -255,6 +255,17 @@ def test_a_chat_that_cannot_be_is_refused(client):
         chat(messages=[{"role": "wizard", "content": "hi"}])
     with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
         chat(top_logprobs=3)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    text = {"type": "text", "text": "what is it?"}
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(messages=[{"role": "user", "content": [text, image]}])
+    assert caught.value.body["message"] == (
+        "messages[0].content[1] is of type 'image_url': this model reads text alone, so a part must be "
+        '{"type": "text", "text": "..."}.'
+    )
+    assert caught.value.param == "messages[0].content[1]"
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content must be a text or a list of text parts"):
+        chat(messages=[{"role": "user", "content": 7}])
     with pytest.raises(openai.BadRequestError, match="tools is not offered"):
         chat(tools=[{"type": "function", "function": {"name": "f"}}])
 

@@ -91,6 +91,15 @@ def test_browsers_get_the_page_and_other_clients_json(client: httpx.Client) -> N
         assert set(client.get("/", headers={"Accept": accept}).json()) == {"message"}
 
 
+@pytest.mark.parametrize(("steps", "shown"), [(1500, "of 1,500"), (2**31 - 1, "of any number")])
+def test_the_last_step_is_said_where_there_is_one(
+    service: ServiceProcess, client: httpx.Client, open_page: Open, steps: int, shown: str
+) -> None:
+    Api(client, f"steps-{steps}").started(num_steps=steps)
+    page = open_page(service.url, f"steps-{steps}")
+    expect(page.locator("#tiles")).to_contain_text(shown)
+
+
 def test_environments_and_numbers_appear(service: ServiceProcess, client: httpx.Client, open_page: Open) -> None:
     api = Api(client, "numbers").started(max_staleness=9)
     maths, code = (api.join(desired_name=name, group_size=4, weight=weight)["env_id"] for name, weight in WEIGHTS)

@@ -54,6 +54,17 @@ def test_text_is_that_of_the_whole_sequence(tokenizer_file: str) -> None:
     assert pieces == [ShownTokens("<s> a", True), ShownTokens(" bc", False), ShownTokens(" b", True)]
 
 
+def test_a_folder_is_as_good_as_its_file(tokenizer_file: str) -> None:
+    decode = load_decode(str(pathlib.Path(tokenizer_file).parent))
+    assert decode is not None and decode([2, 3]) == "c<s>"
+
+
+def test_bytes_are_text_too() -> None:
+    for ids, text in (([72, 105, 258], "Hi<|eos|>"), ([72, 999], "72 999 ")):
+        (sequence,) = preview(stored(tokens=[ids], masks=[ids]), load_decode("byte")).sequences
+        assert [piece.text for piece in sequence.pieces] == [text]
+
+
 def test_ids_that_the_tokenizer_does_not_have_are_shown_as_numbers(tokenizer_file: str) -> None:
     shown = preview(stored(tokens=[[0, 77, -1]], masks=[[0, 77, -1]]), load_decode(tokenizer_file))
     assert shown.sequences[0].pieces == [ShownTokens("0 77 -1 ", False)]
