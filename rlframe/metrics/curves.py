@@ -106,7 +106,7 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
     evaluated = [i for i, row in enumerate(rows) if row.get("return_mean") is not None]
     return RunCurve(
         agent=_plain(experiment.pop("agent")) if "agent" in experiment else directory.resolve().name,
-        env=_plain(experiment.pop("env", "")),
+        env=_plain_env(experiment.pop("env", "")),
         config=experiment,
         steps=at[trained],
         returns=np.array([rows[i]["episode_return"] for i in trained], np.float64),
@@ -158,7 +158,7 @@ def _read_experiment(path: pathlib.Path) -> dict[str, Any]:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):  # of an empty one there is nothing to tell
             result.update(_flat(value, f"{prefix}{name}."))
         else:
             result[prefix + name] = value
@@ -171,12 +171,17 @@ def _label(run: RunCurve, groups: list[list[RunCurve]]) -> str:
     names = sorted({name for other in others for name in other.config})
     differing = [name for name in names if len({repr(other.config.get(name)) for other in others}) > 1]
     said = {name: name.removesuffix(".name").rpartition(".")[2] for name in differing[:_MAX_LABEL_DIFFERENCES]}
-    shown = [f"{said[name]} {run.config.get(name)}" for name in said]
-    more = [f"+{len(differing) - len(shown)} more"] if len(differing) > len(shown) else []
-    return f"{run.agent} ({', '.join(shown + more)})" if shown else run.agent
+    shown = [f"{said[name]} {run.config[name]}" for name in said if name in run.config]
+    more = [f"+{len(differing) - len(said)} more"] if len(differing) > len(said) else []
+    return f"{run.agent} ({', '.join(shown + more)})" if shown + more else run.agent
 
 
 def _plain(name: str) -> str:
-    """`PPO` of `ppo`, `Reinforce` of `/path/file.py:Reinforce`, `CartPole-v1` of `gymnasium:CartPole-v1`."""
+    """`PPO` of `ppo`, `Reinforce` of `/path/file.py:Reinforce`."""
     name = name.rpartition(":")[2]
     return name.upper() if name.islower() and len(name) <= 4 else name
+
+
+def _plain_env(name: str) -> str:
+    """`CartPole-v1` of `gymnasium:CartPole-v1`; `file.py:make_env` of `/path/file.py:make_env`, as many are called so."""
+    return pathlib.Path(name).name if ".py:" in name else name.rpartition(":")[2]

@@ -93,8 +93,7 @@ class TrainingLoop:
         """
         run = self._run
         files = self._directory.open_logs(self._first_step if run.resumes else None)
-        shown = [run.progress] if run.progress is not None else []
-        logger = MultiLogger([files, *shown, *run.loggers])
+        logger = MultiLogger([files, *run.loggers])
         counts = self.actor.stats()
         self._rows = RowWriter(run, logger, self._first_step, _counters(counts), counts["logged"])
         try:

@@ -88,6 +88,17 @@ def test_an_agent_named_by_its_file_is_labelled_by_its_class(tmp_path):
     assert (run.agent, run.env) == ("Reinforce", "CartPole-v1")
 
 
+def test_an_environment_of_a_file_is_named_with_the_file(tmp_path):
+    run = load_run(make_run(tmp_path / "r", {1: 1.0}, agent="ppo", env="/home/me/lander.py:make_env"))
+    assert run.env == "lander.py:make_env"
+
+
+def test_options_that_a_run_was_not_given_are_not_said(tmp_path):
+    kwargs = [{}, {"gravity": 1.2}]
+    runs = [make_run(tmp_path / str(i), {1: 1.0}, agent="ppo", env="X", env_kwargs=kwargs[i]) for i in range(2)]
+    assert [group.label for group in group_runs([load_run(run) for run in runs])] == ["PPO", "PPO (gravity 1.2)"]
+
+
 def test_a_run_without_a_config_is_named_after_its_directory(tmp_path):
     directory = make_run(tmp_path / "mine", {1: 1.0})
     (directory / "config.json").unlink()

@@ -149,6 +149,20 @@ def test_a_callback_sees_every_row(tmp_path):
     assert seen[-1][1]["episodes"] == 2
 
 
+def test_what_shows_progress_gets_every_row_once_and_the_steps_between(tmp_path):
+    class Progress:
+        rows = []
+
+        def write(self, step, values):
+            self.rows.append(tuple(values))
+
+        def close(self): ...
+
+    train(ppo(log_every=300), run_dir=tmp_path / "run", progress=Progress())
+    assert sum("return_mean" in row for row in Progress.rows) == 1
+    assert sum("episode_return" in row for row in Progress.rows) == 2
+
+
 def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path):
     train(ppo(eval_every=250), run_dir=tmp_path / "run")
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "return_mean" in row]
