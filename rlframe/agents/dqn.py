@@ -127,13 +127,14 @@ class DQN(Agent):
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use PPO.")
         self._num_actions = action_spec.num_values
-        heads = (Head(self._num_actions), Head(1)) if cfg.dueling else (Head(self._num_actions),)
+        plain, dueling = (Head(self._num_actions),), (Head(self._num_actions), Head(1))
+        heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)
         default = (
             NatureCNNConfig(orthogonal=False)
             if has_images(observation_spec)
             else MLPConfig(activation="relu", orthogonal=False)
         )
-        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+        self.network = build_network(net_factory or default, observation_spec, action_spec, heads, other_heads)
 
     # Acting
 

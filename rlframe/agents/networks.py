@@ -156,8 +156,18 @@ def has_images(observation_spec: Tree) -> bool:
     return any(is_image(leaf) for leaf in jax.tree.leaves(observation_spec))
 
 
-def build_network(net_factory: Any, observation_spec: Tree, action_spec: Tree, heads: Sequence[Head]) -> Any:
-    """The network that a `net_factory` stands for: a config is told the heads, a function the specs."""
+def build_network(
+    net_factory: Any,
+    observation_spec: Tree,
+    action_spec: Tree,
+    heads: Sequence[Head],
+    other_heads: Sequence[Head] | None = None,
+) -> Any:
+    """The network that a `net_factory` stands for: a config is told the heads, a function the specs.
+
+    Raises:
+        UsageError: the function gives no network, or one whose outputs are neither `heads` nor `other_heads`.
+    """
     if hasattr(net_factory, "build"):
         return net_factory.build(observation_spec, heads)
     network = net_factory(observation_spec, action_spec)
@@ -166,7 +176,34 @@ def build_network(net_factory: Any, observation_spec: Tree, action_spec: Tree, h
             "net_factory must give an object with init(rng, observation) and apply(params, observation), "
             f"got {network!r}."
         )
+    name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
+    _check_outputs(name, network, observation_spec, [heads] if other_heads is None else [heads, other_heads])
     return network
+
+
+def _check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Sequence[Sequence[Head]]) -> None:
+    batch_size = 5
+    zeros = jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), observation_spec)
+    outputs = jax.eval_shape(lambda rng: network.apply(network.init(rng, zeros), zeros), jax.random.PRNGKey(0))
+    outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    given = [tuple(getattr(output, "shape", (type(output).__name__,))) for output in outputs]
+
+    def fits(shape: tuple[Any, ...], head: Head) -> bool:
+        # One number per observation may come without an axis of its own.
+        return shape == (batch_size, head.size) or (head.size == 1 and shape == (batch_size,))
+
+    if any(len(given) == len(heads) and all(map(fits, given, heads)) for heads in accepted):
+        return
+
+    def said(shapes: Sequence[tuple[Any, ...]]) -> str:
+        names = [["B", *shape[1:]] if shape[:1] == (batch_size,) else shape for shape in shapes]
+        parts = [f"[{', '.join(map(str, name))}]" for name in names]
+        return f"({', '.join(parts)})" if len(parts) > 1 else "".join(parts)
+
+    wanted = " or ".join(said([(batch_size, head.size) for head in heads]) for heads in accepted)
+    raise UsageError(
+        f"The network of {name} gives {said(given)}; for this agent and its action spec, apply must give {wanted}."
+    )
 
 
 def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:

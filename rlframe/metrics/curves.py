@@ -183,5 +183,5 @@ def _plain(name: str) -> str:
 
 
 def _plain_env(name: str) -> str:
-    """`CartPole-v1` of `gymnasium:CartPole-v1`; `file.py:make_env` of `/path/file.py:make_env`, as many are called so."""
+    """`CartPole-v1` of `gymnasium:CartPole-v1`; `file.py:make_env` of `/path/file.py:make_env`."""
     return pathlib.Path(name).name if ".py:" in name else name.rpartition(":")[2]

@@ -124,6 +124,11 @@ class PlainValues(PlainNetwork):
         return observation @ params["w"]
 
 
+class WrongValues(PlainNetwork):
+    def apply(self, params, observation):
+        return jnp.zeros((len(observation), 4))
+
+
 @pytest.mark.parametrize(
     ("agent_cls", "cfg", "factory"),
     [(PPO, PPO_CONFIG, PlainNetwork), (IMPALA, IMPALA_CONFIG, PlainNetwork), (DQN, DQN_CONFIG, PlainValues)],
@@ -139,6 +144,18 @@ def test_any_pair_of_init_and_apply_is_a_network(agent_cls, cfg, factory):
 def test_a_factory_that_gives_no_network_is_refused():
     with pytest.raises(UsageError, match=r"init\(rng, observation\) and apply\(params, observation\), got 7"):
         PPO(PPO_CONFIG, VECTOR, DISCRETE, net_factory=lambda observation_spec, action_spec: 7)
+
+
+@pytest.mark.parametrize(
+    ("agent_cls", "cfg", "factory", "match"),
+    [
+        (PPO, PPO_CONFIG, PlainValues, r"of PlainValues gives \[B, 3\]; .* must give \(\[B, 3\], \[B, 1\]\)\."),
+        (DQN, DQN_CONFIG, WrongValues, r"of WrongValues gives \[B, 4\]; .* must give \(?\[B, 3\].* or "),
+    ],
+)
+def test_a_network_with_other_outputs_than_the_agents_is_refused(agent_cls, cfg, factory, match):
+    with pytest.raises(UsageError, match=match):
+        agent_cls(cfg, VECTOR, DISCRETE, net_factory=factory)
 
 
 def test_a_config_of_another_class_is_refused():

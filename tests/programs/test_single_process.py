@@ -17,7 +17,7 @@ from rlframe.agents.networks import MLPConfig
 from rlframe.engines.inline import InlineEngine
 from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
-from rlframe.metrics import read_jsonl
+from rlframe.metrics import CallbackLogger, read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run import Run
@@ -150,17 +150,11 @@ def test_a_callback_sees_every_row(tmp_path):
 
 
 def test_what_shows_progress_gets_every_row_once_and_the_steps_between(tmp_path):
-    class Progress:
-        rows = []
-
-        def write(self, step, values):
-            self.rows.append(tuple(values))
-
-        def close(self): ...
-
-    train(ppo(log_every=300), run_dir=tmp_path / "run", progress=Progress())
-    assert sum("return_mean" in row for row in Progress.rows) == 1
-    assert sum("episode_return" in row for row in Progress.rows) == 2
+    rows = []
+    progress = CallbackLogger(lambda step, values: rows.append(tuple(values)))
+    train(ppo(log_every=300), run_dir=tmp_path / "run", progress=progress)
+    assert sum("return_mean" in row for row in rows) == 1
+    assert sum("episode_return" in row for row in rows) == 2
 
 
 def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path):
