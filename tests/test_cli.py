@@ -84,6 +84,10 @@ def test_a_config_is_repeated_and_changed(trained):
             "train --network mlp --network.hiden 1",
             "There is no option --network.hiden. Did you mean '--network.hidden'?",
         ),
+        (
+            "train --network.channels 8",
+            "--network.channels is an option of what --network chooses: give --network as well.",
+        ),
         ("train --steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'."),
         ("train --steps 0", "steps must be at least 1, got 0."),
         ("train --env-type lop", "invalid choice 'lop' for argument '--env-type'."),

@@ -96,6 +96,9 @@ def _unknown(unknown: list[str], known: list[str], prog: str) -> str:
         hint = " A switch takes no value: --no-NAME turns it off." if unknown[0].lower() in ("true", "false") else ""
         return f"Unexpected argument {unknown[0]!r}.{hint} See `{prog} --help`."
     name = options[0]
+    chooser, dot, _ = name.partition(".")
+    if dot and chooser in known and not any(option.startswith(f"{chooser}.") for option in known):
+        return f"{name} is an option of what {chooser} chooses: give {chooser} as well. See `{prog} --help`."
     nearest = suggest(name.replace("_", "-"), known)
     return f"There is no option {name}.{nearest or f' See `{prog} --help`.'}"
 
