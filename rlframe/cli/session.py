@@ -94,7 +94,7 @@ def _trackers(experiment: Experiment, session: SessionOptions, path: pathlib.Pat
 
 def _print_result(result: Result, directory: RunDir) -> None:
     if result.evaluation is not None:
-        values = ", ".join(f"{name} {value:.3f}" for name, value in result.evaluation.items())
+        values = ", ".join(f"{name} {value:.3f}" for name, value in result.evaluation.items()) or "nothing evaluated"
         text = (
             f"{values} after {result.learner_steps:,} learner steps from {result.env_steps:,} sequences, "
             f"{result.steps_per_second:,.1f} sequences/s, {result.wall_seconds:.1f} s; see {directory.learning_curve}"

@@ -1,6 +1,6 @@
 """The command line of an environment, `python my_env.py serve|process|evaluate`, and its options.
 
-EnvOptions are those of the class, then of a YAML file, then of the command line.
+Options are those of the class, then of a YAML file, then of the command line.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import pathlib
 import signal
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union
 
 import pydantic
+from pydantic import Field, SerializeAsAny
 from pydantic.fields import FieldInfo
 
 from rlframe.errors import RlframeError, UsageError, suggest
@@ -33,17 +34,47 @@ COMMANDS = {
 _ENV, _SERVER, _CONFIG = "env", "openai", "config"
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
-Servers = ServerBaseline | list[APIServerConfig]
+Servers = Union[list[APIServerConfig], APIServerConfig, ServerBaseline]
 
 logger = logging.getLogger("rlframe.language.environments")
 
 
-class EnvOptions(NamedTuple):
-    """Options that an environment is made with."""
+class CommandConfig(ServerManagerConfig):
+    """All options of a command; a subclass is that of one environment and command, by `config_cls`."""
 
-    env: BaseEnvConfig
-    servers: Servers
-    manager: ServerManagerConfig
+    env_cls: ClassVar[type[BaseEnv]]
+    command: ClassVar[str]
+
+    port: int | None = Field(
+        default=None, ge=1, lt=2**16, description="of a model server on this machine, in place of openai.base_url"
+    )
+    env: SerializeAsAny[BaseEnvConfig]
+    openai: Servers
+
+    def make(self) -> BaseEnv:
+        """The environment that these options describe."""
+        made = self.env_cls(self.env, self.openai, self.slurm, self.testing)
+        made.server.max_n_completions = self.max_n_completions
+        return made
+
+    async def run(self) -> None:
+        """Do what the command says."""
+        env = self.make()
+        commands = {"serve": env.env_manager, "process": env.process_manager, "evaluate": lambda: process.evaluate(env)}
+        await commands[self.command]()
+
+
+def config_cls(env_cls: type[BaseEnv], command: str) -> type[CommandConfig]:
+    """The options of a command of an environment, whose defaults are the class's as suit the command."""
+    env, servers = _defaults(env_cls, command)
+    made: type[CommandConfig] = pydantic.create_model(
+        f"{env_cls.__name__}{command.title()}Config",
+        __base__=CommandConfig,
+        env=(SerializeAsAny[type(env)], env),  # type: ignore[misc]
+        openai=(Servers, servers),
+    )
+    made.env_cls, made.command = env_cls, command
+    return made
 
 
 def main(env_cls: type[BaseEnv], arguments: Sequence[str] | None = None) -> None:
@@ -61,8 +92,7 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
         command = arguments[0]
         if command not in COMMANDS:
             raise UsageError(f"There is no command {command!r}: serve, process, evaluate.{suggest(command, COMMANDS)}")
-        options = parse(env_cls, command, arguments[1:])
-        return asyncio.run(_until_signal(lambda: _command(env_cls, command, options)))
+        return asyncio.run(_until_signal(parse(env_cls, command, arguments[1:]).run))
     except RlframeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -70,34 +100,36 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> EnvOptions:
+def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> CommandConfig:
     """The options of a command.
 
     Raises:
         UsageError: an option is unknown, or its value does not fit.
     """
-    defaults, servers = _defaults(env_cls, command)
-    given: dict[str, dict[str, Any]] = {space: {} for space in defaults}
+    config = _config_cls(env_cls, command)
+    defaults, servers = config(), config().openai
+    given: dict[str, dict[str, Any]] = {space: {} for space in ("", _ENV, _SERVER)}
     for name, value in _given(arguments, _fields(defaults)).items():
         space, _, field = name.rpartition(".")
         given[space][field] = value
+    if (port := given[""].get("port")) is not None:
+        if "base_url" in given[_SERVER]:
+            raise UsageError("--port and --openai.base_url both say where the model server is: give one of them.")
+        given[_SERVER]["base_url"] = f"http://localhost:{port}/v1"
     file = {name: told for name, told in read_yaml(given[""].pop(_CONFIG, None)).items() if told is not None}
-    env = made(defaults[_ENV], file.pop(_ENV, {}), given[_ENV], f"{_ENV}.")
-    servers = _made_servers(servers, defaults[_SERVER], file.pop(_SERVER, None), given[_SERVER])
-    return EnvOptions(env, servers, made(defaults[""], file, given[""], ""))
+    env = made(defaults.env, file.pop(_ENV, {}), given[_ENV], f"{_ENV}.")
+    servers = _made_servers(servers, _server(servers), file.pop(_SERVER, None), given[_SERVER])
+    return made(defaults, file, {**given[""], _ENV: env, _SERVER: servers}, "")
 
 
-def make(env_cls: type[BaseEnv], options: EnvOptions) -> BaseEnv:
-    """The environment that options describe."""
-    env = env_cls(options.env, options.servers, options.manager.slurm, options.manager.testing)
-    env.server.max_n_completions = options.manager.max_n_completions
-    return env
-
-
-async def _command(env_cls: type[BaseEnv], command: str, options: EnvOptions) -> None:
-    env = make(env_cls, options)
-    commands = {"serve": env.env_manager, "process": env.process_manager, "evaluate": lambda: process.evaluate(env)}
-    await commands[command]()
+def _config_cls(env_cls: type[BaseEnv], command: str) -> type[CommandConfig]:
+    """The options of a command, as the environment has them."""
+    classes = {
+        "serve": env_cls.get_cli_serve_config_cls,
+        "process": env_cls.get_cli_process_config_cls,
+        "evaluate": env_cls.get_cli_evaluate_config_cls,
+    }
+    return classes[command]()
 
 
 async def _until_signal(start: Any) -> int:
@@ -130,15 +162,15 @@ def _usage(env_cls: type[BaseEnv]) -> str:
     lines = [f"{env_cls.__name__}: {', '.join(COMMANDS)}", ""]
     lines += [f"  {name:<9} {what}" for name, what in COMMANDS.items()]
     lines += ["", "options:", "  --config FILE.yaml", "      options from a file; those given here go first"]
-    for name, (field, default) in _fields(_defaults(env_cls, "serve")[0]).items():
+    for name, (field, default) in _fields(_config_cls(env_cls, "serve")()).items():
         shown = getattr(default, "value", default)
         lines.append(f"  --{name} {'' if shown is None else shown}".rstrip())
         lines += [f"      {field.description}"] if field.description else []
     return "\n".join(lines)
 
 
-def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[dict[str, Any], Servers]:
-    """Return the defaults of each prefix's flags, and the model servers: those of the class, as suits the command."""
+def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[BaseEnvConfig, Servers]:
+    """The environment's options and the model servers: those of the class, as suits the command."""
     env, servers = env_cls.config_init()
     update: dict[str, Any] = {}
     if env.wandb_name is None and env_cls.name is not None:
@@ -149,18 +181,23 @@ def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[dict[str, Any], Ser
         update |= {"ensure_scores_are_not_same": False, "include_messages": True}
         if env.data_path_to_save_groups is None:
             update["data_path_to_save_groups"] = f"data/{env_cls.name or 'groups'}.jsonl"
+    return env.model_copy(update=update), servers
+
+
+def _server(servers: Servers) -> APIServerConfig:
+    """What flags of one model server change: that of the class, where it has one."""
     server = servers if isinstance(servers, ServerBaseline) else servers[0] if len(servers) == 1 else ServerBaseline()
-    if not isinstance(server, APIServerConfig):
-        server = APIServerConfig(**server.model_dump())
-    return {_ENV: env.model_copy(update=update), _SERVER: server, "": ServerManagerConfig()}, servers
+    return server if isinstance(server, APIServerConfig) else APIServerConfig(**server.model_dump())
 
 
-def _fields(defaults: Mapping[str, pydantic.BaseModel]) -> dict[str, tuple[FieldInfo, Any]]:
+def _fields(defaults: CommandConfig) -> dict[str, tuple[FieldInfo, Any]]:
     """Map each flag, without its dashes, to its field and default."""
+    models = {_ENV: defaults.env, _SERVER: _server(defaults.openai), "": defaults}
     return {
         f"{space}.{name}".removeprefix("."): (field, getattr(model, name))
-        for space, model in defaults.items()
+        for space, model in models.items()
         for name, field in type(model).model_fields.items()
+        if space or name not in (_ENV, _SERVER)
     }
 
 
@@ -213,7 +250,7 @@ def read_yaml(path: str | None) -> dict[str, Any]:
         raise UsageError(f"The config file {path} cannot be read: {error}") from error
     if not isinstance(content, Mapping):
         raise UsageError(f"The config file {path} is to hold names and values; got {type(content).__name__}.")
-    known = (_ENV, _SERVER, *ServerManagerConfig.model_fields)
+    known = tuple(CommandConfig.model_fields)
     for name in content:
         if name not in known:
             raise UsageError(f"The config file {path} has no use for {name!r}.{suggest(str(name), known)}")

@@ -67,6 +67,7 @@ class CollectAttempt:
     gate: Gate
     attempt: int = 1
     policy_version: int | None = None  # the oldest that answered
+    newest_version: int | None = None
     task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +83,7 @@ class CollectAttempt:
         if policy_version is not None:
             known = self.policy_version
             self.policy_version = policy_version if known is None else min(known, policy_version)
+            self.newest_version = max(policy_version, self.newest_version or policy_version)
 
 
 # Set in the task that collects a group, and so in every task that this one starts. Nowhere else: an evaluation has

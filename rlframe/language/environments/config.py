@@ -110,7 +110,10 @@ class BaseEnvConfig(StrictModel):
 
 
 class ServerBaseline(StrictModel):
-    """Options of requests to the model servers of this machine, on ports 9004 to 9007."""
+    """Options of requests to the model servers of this machine.
+
+    That is what `rlframe serve policy` listens at, port 8001, if something does; else ports 9004 to 9007, as published.
+    """
 
     timeout: int = Field(default=1200, gt=0, description="seconds for an answer, with all repetitions")
     num_max_requests_at_once: int = Field(

@@ -12,10 +12,10 @@ from typing import Any, TypeVar, Union
 
 from rlframe.errors import EnvError
 from rlframe.language.environments import cli, files, groups, process
-from rlframe.language.environments.collecting import CollectAttempt, current_attempt, together
+from rlframe.language.environments.collecting import CollectAttempt, Collector, current_attempt, together
 from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.groups import Item, ScoredDataGroup, ScoredDataItem
-from rlframe.language.environments.metrics import Statistics, WandbRun, length_metrics
+from rlframe.language.environments.metrics import GroupStatistics, Statistics, WandbRun, length_metrics
 from rlframe.language.environments.model_server import APIServer
 from rlframe.language.environments.server_manager import ServerManager
 from rlframe.language.environments.serving import Membership, ServeLoop
@@ -24,6 +24,8 @@ from rlframe.language.model.tokenizers import load_tokenizer
 T = TypeVar("T")
 Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
 ServerConfigs = Union[ServerBaseline, list[APIServerConfig]]
+
+_QUEUES = ("queue_size", "self_queue_size")  # of the service's status, which are logged
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class BaseEnv(abc.ABC):
         tokenizer: named by the config.
         curr_step: the trainer's step, the batches that it has had.
         max_token_len: of a sequence, as the trainer registered; -1 before.
+        workers: groups that are being collected.
+        eval_workers: tasks of an evaluation that are under way.
         status_dict: the service's last answer to `/status-env`.
         backlog: items that are collected before new ones are asked for.
         process_mode: whether groups are collected for a file, without trainer and service.
@@ -67,6 +71,7 @@ class BaseEnv(abc.ABC):
         self.status_dict: dict[str, Any] = {}
         self.backlog: list[Item] = []
         self.workers: set[CollectAttempt] = set()
+        self.collector: Collector | None = None  # once it collects
         self.eval_workers: set[asyncio.Task[Any]] = set()
         self.eval_runner: asyncio.Task[Any] | None = None
         self.checkpoint_dir, self.checkpoint_interval = "", -1
@@ -77,12 +82,28 @@ class BaseEnv(abc.ABC):
         self.process_mode = False
         self.rollouts_for_wandb: list[Any] = []
         self.completion_lengths: list[int] = []
+        self.collected = GroupStatistics()
         self._said: set[str] = set()  # why groups were not sent
         self.statistics = Statistics()
         self.tracker: WandbRun | None = None
         self.membership: Membership | None = None
         path = config.data_path_to_save_groups
         self.groups_file = None if path is None else files.GroupsFile(path)
+
+    @classmethod
+    def get_cli_serve_config_cls(cls) -> type[cli.CommandConfig]:
+        """The options of `serve`: a pydantic model, whose defaults are those of `config_init`."""
+        return cli.config_cls(cls, "serve")
+
+    @classmethod
+    def get_cli_process_config_cls(cls) -> type[cli.CommandConfig]:
+        """The options of `process`."""
+        return cli.config_cls(cls, "process")
+
+    @classmethod
+    def get_cli_evaluate_config_cls(cls) -> type[cli.CommandConfig]:
+        """The options of `evaluate`."""
+        return cli.config_cls(cls, "evaluate")
 
     # What a subclass says.
 
@@ -108,22 +129,21 @@ class BaseEnv(abc.ABC):
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
         """A group for an item, or several, or None, and further items for the backlog.
 
-        By default `group_size` times `collect_trajectory`, side by side; without one of them there is no group.
+        By default `group_size` times `collect_trajectory`, side by side. Those that gave None are left out. The others
+        make a group where each is a `ScoredDataItem`; else they go as they are to `postprocess_histories`.
         """
         results = await together(self.collect_trajectory(item) for _ in range(self.config.group_size))
-        sequences: list[Any] = [sequence for sequence, _ in results]
+        sequences: list[Any] = [sequence for sequence, _ in results if sequence is not None]
         backlog = [further for _, more in results for further in more]
-        if any(sequence is None for sequence in sequences):
-            return None, backlog
-        if not all(isinstance(sequence, Mapping) for sequence in sequences):
-            raise EnvError(
-                f"{type(self).__name__}.collect_trajectory has to return a ScoredDataItem (or None) for the default "
-                f"collect_trajectories; got {', '.join(sorted({type(one).__name__ for one in sequences}))}."
-            )
-        return groups.put_together(sequences), backlog
+        if not sequences or not all(isinstance(one, Mapping) and "tokens" in one for one in sequences):
+            return sequences, backlog
+        group = groups.put_together(sequences)
+        if len(sequences) < self.config.group_size:  # else it would not be sent
+            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": len(sequences)}
+        return group, backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
-        """Change what `collect_trajectories` gave before it is sent; by default it stays."""
+        """Make groups of what `collect_trajectories` gave, or change them, before they are sent."""
         return trajectories
 
     @abc.abstractmethod
@@ -146,12 +166,18 @@ class BaseEnv(abc.ABC):
     # What a subclass uses.
 
     async def gather_eval(self, tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of all tasks, of which `max_eval_workers` run at once."""
+        """The results of all tasks, of which `max_eval_workers` run at once: these are the `eval_workers`."""
         slots = asyncio.Semaphore(self.config.max_eval_workers)
 
         async def run(task: Coroutine[Any, Any, T]) -> T:
             async with slots:
-                return await task
+                worker = asyncio.current_task()
+                assert worker is not None
+                self.eval_workers.add(worker)
+                try:
+                    return await task
+                finally:
+                    self.eval_workers.discard(worker)
 
         listed = list(tasks)
         try:
@@ -211,6 +237,8 @@ class BaseEnv(abc.ABC):
         metrics = dict(wandb_metrics or {})
         longest = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
         metrics |= length_metrics(self.completion_lengths, longest)
+        metrics |= self.collected.report()
+        metrics |= {f"train/{name}": self.status_dict[name] for name in _QUEUES if name in self.status_dict}
         metrics = await self.create_rollout_table(metrics)
         metrics = self.perf_stats(metrics)
         self.rollouts_for_wandb, self.completion_lengths = [], []
@@ -218,11 +246,20 @@ class BaseEnv(abc.ABC):
         if shown := " ".join(f"{name}={value:.4g}" for name, value in numbers.items() if "_perf/" not in name):
             logger.info("Step %d: %s", self.curr_step, shown)
         if self.tracker is not None:
-            if self.wandb_prepend is not None:
-                metrics = {f"{self.wandb_prepend}_{name}": value for name, value in metrics.items()}
+            metrics = self._own(metrics)
             for index, server in enumerate(self.server.servers):
                 metrics = await server.wandb_metrics(metrics, f"server_{index}")
             self.tracker.log(metrics, self.curr_step)
+
+    def _own(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Metrics under this environment's name at the service: a run in Weights & Biases may have several."""
+        prefix = "" if self.wandb_prepend is None else f"{self.wandb_prepend}_"
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+    def note_pause(self, paused: bool) -> None:
+        """Log that collecting pauses, or goes on."""
+        if self.tracker is not None:
+            self.tracker.log(self._own({"train/paused": int(paused)}), self.curr_step)
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Add how collecting went since the last call."""
@@ -239,11 +276,19 @@ class BaseEnv(abc.ABC):
         samples: list[dict[str, Any]] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Write the results of an evaluation to `data_dir_to_save_evals`: `metrics.json` and `samples.jsonl`."""
+        """Log the results of an evaluation, and write them to `data_dir_to_save_evals`.
+
+        A metric's name begins with `eval/`, which is added where it does not begin with `eval`. The files are
+        `metrics.json` and `samples.jsonl`.
+        """
         task = task_name or f"{self.name or type(self).__name__}_eval"
         end = time.time() if end_time is None else end_time
         if verbose:
             logger.info("%s: %s", task, " ".join(f"{name}={value}" for name, value in metrics.items()))
+        if self.tracker is not None:
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+            named = {name if name.startswith("eval") else f"eval/{name}": value for name, value in numbers.items()}
+            self.tracker.log(self._own(named), self.curr_step)
         if self.config.data_dir_to_save_evals is None:
             return
         general = {
@@ -256,6 +301,11 @@ class BaseEnv(abc.ABC):
         logger.info("Results of the evaluation are in %s.", path)
 
     # What runs it.
+
+    async def add_train_workers(self, limit: int | None = None) -> None:
+        """Start groups until so many are under way, which are the `workers`; None: `max_num_workers`."""
+        assert self.collector is not None, "env_manager and process_manager begin to collect"
+        await self.collector.fill(self.max_num_workers if limit is None else limit)
 
     async def env_manager(self) -> None:
         """`serve`: collects for the trainer until its last step, then leaves.
@@ -305,6 +355,11 @@ class BaseEnv(abc.ABC):
         doing = current_attempt.get()
         fit = []
         for group in filter(None, listed):
+            if not isinstance(group, Mapping):
+                raise EnvError(
+                    f"{type(self).__name__} sends groups (ScoredDataGroup), and got {type(group).__name__}: what "
+                    "collect_trajectory returns is a ScoredDataItem, or postprocess_histories makes groups of it."
+                )
             if why := groups.unfit(self, group, abort_on_any_max_length_exceeded):
                 if why not in self._said:  # once: as a model gets better, most of its groups are all right
                     self._said.add(why)
@@ -315,6 +370,8 @@ class BaseEnv(abc.ABC):
                 group = groups.with_text(self.tokenizer, group)
                 message = groups.to_send(group, self.env_id, message.policy_version)
             self.completion_lengths += groups.completion_lengths(group)
+            newest = None if doing is None else doing.newest_version
+            self.collected.add(group["scores"], message.policy_version, newest)
             await self.add_rollouts_for_wandb(group, item)
             if self.groups_file is not None:
                 self.groups_file.write(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,32 @@ class Statistics:
         for name, values in vars(self).items():
             metrics |= spread(f"train_perf/{name}", values)
             values.clear()
+        return metrics
+
+
+class GroupStatistics:
+    """Scores of the sequences since they were last reported, and by how many policy versions groups were too old."""
+
+    def __init__(self) -> None:
+        self.scores: list[float] = []
+        self.staleness: list[int] = []
+        self._newest = -1
+
+    def add(self, scores: Iterable[float], version: int | None, newest: int | None) -> None:
+        """Take a group; `version` is the oldest that answered for it, `newest` the newest."""
+        self.scores += map(float, scores)
+        if version is not None:
+            self._newest = max(self._newest, version, -1 if newest is None else newest)
+            self.staleness.append(self._newest - version)
+
+    def report(self) -> dict[str, float]:
+        """`train/reward` (the mean score), `train/score_...` and `train/staleness`, and start afresh."""
+        metrics = spread("train/score", self.scores)
+        if self.scores:
+            metrics["train/reward"] = metrics["train/score_mean"]
+        if self.staleness:
+            metrics["train/staleness"] = float(np.mean(self.staleness))
+        self.scores, self.staleness = [], []
         return metrics
 
 

@@ -48,6 +48,7 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
         return kept
 
     collector = Collector(env.next_item, handle, env.statistics, config.worker_timeout)
+    env.collector, env.workers = collector, collector.under_way
     try:
         await env.setup()
         env.curr_step = 0  # groups so far

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import socket
 import subprocess
 import time
 import uuid
@@ -19,6 +20,7 @@ from rlframe.language.environments.model_server import APIServer
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
 
+_POLICY_PORT, _POLICY_MODEL = 8001, "policy"  # where `rlframe serve policy` listens, and what it calls its model
 _LOCAL_PORTS = range(9004, 9008)  # where ServerBaseline looks, as published
 _SLURM_PORT = 9000  # and on the nodes of a Slurm job, from here on
 _GPUS_PER_NODE = 8
@@ -273,12 +275,21 @@ def servers_of(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool)
         ports = range(_SLURM_PORT, _SLURM_PORT + _GPUS_PER_NODE // each)
         return [_at(first, f"http://{node}:{port}/v1") for node in nodes[training:] for port in ports]
     if not isinstance(first, APIServerConfig):
+        if _listens(_POLICY_PORT):
+            named = first.model_name if "model_name" in first.model_fields_set else _POLICY_MODEL
+            return [_at(first.model_copy(update={"model_name": named}), f"http://localhost:{_POLICY_PORT}/v1")]
         return [_at(first, f"http://localhost:{port}/v1") for port in _LOCAL_PORTS]
     return listed
 
 
 def _at(config: ServerBaseline, url: str) -> APIServerConfig:
     return APIServerConfig(**{"api_key": "x", **config.model_dump(), "base_url": url})
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1.0):
+        return True
+    return False
 
 
 def _slurm_nodes() -> list[str]:

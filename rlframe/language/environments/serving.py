@@ -9,11 +9,8 @@ import json
 import logging
 import math
 import pathlib
-import random
-import string
 import time
 from collections.abc import Sequence
-from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from rlframe.errors import RlframeError, TooOldError, UnavailableError, UsageError
@@ -46,7 +43,7 @@ class ServeLoop:
         env.membership = self._membership
         self._joined = asyncio.Event()
         self._collector = Collector(env.next_item, env.handle_env, env.statistics, self._config.worker_timeout)
-        env.workers = self._collector.under_way
+        env.collector, env.workers = self._collector, self._collector.under_way
 
     async def run(self) -> None:
         """Return after the last step. Leave the service and close what it opened in any case."""
@@ -111,10 +108,7 @@ class ServeLoop:
             return
         env, told = self._env, await self._membership.client.wandb_info()
         env.wandb_group, env.wandb_project = told.group, told.project
-        name = None
-        if self._config.wandb_name:
-            name = f"{self._config.wandb_name}-{date.today()}-{''.join(random.choices(string.ascii_lowercase, k=6))}"
-        env.tracker = WandbRun(told.project, told.group, name, self._config.model_dump(mode="json"))
+        env.tracker = WandbRun(told.project, told.group, env.wandb_prepend, self._config.model_dump(mode="json"))
 
     async def _look(self, status: EnvStatus) -> None:
         """Do what a new step is the time for: save, evaluate, log."""
@@ -174,12 +168,13 @@ class ServeLoop:
         paused = status.hold or handling is EvalHandlingEnum.STOP_TRAIN or wanted <= 0
         if paused != self._collector.gate.closed:
             logger.info("Collecting %s at step %d.", "pauses" if paused else "goes on", status.current_step)
+            env.note_pause(paused)
         self._collector.gate.set(closed=paused)
         if paused:
             return
         limit = min(limit, wanted)
         env.statistics.workers_added_per_attempt.append(max(0, limit - len(self._collector.under_way)))
-        await self._collector.fill(limit)
+        await env.add_train_workers(limit)
 
     def _wanted(self, status: EnvStatus) -> int:
         """Groups that may be under way, so that the queue is no longer than `max_batches_offpolicy` batches."""

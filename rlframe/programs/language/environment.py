@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import pathlib
 import threading
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rlframe.programs.run import Run
 
 _COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # in the event loop, which an environment may hold up for so long
+
+_log = logging.getLogger(__name__)
 
 MODEL = "policy"  # what the policy server calls its model
 
@@ -165,9 +168,10 @@ class Environment:
             await self._env.wandb_log({})
             found: dict[str, float] | str = self._metrics.since(before, "eval")
             if not found:
-                found = (
-                    f"{type(self._env).__name__}.evaluate logged no metric whose name begins with 'eval': give them to "
-                    "evaluate_log, or to wandb_log after it."
+                _log.warning(
+                    "%s.evaluate logged nothing that begins with 'eval', so there is nothing to show of it: it should "
+                    'call self.evaluate_log({"eval/NAME": value}).',
+                    type(self._env).__name__,
                 )
         except Exception as error:
             found = f"{type(error).__name__}: {error}"

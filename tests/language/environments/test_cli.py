@@ -156,15 +156,15 @@ def test_options_come_from_the_class_then_the_file_then_the_command_line(tmp_pat
     flags = ("--env.group-size", "8", "--openai.model_name", "x", "--slurm", "false")
     options = parsed("--config", str(file), *flags)
     assert (options.env.group_size, options.env.max_num_workers, options.env.max_token_length) == (8, 3, 64)
-    assert (options.env.words, options.manager.slurm) == (["b", "c"], False)
-    (server,) = options.servers
+    assert (options.env.words, options.slurm) == (["b", "c"], False)
+    (server,) = options.openai
     assert (server.base_url, server.model_name, server.num_requests_for_eval) == ("http://file/v1", "x", 9)
 
 
 def test_a_section_of_a_file_may_be_empty(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("env:\nopenai:\n")
-    assert parsed("--config", str(file)) == parsed()
+    assert parsed("--config", str(file)).model_dump() == parsed().model_dump()
 
 
 def test_values_are_those_of_their_fields():
@@ -192,7 +192,7 @@ def test_each_command_has_defaults_that_suit_it():
 def test_several_servers_come_from_the_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("openai: [{base_url: 'http://a/v1'}, {base_url: 'http://b/v1', model_name: n}]")
-    assert [one.base_url for one in parsed("--config", str(file)).servers] == ["http://a/v1", "http://b/v1"]
+    assert [one.base_url for one in parsed("--config", str(file)).openai] == ["http://a/v1", "http://b/v1"]
     with pytest.raises(UsageError, match="for one model server, and there are several"):
         parsed("--config", str(file), "--openai.model_name", "x")
 
@@ -203,8 +203,8 @@ def test_servers_of_this_machine_stay_unless_one_is_told():
         def config_init(cls):
             return BaseEnvConfig(), ServerBaseline(model_name="m")
 
-    assert cli.parse(Local, "serve", []).servers == ServerBaseline(model_name="m")
-    told = cli.parse(Local, "serve", ["--openai.base_url", "http://a/v1"]).servers
+    assert cli.parse(Local, "serve", []).openai == ServerBaseline(model_name="m")
+    told = cli.parse(Local, "serve", ["--openai.base_url", "http://a/v1"]).openai
     assert told == [APIServerConfig(base_url="http://a/v1", model_name="m")]
 
 
@@ -221,11 +221,12 @@ def test_servers_of_this_machine_stay_unless_one_is_told():
         (("--env.group_size", "8", "9"), r"--env.group_size does not take 2 values; got 8 9"),
         (("--config", "none.yaml"), r"none.yaml cannot be read"),
         (("--testing", "true"), r"made-up answers.*not offered"),
+        (("--port", "8001"), r"--port and --openai.base_url both say where the model server is"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_sentence(arguments, told):
     with pytest.raises(UsageError, match=told):
-        cli.make(CommandLine, parsed(*arguments, "--openai.base_url", "http://a/v1"))
+        parsed(*arguments, "--openai.base_url", "http://a/v1").make()
 
 
 @pytest.mark.parametrize(

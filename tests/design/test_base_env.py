@@ -1,0 +1,253 @@
+"""The document about BaseEnv, by its literal names, signatures and command lines."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+
+import pytest
+
+from rlframe.errors import EnvError
+from rlframe.language.environments import (
+    APIServerConfig,
+    BaseEnv,
+    BaseEnvConfig,
+    OpenaiConfig,
+    ScoredDataItem,
+    ServerBaseline,
+    cli,
+)
+from rlframe.language.environments.metrics import GroupStatistics
+from rlframe.language.environments.server_manager import servers_of
+
+
+class Document(BaseEnv):
+    """What the document says that a subclass implements."""
+
+    name = "document"
+
+    async def setup(self):
+        self.items = iter(range(100))
+
+    async def get_next_item(self):
+        return next(self.items)
+
+    async def collect_trajectory(self, item):
+        number = len(self.gathered)
+        self.gathered.append(number)
+        return self.trajectory(number), [f"follow-up {number}"]
+
+    async def evaluate(self, *args, **kwargs):
+        async def one(task):
+            await asyncio.sleep(0)
+            self.seen = max(self.seen, len(self.eval_workers))
+            return task
+
+        self.results = await self.gather_eval(one(task) for task in range(5))
+
+    def trajectory(self, number):
+        return ScoredDataItem(tokens=[1, number], masks=[-100, number], scores=float(number))
+
+
+def made(env_cls=Document, **options):
+    config = BaseEnvConfig(**{"group_size": 4, "use_wandb": False, "max_eval_workers": 3, **options})
+    env = env_cls(config, [APIServerConfig(base_url="http://127.0.0.1:1/v1")])
+    env.gathered, env.seen = [], 0
+    return env
+
+
+METHODS = {
+    "setup": "(self)",
+    "get_next_item": "(self)",
+    "collect_trajectory": "(self, item)",
+    "evaluate": "(self, *args, **kwargs)",
+    "collect_trajectories": "(self, item)",
+    "postprocess_histories": "(self, trajectories)",
+    "wandb_log": "(self, wandb_metrics=None)",
+    "save_checkpoint": "(self, step, data=None)",
+    "config_init": "()",
+    "cleanup": "(self)",
+    "add_rollouts_for_wandb": "(self, scored_data, item=None)",
+    "create_rollout_table": "(self, wandb_metrics)",
+    "load_checkpoint": "(self)",
+    "handle_env": "(self, item)",
+    "cli": "()",
+    "get_cli_serve_config_cls": "()",
+    "get_cli_process_config_cls": "()",
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_called_as_the_document_has_it(name):
+    signature = inspect.signature(getattr(BaseEnv, name))
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    assert str(signature.replace(parameters=plain, return_annotation=inspect.Parameter.empty)) == METHODS[name]
+
+
+@pytest.mark.parametrize("name", ["handle_send_to_api", "add_train_workers", "env_manager", "process_manager"])
+def test_what_the_document_names_is_there_to_await(name):
+    assert inspect.iscoroutinefunction(getattr(BaseEnv, name))
+
+
+def test_config_init_is_what_the_document_says():
+    config, servers = BaseEnv.config_init()
+    assert type(config) is BaseEnvConfig and type(servers) is ServerBaseline
+    assert OpenaiConfig is APIServerConfig
+
+
+def test_collect_trajectory_runs_group_size_times_and_its_items_go_to_the_backlog():
+    group, backlog = asyncio.run(made().collect_trajectories("item"))
+    assert group["tokens"] == [[1, 0], [1, 1], [1, 2], [1, 3]] and group["scores"] == [0.0, 1.0, 2.0, 3.0]
+    assert backlog == [f"follow-up {number}" for number in range(4)]
+
+
+def test_a_trajectory_that_is_none_leaves_the_others():
+    class Some(Document):
+        def trajectory(self, number):
+            return None if number == 1 else super().trajectory(number)
+
+    env = made(Some)
+    env.process_mode = True
+    assert asyncio.run(env.handle_env("item"))  # it is kept, though it is smaller
+    assert env.collected.scores == [0.0, 2.0, 3.0]
+
+
+def test_a_trajectory_may_be_anything_of_which_postprocess_histories_makes_groups():
+    class Anything(Document):
+        def trajectory(self, number):
+            return ("history", number)
+
+        async def postprocess_histories(self, trajectories):
+            self.given = list(trajectories)
+            items = [super(Anything, self).trajectory(number) for _, number in trajectories]
+            return {name: [item[name] for item in items] for name in ("tokens", "masks", "scores")}
+
+    env = made(Anything, data_path_to_save_groups=None)
+    env.process_mode = True
+    assert asyncio.run(env.handle_env("item"))
+    assert env.given == [("history", 0), ("history", 1), ("history", 2), ("history", 3)]
+    assert env.collected.scores == [0.0, 1.0, 2.0, 3.0] and env.backlog[0] == "follow-up 0"
+
+
+def test_what_is_no_group_in_the_end_is_named():
+    class Forgets(Document):
+        def trajectory(self, number):
+            return "text"
+
+    env = made(Forgets)
+    env.process_mode = True
+    with pytest.raises(EnvError, match=r"Forgets sends groups \(ScoredDataGroup\), and got str: .*postprocess_hist"):
+        asyncio.run(env.handle_env("item"))
+
+
+def test_evaluation_has_its_workers():
+    env = made()
+    asyncio.run(env.evaluate())
+    assert env.results == list(range(5)) and env.seen == 3 and not env.eval_workers
+
+
+class Tracker:
+    def __init__(self):
+        self.rows = []
+
+    def log(self, metrics, step):
+        self.rows.append(dict(metrics))
+
+    def table(self, columns, rows):
+        return len(rows)
+
+    def finish(self):
+        pass
+
+
+def test_what_evaluate_log_is_given_is_logged():
+    env = made()
+    env.tracker, env.wandb_prepend = Tracker(), "document_0"
+    asyncio.run(env.evaluate_log({"eval/right": 0.5, "accuracy": 1.0, "note": "text"}))
+    assert env.tracker.rows == [{"document_0_eval/right": 0.5, "document_0_eval/accuracy": 1.0}]
+
+
+def test_staleness_is_of_the_newest_version_that_answered():
+    found = GroupStatistics()
+    found.add([1.0], 3, 5)
+    found.add([0.0], 4, 4)
+    found.add([0.0], None, None)
+    assert found.report() == {
+        "train/score_mean": pytest.approx(1 / 3),
+        "train/score_std": pytest.approx(2**0.5 / 3),
+        "train/score_max": 1.0,
+        "train/score_min": 0.0,
+        "train/reward": pytest.approx(1 / 3),
+        "train/staleness": 1.5,
+    }
+    assert found.report() == {}
+
+
+def test_rewards_queue_and_staleness_are_logged_without_being_asked_for():
+    env = made()
+    env.process_mode, env.tracker = True, Tracker()
+    env.status_dict = {"queue_size": 7, "self_queue_size": 3}
+    asyncio.run(env.handle_env("item"))
+    asyncio.run(env.wandb_log({"my_custom_metric": 2.0}))
+    (row,) = env.tracker.rows
+    assert (row["my_custom_metric"], row["train/reward"], row["train/score_max"]) == (2.0, 1.5, 3.0)
+    assert (row["train/queue_size"], row["train/self_queue_size"]) == (7, 3)
+    asyncio.run(env.wandb_log())
+    assert "train/reward" not in env.tracker.rows[-1]
+    env.note_pause(True)
+    assert env.tracker.rows[-1] == {"train/paused": 1}
+
+
+# `python your_env_module.py serve --port 8001 ...`
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("serve --port 8001", {"port": 8001}),
+        ("serve --openai.base_url http://localhost:8001/v1 --slurm false", {"slurm": False}),
+        ("process --env.total_steps 3 --env.data_path_to_save_groups a.jsonl", {}),
+        ("serve --env.group_size 8 --env.max_num_workers=2 --env.use_wandb no --max_n_completions 4", {}),
+    ],
+)
+def test_a_command_line_of_the_document(command, expected):
+    name, *arguments = command.split()
+    config = cli.parse(Document, name, arguments)
+    assert isinstance(config, cli.CommandConfig) and {key: getattr(config, key) for key in expected} == expected
+    if "8001" in command:
+        (server,) = config.openai
+        assert server.base_url == "http://localhost:8001/v1"
+    if "total_steps" in command:
+        assert (config.env.total_steps, config.env.data_path_to_save_groups) == (3, "a.jsonl")
+
+
+def test_a_class_may_change_the_options_of_its_command_line():
+    class Own(Document):
+        @classmethod
+        def get_cli_serve_config_cls(cls):
+            class Config(super().get_cli_serve_config_cls()):
+                max_n_completions: int = 2
+
+            return Config
+
+    assert cli.parse(Own, "serve", []).max_n_completions == 2
+    assert cli.parse(Own, "process", []).max_n_completions == 8
+    defaults = Document.get_cli_serve_config_cls()()
+    assert (defaults.env.wandb_name, defaults.openai) == ("document", ServerBaseline())
+    assert Document.get_cli_process_config_cls()().env.include_messages
+
+
+def test_without_a_flag_the_policy_server_of_this_machine_is_found():
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", 8001))
+        except OSError:
+            pytest.skip("something else listens at port 8001 of this machine")
+        listener.listen()
+        (server,) = servers_of(ServerBaseline(), slurm=False)
+        assert (server.base_url, server.model_name) == ("http://localhost:8001/v1", "policy")
+        assert servers_of(ServerBaseline(model_name="mine"), slurm=False)[0].model_name == "mine"
+    assert [one.base_url for one in servers_of(ServerBaseline(), slurm=False)] == [
+        f"http://localhost:{port}/v1" for port in range(9004, 9008)
+    ]
