@@ -48,8 +48,8 @@ class CommandConfig(ServerManagerConfig):
     port: int | None = Field(
         default=None, ge=1, lt=2**16, description="of a model server on this machine, in place of openai.base_url"
     )
-    env: SerializeAsAny[BaseEnvConfig]
-    openai: Servers
+    env: SerializeAsAny[BaseEnvConfig] = Field(default_factory=BaseEnvConfig)
+    openai: Servers = Field(default_factory=ServerBaseline)
 
     def make(self) -> BaseEnv:
         """The environment that these options describe."""

@@ -355,7 +355,7 @@ class BaseEnv(abc.ABC):
         doing = current_attempt.get()
         fit = []
         for group in filter(None, listed):
-            if not isinstance(group, Mapping):
+            if not issubclass(type(group), Mapping):
                 raise EnvError(
                     f"{type(self).__name__} sends groups (ScoredDataGroup), and got {type(group).__name__}: what "
                     "collect_trajectory returns is a ScoredDataItem, or postprocess_histories makes groups of it."
