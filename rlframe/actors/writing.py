@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from rlframe import handles
-from rlframe.errors import NoMethodError, UsageError
+from rlframe.errors import NoMethodError, RemoteError, UsageError
 from rlframe.types import Step
+
+_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's words, `self` counted
 
 
 def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
@@ -52,7 +54,12 @@ class OnlyAdds:
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """See `ReplayWriter`."""
-        if self._takes_pair:
-            self._target.add((env_ids, step))
-        else:
-            self._target.add(env_ids, step)
+        if not self._takes_pair:
+            try:
+                self._target.add(env_ids, step)
+                return
+            except RemoteError as error:  # the signature of a node's method is not known here
+                if _ONE_ARGUMENT not in str(error):
+                    raise
+                self._takes_pair = True
+        self._target.add((env_ids, step))

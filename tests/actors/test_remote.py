@@ -184,8 +184,14 @@ class OnlyAdds:
         self.rewards.append(float(step.next_timestep.reward.sum()))
 
 
-def test_nodes_that_have_only_inference_and_only_add_will_do():
-    addresses, buffer = [free_address(), free_address()], OnlyAdds()
+class OnlyAddsData(OnlyAdds):
+    def add(self, data):
+        super().add(*data)
+
+
+@pytest.mark.parametrize("make", [OnlyAdds, OnlyAddsData])
+def test_nodes_that_have_only_inference_and_only_add_will_do(make):
+    addresses, buffer = [free_address(), free_address()], make()
     with serving(OnlyInference(), addresses[0]), serving(buffer, addresses[1]):
         actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), *map(client, addresses))
         for _ in range(4):
