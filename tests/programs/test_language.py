@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
 from rlframe.programs.evaluation import evaluate
 from rlframe.programs.experiment import Experiment, load_experiment, make_experiment
-from rlframe.programs.language.environment import model_server, next_incarnation
+from rlframe.programs.language.environment import Environment, model_server, next_incarnation
 from rlframe.programs.language.monitor import LanguageMonitor
 from rlframe.programs.language.warmup import WarmUp
 from rlframe.programs.run import Run
@@ -132,6 +133,24 @@ def test_the_page_of_a_run_has_the_run_s_tokenizer(tmp_path):
     topology.language(engine, Run(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0))
     node, (settings, *_) = engine.nodes["trajectories"]
     assert node is TrajectoryServer and load_decode(settings.tokenizer)([72, 105]) == "Hi"
+
+
+EXAMINED = f"""
+from rlframe.programs.naming import load_object
+Reverse = load_object({REVERSE!r}, "environment")
+
+class Examined(Reverse):
+    async def evaluate(self, *args, **kwargs):
+        await self.evaluate_log({{"eval/right": 0.25, "other": 1.0}})
+"""
+
+
+def test_what_evaluate_log_is_given_is_the_run_s_evaluation(tmp_path):
+    (tmp_path / "examined.py").write_text(EXAMINED)
+    experiment = dataclasses.replace(described(), env=f"{tmp_path / 'examined.py'}:Examined")
+    environment = Environment(Run(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
+    asyncio.run(environment._env.evaluate())
+    assert environment._metrics.since(0, "eval") == {"eval/right": 0.25, "eval/other": 1.0}
 
 
 def test_an_environment_that_is_killed_while_it_counts_itself_begins_again(tmp_path, monkeypatch):
