@@ -21,9 +21,9 @@ from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 from rlframe.types import Tree
 
-# Versions are reserved in a file. Where a write for each takes little of the time, one at a time: then a learner that
-# was killed skips none, and staleness counts what was published. Else so many that writing takes 1 part in 200 of it.
-_LITTLE, _COST = 0.1, 200
+# Versions are reserved in a file, so many at a time that writing it takes 1 part in 200 of the time: one where updates
+# are slow. Then a learner that was killed skips none, and staleness counts what was published.
+_COST = 200
 _RESERVE = 1_000  # at most so many at a time
 _FILE_BYTES = 64  # of the file that says so, always
 
@@ -215,8 +215,8 @@ class VersionCounter:
         """How many to reserve beyond the next."""
         (value, at), now = self._written, time.monotonic()
         self._written = self.value, now
-        part = self._cost * (self.value - value) / max(now - at, 1e-6)
-        return min(_RESERVE, int(part * _COST)) if value and part > _LITTLE else 0
+        part = self._cost * (self.value - value) / max(now - at, 1e-6)  # of the time that a write for each takes
+        return min(_RESERVE, int(part * _COST)) if value else 0
 
     def skip(self, value: int) -> None:
         """Goes on above `value`, which another counter gave."""

@@ -130,7 +130,7 @@ class Clock:
         return self.now
 
     def perf_counter(self):
-        self.now += 0.02
+        self.now += 0.0005  # what a write takes
         return self.now
 
 
