@@ -1,15 +1,40 @@
-"""The end of a Launchpad program, as its nodes hear of it and bring it about."""
+"""The end of a program, as its nodes hear of it and bring it about."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
 
 
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The program that this process is a node of, where that is none of Launchpad's."""
+
+    stop: threading.Event
+    end: Callable[[], None]
+
+
+_program: _Program | None = None
+
+
+def join_program(stop: threading.Event, end: Callable[[], None]) -> None:
+    """Says that this process is a node of a program.
+
+    Args:
+        stop: is set when the program is to end.
+        end: ends the program.
+    """
+    global _program
+    _program = _Program(stop, end)
+
+
 def program_stop() -> threading.Event | None:
-    """The event that is set when Launchpad's program is to end, where this thread runs a node of one."""
+    """The event that is set when the program is to end whose node this process is, or this thread by Launchpad."""
+    if _program is not None:
+        return _program.stop
     manager = sys.modules.get("launchpad.launch.worker_manager")
     try:
         return manager.stop_event() if manager is not None else None
@@ -18,8 +43,10 @@ def program_stop() -> threading.Event | None:
 
 
 def stop_program() -> None:
-    """Ends Launchpad's program, where this thread runs a node of one."""
-    if program_stop() is not None:
+    """Ends the program, where there is one."""
+    if _program is not None:
+        _program.end()
+    elif program_stop() is not None:
         sys.modules["launchpad"].stop()
 
 

@@ -140,7 +140,7 @@ def serve_replay(agent, port, directory):
     """A Reverb server, which goes on from what was saved. Returns what saves it at the end."""
     import reverb
 
-    from rlframe.engines.launching.reverb_node import remove_unfinished, save
+    from rlframe.engines.launching.reverb_server import remove_unfinished, save
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ from rlframe import extras
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TrackioLogger, WandbLogger
-from rlframe.programs import naming
 from rlframe.programs.api import progress_of
 from rlframe.programs.control import Control
 from rlframe.programs.experiment import Experiment
@@ -29,7 +28,7 @@ def run_session(experiment: Experiment, session: SessionOptions, preset: Preset 
         if getattr(session, tracker):
             extras.require(f"--{tracker}", tracker)
     directory = RunDir(session.run_dir if session.run_dir is not None else default_path(experiment))
-    if not naming.engine_class(experiment.topology.engine).in_process:
+    if not experiment.topology.engine_class.in_process:
         _leave_accelerators_to_the_learner()
     profile = None
     if session.profile or session.profile_trace:

@@ -156,7 +156,7 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     widest = [cls for cls in dict.fromkeys(classes.values()) if not _is_base(cls, classes.values())]
     choices: dict[str, Iterable[str]] = {
         "topology": classes,
-        "engine": naming.ENGINES,
+        "engine": ("auto", *naming.ENGINES),
         "replay": ("auto", *naming.REPLAYS),
     }
     hidden = Annotated[Any, tyro.conf.Suppress]

@@ -30,6 +30,7 @@ class EngineOptions:
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
     grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
     ports: Mapping[str, int] = dataclasses.field(default_factory=dict)  # group -> port of its first node
+    accelerators: tuple[str, ...] = ("learner",)  # the groups whose nodes may use accelerators
     logs: pathlib.Path | None = None  # the directory in which the nodes' lines are kept; None: nowhere
 
 

@@ -27,6 +27,7 @@ AGENTS = {
 }
 ENGINES = {
     "launchpad": "rlframe.engines.launchpad:LaunchpadEngine",
+    "local": "rlframe.engines.local:LocalEngine",
     "threads": "rlframe.engines.threads:ThreadsEngine",
 }
 REPLAYS = ("local", "shared_memory", "reverb")  # each is made by `rlframe.programs.topologies.parts.add_replay`

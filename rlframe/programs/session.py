@@ -85,10 +85,10 @@ def train(
     """
     check_extras(experiment, with_control=control is not None)
     config, is_program = experiment.topology, isinstance(experiment.topology, ProgramConfig)
-    if listen is not None and not (config.joinable and "ports" in naming.engine_class(config.engine).options):
+    if listen is not None and not (config.joinable and "ports" in config.engine_class.options):
         raise UsageError(
             "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "
-            f"got {config.name} and {config.engine}."
+            f"got {config.name} and {config.engine_name}."
         )
     if profile is not None and is_program:
         raise UsageError(f"A profile is of a single process; the topology is {config.name}.")
@@ -171,10 +171,10 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, listen: int |
     ports = {} if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
     told = {
         name: getattr(config, name)
-        for name in ("max_restarts", "hang_timeout", "grace_seconds")
+        for name in ("accelerators", "max_restarts", "hang_timeout", "grace_seconds")
         if name in vars(config)
     }
-    return naming.engine_class(config.engine)(EngineOptions(**told, ports=ports, logs=logs))
+    return config.engine_class(EngineOptions(**told, ports=ports, logs=logs))
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
@@ -189,7 +189,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     config = experiment.topology
     if with_control and config.control is None:  # where it is not by itself
         extras.require("--http", "trajectories")
-    needed = [*naming.engine_class(config.engine).requires, *config.requires(experiment)]
+    needed = [*config.engine_class.requires, *config.requires(experiment)]
     needed += ["trajectories"] if with_control else []
     without = "or leave its control out by --http None" if with_control else ""
     extras.require(config.asked_by(experiment), *needed, otherwise=without)

@@ -11,7 +11,8 @@ import launchpad as lp
 
 from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, IMPALAConfig
-from rlframe.engines.launching.launcher import ON_CPU, launch
+from rlframe.engines.launching.launcher import launch
+from rlframe.engines.launching.placement import ON_CPU
 from rlframe.engines.launching.supervisor import GroupPolicy
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer

@@ -16,11 +16,12 @@ from rlframe.coordinator.messages import ROLES, WorkerHealth, WorkerInfo, Worker
 from rlframe.coordinator.operators.base import OperatorError
 from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
 from rlframe.coordinator.workers.records import Records, record_of, this_host
-from rlframe.engines.launching.launcher import ON_CPU
+from rlframe.engines.launching.placement import ON_CPU
 from rlframe.engines.launching.supervisor import FOR_GOOD
 from rlframe.engines.logs import show
 from rlframe.interprocess.processes import ProcessId
-from rlframe.transport import DEFAULT, Transport
+from rlframe.transport import Transport
+from rlframe.transport.sockets import SocketTransport
 
 _AT_ONCE = 1 << 16  # bytes of one log per look, so that one that says much does not hold up the others
 
@@ -35,7 +36,7 @@ class LocalOperator:
 
     The processes outlive the one that spawned them: another operator with the same `state_dir` adopts them, by their
     records there. They end with `owner`, or when nobody has called them for `silence` seconds. What they write goes to
-    `ROLE-INDEX.log`, and from there to `output`.
+    `ROLE-INDEX.log`, and from there to `output`. They are called over sockets that only their user can reach.
 
     Args:
         state_dir: a directory of the run, in which `save_workers` has written what makes the workers.
@@ -47,7 +48,7 @@ class LocalOperator:
         logs: the directory in which they are kept; None: `state_dir/logs`.
     """
 
-    transport: Transport = DEFAULT
+    transport: Transport = SocketTransport()
     every = 0.1
     grace = CLOSING + 2.0  # a worker that cannot close ends itself before
     starts = True
@@ -62,7 +63,6 @@ class LocalOperator:
         output: TextIO | None = None,
         logs: pathlib.Path | None = None,
     ) -> None:
-        self.transport.check("LocalOperator")
         self._state_dir, self._life, self._env = pathlib.Path(state_dir), Life(owner, silence), {**ENV, **(env or {})}
         self._records = Records(state_dir)
         self._log_dir = logs or self._state_dir / "logs"

@@ -26,6 +26,7 @@ from rlframe.engines.launching.node_main import command_of, run_to_exit, set_tit
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.transport import DEFAULT, Transport
+from rlframe.transport.sockets import SocketTransport
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")  # what is served
 CLOSING = 5.0  # seconds that a worker may take to close
@@ -141,7 +142,8 @@ def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, ad
         worker = load_maker(state_dir, role)(record.worker_id, index, incarnation)
         try:
             if not end.has_come():
-                end.server = server = WorkerServer(worker, address=address)
+                transport = SocketTransport() if address is None else DEFAULT
+                end.server = server = WorkerServer(worker, transport, address)
                 if records.write(dataclasses.replace(record, address=server.address)):
                     end.has_come(None)
                 else:
@@ -187,7 +189,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("role")
     parser.add_argument("index", type=int)
     parser.add_argument("incarnation", type=int)
-    parser.add_argument("--address", help="at which the coordinator calls it; HOST:0 picks a port of this host")
+    parser.add_argument("--address", help="HOST:PORT at which any machine can call it, 0: a free port")
     parser.add_argument("--owner", default="", help="PID:STARTED of the process without which the worker ends")
     parser.add_argument("--silence", type=float, default=SILENCE, help="seconds without a call after which it ends")
     return parser.parse_args(arguments)

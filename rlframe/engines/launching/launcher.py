@@ -5,38 +5,21 @@ Launchpad's own launcher ignores a crashed node, or kills itself (exit code 137)
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from rlframe.engines.base import GRACE, Watch
-from rlframe.engines.launching.node_main import LAUNCHER_PID, command_of
-from rlframe.engines.launching.supervisor import STOP_SIGNAL, GroupPolicy, NodeProcess, Supervisor
+from rlframe.engines.launching.node_main import node_processes, pickle_node
+from rlframe.engines.launching.ports import OPEN
+from rlframe.engines.launching.supervisor import STOP_SIGNAL, GroupPolicy, Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT
-
-# One thread for JAX and numerical libraries, no accelerator: for every node but the learner.
-ON_CPU = {
-    "JAX_PLATFORMS": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
-    "NPROC": "1",  # XLA's threads; its flag for a single one takes slower kernels too
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-
-_NODE_MAIN = "rlframe.engines.launching.node_main"
-
-_OPEN = (
-    "{}, and what these start, listen on all interfaces of this machine, without authentication: whoever reaches such "
-    "a port can run code as you. Close them (firewall, network namespace), or run where nobody else reaches this "
-    "machine: see SECURITY.md."
-)
+from rlframe.interprocess.progress import STARTING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,27 +77,29 @@ def launch(
                 f"The program has no group {label!r}; it has {', '.join(program.groups)}."
                 f"{suggest(label, program.groups)}"
             )
-    with _functions(program, ports or {}) as descriptors:
-        nodes = []
-        for label, group in program.groups.items():
-            policy = policies.get(label, GroupPolicy())
-            policy = dataclasses.replace(policy, env={**policy.env, LAUNCHER_PID: str(os.getpid())})
-            for index in range(len(group)):
-                name = f"{label}/{index}" if len(group) > 1 else label
-                command = command_of(_NODE_MAIN, str(descriptors[label]), str(index), name)
-                nodes.append(NodeProcess(name, command, policy, (descriptors[label],)))
+    nodes = _pickled(program, ports or {})
+    with node_processes(run_node, nodes, policies) as processes:
         if listening := _open_ports(program):
-            print(f"[launcher] {_OPEN.format(listening)}", file=output or sys.stderr, flush=True)
-        return Supervisor(nodes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
+            print(f"[launcher] {OPEN.format(listening)}", file=output or sys.stderr, flush=True)
+        return Supervisor(processes, output, logs, hang_timeout=hang_timeout, watch=watch, grace=grace).run()
 
 
-@contextlib.contextmanager
-def _functions(program: Any, ports: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Prepares the nodes as `lp.launch` does, and gives a descriptor of the pickled functions for each group.
+def run_node(pickled: bytes) -> None:
+    """Runs a node in its process, with Launchpad made ready for it."""
+    with STARTING:
+        import cloudpickle
+        from absl import flags
+        from launchpad.launch import worker_manager
 
-    Descriptors of memory, not files: nothing is left behind when the launcher is killed.
-    """
-    import cloudpickle
+        flags.FLAGS(sys.argv[:1])
+        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown of its own: the supervisor has one
+        worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
+        function = cloudpickle.loads(pickled)
+    function()
+
+
+def _pickled(program: Any, ports: Mapping[str, int]) -> dict[str, list[bytes]]:
+    """Prepares the nodes as `lp.launch` does, and pickles what each runs, by group."""
     from absl import flags
     from launchpad import context  # which defines the flags
     from launchpad.launch import serialization
@@ -135,23 +120,7 @@ def _functions(program: Any, ports: Mapping[str, int]) -> Iterator[dict[str, int
         for port, address in enumerate((each for node in program.groups[label] for each in node.addresses), first):
             address.bind(KnownAddress(f"localhost:{port}"))
     serialization.enable_lru_cache_pickling_once()
-    descriptors: dict[str, int] = {}
-    try:
-        for label, group in program.groups.items():
-            try:
-                pickled = cloudpickle.dumps([node.function for node in group])
-            except Exception as error:
-                raise UsageError(
-                    f"The nodes of the group {label!r} cannot be sent to their processes: "
-                    f"{type(error).__name__}: {error}. Their arguments must be picklable."
-                ) from error
-            descriptors[label] = os.memfd_create(f"rlframe {label}")
-            with open(f"/proc/self/fd/{descriptors[label]}", "wb") as file:
-                file.write(pickled)
-        yield descriptors
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    return {label: [pickle_node(label, node.function) for node in group] for label, group in program.groups.items()}
 
 
 def _open_ports(program: Any) -> str:

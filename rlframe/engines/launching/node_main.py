@@ -1,26 +1,72 @@
 """The entry of a node's process: `python -m rlframe.engines.launching.node_main DESCRIPTOR INDEX NAME`.
 
-Does what Launchpad's own entry does, and dies with the launcher, carries its role in its title, and lets
-no program linger on the disk: the pickled functions come through a descriptor.
+It dies with the launcher, carries its role in its title, and lets no program linger on the disk: what it runs comes
+through a descriptor.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
 import faulthandler
 import os
+import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rlframe.engines import logs
-from rlframe.engines.launching.supervisor import FOR_GOOD
+from rlframe.engines.launching.supervisor import FOR_GOOD, GroupPolicy, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
-from rlframe.interprocess import heartbeat, progress
+from rlframe.interprocess import heartbeat
 from rlframe.interprocess.processes import die_with_parent
+from rlframe.interprocess.progress import ENDING
 
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"
+
+
+@contextlib.contextmanager
+def node_processes(
+    run: Callable[[bytes], Any], groups: Mapping[str, Sequence[bytes]], policies: Mapping[str, GroupPolicy]
+) -> Iterator[list[NodeProcess]]:
+    """The processes of a program, for a `Supervisor`.
+
+    Args:
+        run: a function of a module, which runs a node in its process.
+        groups: by label, the nodes of each group, as `run` takes them.
+        policies: by label; a group without one has no restarts and decides nothing.
+    """
+    nodes = []
+    with contextlib.ExitStack() as opened:
+        for label, group in groups.items():
+            # Memory, not a file: nothing is left behind when the launcher is killed.
+            descriptor = os.memfd_create(f"rlframe {label}")
+            opened.callback(os.close, descriptor)
+            with open(f"/proc/self/fd/{descriptor}", "wb") as file:
+                pickle.dump((run, list(group)), file)
+            policy = policies.get(label, GroupPolicy())
+            policy = dataclasses.replace(policy, env={**policy.env, LAUNCHER_PID: str(os.getpid())})
+            for index in range(len(group)):
+                name = f"{label}/{index}" if len(group) > 1 else label
+                command = command_of(__name__, str(descriptor), str(index), name)
+                nodes.append(NodeProcess(name, command, policy, (descriptor,)))
+        yield nodes
+
+
+def pickle_node(label: str, node: Any) -> bytes:
+    """Pickles what a process of this group is to run. Raises UsageError where that cannot be."""
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(node)
+    except Exception as error:
+        raise UsageError(
+            f"The nodes of the group {label!r} cannot be sent to their processes: {type(error).__name__}: {error}. "
+            "Their arguments must be picklable."
+        ) from error
+    return pickled
 
 
 def main() -> None:
@@ -33,9 +79,9 @@ def main() -> None:
     set_title(name)
     logs.set_up(name)
     sys.path.append(os.getcwd())
-    with progress.STARTING:
-        function = _load(descriptor, index)
-    run_to_exit(function)
+    with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
+        run, nodes = pickle.load(file)
+    run_to_exit(lambda: run(nodes[index]))
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
@@ -62,24 +108,11 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
         code = 1
     # Threads of Courier, Reverb and JAX may be in the middle of something, which does not survive the end of the
     # interpreter: so what was registered for the exit is done, and that end is left out.
-    with progress.ENDING:
+    with ENDING:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _load(descriptor: int, index: int) -> Callable[[], Any]:
-    """What the node runs, and Launchpad made ready for it."""
-    import cloudpickle
-    from absl import flags
-    from launchpad.launch import worker_manager
-
-    flags.FLAGS(sys.argv[:1])
-    flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown of its own: the supervisor has one
-    worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
-    with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
-        return cloudpickle.load(file)[index]
 
 
 def set_title(name: str) -> None:
@@ -87,7 +120,3 @@ def set_title(name: str) -> None:
     import setproctitle
 
     setproctitle.setproctitle(f"rlframe: {name.replace('/', ' ')}")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,11 +12,13 @@ from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.programs import naming
 
 if TYPE_CHECKING:
+    from rlframe.engines.base import Engine
     from rlframe.programs.experiment import Experiment
 
 # Adds the nodes of a program to an engine (engine, run); returns what is to run when that has ended well, if anything.
 Topology = Callable[[Any, Any], Any]
 
+Accelerated = Literal["learner", "inferencer", "policy"]
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -67,6 +69,16 @@ class TopologyConfig:
 
     name: str = ""  # as the command line has it
 
+    @property
+    def engine_name(self) -> str:
+        """What runs its nodes: a name, or `file.py:Class`."""
+        raise NotImplementedError
+
+    @property
+    def engine_class(self) -> type[Engine]:
+        """The class that runs its nodes."""
+        return naming.engine_class(self.engine_name)
+
     def __post_init__(self) -> None:
         check_least(self)
 
@@ -93,15 +105,16 @@ class TopologyConfig:
 class ProgramConfig(TopologyConfig):
     """A program of several nodes."""
 
-    engine: str = "launchpad"  # what runs the nodes; threads: all in this process; or file.py:Class
-    max_restarts: int = 3  # how often each node of the engine launchpad may die and be started again
+    engine: str = "auto"  # what runs the nodes: local, launchpad, threads (all in this process), or file.py:Class
+    accelerators: tuple[Accelerated, ...] = ("learner",)  # the nodes that may use accelerators; the others get none
+    max_restarts: int = 3  # how often each node may die and be started again
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
     grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        read = naming.engine_class(self.engine).options
-        for name in ("max_restarts", "hang_timeout", "grace_seconds"):
+        read = self.engine_class.options
+        for name in ("accelerators", "max_restarts", "hang_timeout", "grace_seconds"):
             value, default = getattr(self, name), getattr(ProgramConfig, name)
             if value != default and name not in read:
                 by = [each for each in naming.ENGINES if name in naming.engine_class(each).options]
@@ -111,9 +124,14 @@ class ProgramConfig(TopologyConfig):
                 )
 
     @property
+    def engine_name(self) -> str:
+        """What runs the nodes, where nobody says it too: processes of this machine."""
+        return "local" if self.engine == "auto" else self.engine
+
+    @property
     def is_watched(self) -> bool:
         """Whether nodes that hang are killed: no other one need ever give them up."""
-        return self.hang_timeout > 0 and "hang_timeout" in naming.engine_class(self.engine).options
+        return self.hang_timeout > 0 and "hang_timeout" in self.engine_class.options
 
 
 @dataclasses.dataclass(frozen=True)

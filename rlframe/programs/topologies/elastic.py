@@ -23,7 +23,7 @@ from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.coordinator.workers.process import SILENCE
 from rlframe.coordinator.workers.records import save_workers
 from rlframe.engines import Engine
-from rlframe.engines.launching.launcher import ON_CPU
+from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.params.shared import SharedParamStore
@@ -68,9 +68,9 @@ class Elastic(GameProgram):
                 raise UsageError(f"{name} must be more than 0, got {value}.")
         if self.max_actors < self.min_actors:
             raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
-        if naming.engine_class(self.engine).operator is None:
+        if self.engine_class.operator is None:
             raise UsageError(
-                f"The engine {self.engine} has no operator, which starts the workers of the topology elastic: choose "
+                f"The engine {self.engine_name} has no operator, which starts the workers of elastic: choose "
                 "another engine."
             )
 
@@ -88,8 +88,11 @@ def elastic(engine: Engine, run: Run) -> None:
     """Add a coordinator, which has collectors come and go as the learner needs them."""
     replay_buffer = add_replay(engine, run)
     param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
-    accelerators = {name: os.environ.get(name) for name in ON_CPU}  # of the learner, as this process would have them
-    engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, this_process(), accelerators)
+    # The learner's, as this process has them; the coordinator is without.
+    variables = {name: os.environ.get(name) for name in ON_CPU}
+    if "learner" not in run.topology.accelerators:
+        variables |= NO_ACCELERATOR
+    engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, this_process(), variables)
 
 
 def add_replay(engine: Engine, run: Run) -> Any:
@@ -167,7 +170,7 @@ def make_coordinator(
     )
     silence = SILENCE + 2.0 * config.hang_timeout  # a coordinator that hangs, and is started again, finds them yet
     logs = run.directory.logs
-    operator_cls = naming.operator_class(naming.engine_class(config.engine).operator or "local")
+    operator_cls = naming.operator_class(config.engine_class.operator or "local")
     operator = operator_cls(path, owner=owner, silence=silence, env={"learner": learner_env}, logs=logs)
     return Coordinator(commander, operator, replay_buffer, param_store, cfg, _Records(run, counts))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rlframe import extras
 from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
@@ -51,6 +52,12 @@ class Distributed(LightEnv):
     joinable = True
 
     name: str = "distributed"
+
+    @property
+    def engine_name(self) -> str:
+        """See `ProgramConfig`: Launchpad, with Reverb, where both are installed."""
+        has_both = extras.is_installed("launchpad") and extras.is_installed("reverb")
+        return "launchpad" if self.engine == "auto" and has_both else super().engine_name
 
 
 @configured_by(LightEnv)

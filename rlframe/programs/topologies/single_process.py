@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
@@ -25,7 +24,7 @@ class SingleProcess(GameConfig):
     """What single_process can be told."""
 
     replays = ("local",)
-    engine: ClassVar[str] = "rlframe.engines.inline:InlineEngine"
+    engine_name = "rlframe.engines.inline:InlineEngine"
 
     name: str = "single_process"
     replay_checkpoint_every: int = 1_000_000  # of a single process: the same for a replay too large to go into each

@@ -1,0 +1,72 @@
+"""A node of the engine `local`: an object whose public methods are called over a socket."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from rlframe.engines.launching.node_main import LAUNCHER_PID, pickle_node
+from rlframe.engines.launching.supervisor import STOP_SIGNAL
+from rlframe.interprocess.progress import STARTING
+from rlframe.program_end import join_program
+from rlframe.transport import Transport
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalNode:
+    """What makes an object, and where it is called."""
+
+    group: str
+    transport: Transport
+    address: str
+    constructor: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def pickled(self) -> bytes:
+        """See `run_node`."""
+        return pickle_node(self.group, self)
+
+
+def run_node(pickled: bytes) -> None:
+    """Makes the object of a node in its process, serves it and runs it, until SIGTERM where it has no `run`."""
+    stop = threading.Event()
+    join_program(stop, functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
+    set_at_sigterm(stop)
+    with STARTING:
+        import cloudpickle
+
+        node = cloudpickle.loads(pickled)
+        made = node.constructor(*node.args, **node.kwargs)
+    server = node.transport.serve(public_methods(made), node.address)
+    try:
+        if hasattr(made, "run"):
+            made.run()
+        else:
+            while not stop.wait(1.0):  # not without end: a signal that comes just before would not wake it
+                pass
+    finally:
+        server.stop()
+
+
+def public_methods(target: Any) -> dict[str, Callable[..., Any]]:
+    """What others may call of an object: the methods of its class whose names begin without an underscore."""
+    names = (name for name in dir(type(target)) if not name.startswith("_"))
+    return {name: getattr(target, name) for name in names if callable(getattr(type(target), name, None))}
+
+
+def set_at_sigterm(stop: threading.Event) -> None:
+    """Has SIGTERM set the event."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        # Not from here: the thread that the handler interrupts may hold the event's lock.
+        threading.Thread(target=stop.set, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, handle)

@@ -1,0 +1,276 @@
+"""Unix-domain sockets, by which processes of one user on one machine call each other. Addresses are paths.
+
+They lie in a directory of mode 0700 (`SocketDirectory`), and both ends ask the kernel whose process the other one is
+before they read from it: what is received is unpickled. No port is opened on any interface.
+
+Each call under way has a connection of its own, which then waits for the next one: an answer needs no number, and is
+read by the thread that wants it. benchmarks/calls.py compares this with what libraries offer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlframe import errors
+from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
+from rlframe.transport import messages
+from rlframe.transport.base import CALL_TIMEOUT
+from rlframe.transport.callbacks import call_when_readable
+from rlframe.transport.directory import SocketDirectory
+
+_BACKLOG = 1024  # connections that wait to be taken
+_ANSWER_WITHIN = 60  # seconds that a server gives a client to read an answer
+_IDLE = 16  # connections that a client keeps for calls to come
+
+
+@dataclasses.dataclass(frozen=True)
+class SocketTransport:
+    """See `Transport`. A server without an address makes a directory of its own."""
+
+    def connect(self, address: str) -> SocketClient:
+        """See `Transport`."""
+        return SocketClient(address)
+
+    def is_reachable(self, address: str) -> bool:
+        """See `Transport`."""
+        try:
+            _connected(address, 1.0).close()
+        except (OSError, UnavailableError):
+            return False
+        return True
+
+    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
+        """See `Transport`."""
+        return SocketServer(methods, address)
+
+    def check(self, by: str) -> None:
+        """See `Transport`: it needs nothing."""
+
+
+class SocketClient:
+    """See `rlframe.transport.Client`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._idle: list[socket.socket] = []
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """See `Client`."""
+        return self._send(method, args, kwargs).result()
+
+    def submit(self, method: str, /, *args: Any) -> SocketFuture:
+        """See `Client`."""
+        try:
+            return self._send(method, args, {})
+        except UnavailableError as error:
+            return SocketFuture(None, self._idle, error)
+
+    def _send(self, method: str, args: Any, kwargs: Any) -> SocketFuture:
+        parts = messages.pack((method, args, kwargs))
+        while True:
+            try:
+                connection, is_new = self._idle.pop(), False
+            except IndexError:
+                connection, is_new = self._connect(), True
+            try:
+                connection.settimeout(CALL_TIMEOUT)
+                messages.send(connection, parts)
+            except OSError as error:
+                connection.close()
+                if is_new or isinstance(error, TimeoutError):
+                    raise _unavailable(error) from None
+            else:  # the server had been restarted since it was used last
+                return SocketFuture(connection, self._idle)
+
+    def _connect(self) -> socket.socket:
+        try:
+            return _connected(self._address, CALL_TIMEOUT)
+        except OSError as error:
+            raise _unavailable(error) from None
+
+
+class SocketFuture:
+    """See `rlframe.transport.Future`.
+
+    Args:
+        connection: by which the call was sent; None: it was not.
+        idle: where the connection goes when the answer is there.
+        error: why it was not sent.
+    """
+
+    def __init__(
+        self, connection: socket.socket | None, idle: list[socket.socket], error: Exception | None = None
+    ) -> None:
+        self._connection, self._idle = connection, idle
+        self._deadline = time.monotonic() + CALL_TIMEOUT
+        self._lock = threading.Lock()  # of who reads the answer
+        self._value: Any = None
+        self._error = error
+
+    def done(self) -> bool:
+        """See `Future`."""
+        connection = self._connection
+        if connection is None or time.monotonic() >= self._deadline:
+            return True
+        try:
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # another thread has read the answer
+            return True
+
+    def result(self) -> Any:
+        """See `Future`."""
+        with self._lock:
+            if self._connection is not None:
+                self._take(self._connection)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """See `Future`."""
+        connection = self._connection
+        if connection is None:
+            callback(self)
+        else:
+            call_when_readable(connection, self._deadline, lambda: callback(self))
+
+    def _take(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(max(0.0, self._deadline - time.monotonic()))
+            parts = messages.receive(connection)
+        except (OSError, EOFError) as error:
+            connection.close()
+            self._error = _unavailable(error)
+        else:
+            if len(self._idle) < _IDLE:
+                self._idle.append(connection)
+            else:
+                connection.close()
+            try:
+                self._value = _answered(*messages.unpack(parts))
+            except Exception as error:
+                self._error = error
+        self._connection = None
+
+
+class SocketServer:
+    """See `rlframe.transport.Server`. Each connection, which has one call at a time, has a thread."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> None:
+        self._directory = SocketDirectory() if address is None else None
+        self.address = address = f"{self._directory.path}/server" if self._directory is not None else str(address)
+        self._methods = methods
+        self._connections: set[socket.socket] = set()
+        self._stopped = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Under its name once it listens: in the place of a predecessor's that was killed.
+        unready = f"{address}.{os.getpid()}"
+        self._listener.bind(unready)
+        self._listener.listen(_BACKLOG)
+        os.rename(unready, address)
+        threading.Thread(target=self._accept, name="rlframe server", daemon=True).start()
+
+    def stop(self) -> None:
+        """See `Server`."""
+        self._stopped = True
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.address)
+        for connection in (self._listener, *self._connections.copy()):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    def _accept(self) -> None:
+        while not self._stopped:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # it was closed, or there are too many open files
+                time.sleep(0.0 if self._stopped else 0.1)
+                continue
+            self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="rlframe calls", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        seconds = struct.pack("@ll", _ANSWER_WITHIN, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        try:
+            _check_user(connection)
+            while not self._stopped:
+                self._answer_next(connection)
+        except (EOFError, OSError, UnavailableError):
+            pass
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    def _answer_next(self, connection: socket.socket) -> None:
+        request = messages.receive(connection)
+        try:
+            method, args, kwargs = messages.unpack(request)
+            if method in self._methods:
+                answer = messages.pack((self._methods[method](*args, **kwargs),))
+            else:
+                answer = messages.pack((None, NoMethodError.__name__, f"{self.address} has no method {method}."))
+        except Exception as error:
+            answer = messages.pack((None, *_described(error)))
+        messages.send(connection, answer)
+
+
+def _connected(address: str, timeout: float) -> socket.socket:
+    """A connection. Raises OSError where nobody listens, and UnavailableError where another user does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        _check_user(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raises UnavailableError where the process at the other end is another user's."""
+    if not hasattr(socket, "SO_PEERCRED"):  # beyond Linux the directory's mode has to do
+        return
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, uid, _ = struct.unpack("3i", raw)
+    if uid != os.geteuid():
+        raise UnavailableError(f"the process at the other end is the user {uid}'s")
+
+
+def _unavailable(error: Exception) -> UnavailableError:
+    if isinstance(error, (TimeoutError, BlockingIOError)):
+        return UnavailableError(f"no answer within {CALL_TIMEOUT:g} s")
+    return UnavailableError(getattr(error, "strerror", None) or str(error))
+
+
+def _described(error: Exception) -> tuple[str, str, str]:
+    """An error of a method as it travels: its type in `rlframe.errors`, message and traceback."""
+    names = [each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__]
+    is_ours = names and not isinstance(error, RemoteError)  # else another node's, which this one had called
+    return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
+
+
+def _answered(value: Any, name: str | None = None, message: str = "", text: str = "") -> Any:
+    """The value that was answered; raises what the method did, as `Client` says."""
+    if name is None:
+        return value
+    kind: type[RlframeError] = getattr(errors, name)
+    if issubclass(kind, (RemoteError, UnavailableError)):
+        raise kind(text or message)
+    raise kind(message) from RemoteError(text)
