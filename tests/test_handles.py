@@ -17,6 +17,8 @@ from rlframe import handles
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Call, Poll, Remote, resolve
 from rlframe.transport import DEFAULT
+from rlframe.transport.directory import SocketDirectory
+from rlframe.transport.sockets import SocketTransport
 from tests.extras import needs
 from tests.in_process import InProcess
 from tests.waiting import wait_until
@@ -73,7 +75,7 @@ class ByCourier:
 class ByQueues:
     """The same by the shortest transport."""
 
-    transport = InProcess()
+    transport: Any = InProcess()
 
     def address(self) -> str:
         return f"peer-{next(NUMBERS)}"
@@ -91,12 +93,27 @@ class ByQueues:
         return Remote([address], "client", transport=self.transport)
 
 
-@pytest.fixture(params=[ByCourier, ByQueues])
-def by(request) -> Any:
+class BySockets(ByQueues):
+    """Nodes as the engine local has them."""
+
+    transport: Any = SocketTransport()
+
+    def __init__(self) -> None:
+        self.directory = SocketDirectory()
+
+    def address(self) -> str:
+        return f"{self.directory.path}/{next(NUMBERS)}"
+
+
+@pytest.fixture(params=[ByCourier, ByQueues, BySockets])
+def by(request) -> Iterator[Any]:
     """What carries the calls."""
     if request.param is ByCourier:
         needs("launchpad")
-    return request.param()
+    made = request.param()
+    yield made
+    if request.param is BySockets:
+        made.directory.close()
 
 
 class HasEverything:

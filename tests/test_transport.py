@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import pathlib
 import threading
 
 import pytest
 
 from rlframe.errors import NoMethodError, RemoteError, UnavailableError, UsageError
 from rlframe.transport import DEFAULT, Transport
+from rlframe.transport.sockets import SocketTransport
 from tests.extras import needs
 from tests.in_process import InProcess
 
 
-@pytest.fixture(params=[InProcess(), DEFAULT], ids=["threads", "courier"])
+@pytest.fixture(params=[InProcess(), SocketTransport(), DEFAULT], ids=["threads", "sockets", "courier"])
 def transport(request: pytest.FixtureRequest) -> Transport:
     if request.param == DEFAULT:
         needs("launchpad")
@@ -67,9 +69,13 @@ def test_nobody_is_reached_before_a_node_serves_nor_after(transport):
         client.call("add", 1)
     with pytest.raises(UnavailableError):
         client.submit("add", 1).result()
+    if pathlib.Path(address).is_absolute():  # a directory of the server's own went with it
+        pathlib.Path(address).parent.mkdir(mode=0o700)
     again = transport.serve(METHODS, address)
     assert again.address == address and transport.is_reachable(address)
     again.stop()
+    if pathlib.Path(address).is_absolute():
+        pathlib.Path(address).parent.rmdir()
 
 
 def test_servers_that_start_at_once_have_addresses_of_their_own(transport):

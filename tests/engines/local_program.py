@@ -1,0 +1,76 @@
+"""A program of small nodes for tests/engines/test_local.py: `python local_program.py WHAT`, which runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from rlframe.engines.base import EngineOptions
+from rlframe.engines.local import LocalEngine
+from rlframe.errors import RlframeError, UnavailableError
+from rlframe.handles import resolve
+from rlframe.program_end import program_stop, stop_program
+
+
+class Server:
+    """Counts, and stays until it is stopped: it has no `run`."""
+
+    def __init__(self) -> None:
+        self._count, self._refused = 0, False
+        print(f"server {os.getpid()} on {os.environ['JAX_PLATFORMS']}")
+
+    def add(self) -> int:
+        if not self._refused:  # as a node that is not ready yet
+            self._refused = True
+            raise UnavailableError("not yet")
+        self._count += 1
+        return self._count
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Client:
+    """Calls the server, and does what the test wants."""
+
+    def __init__(self, server: Any, what: str) -> None:
+        self._server, self._what = resolve(server, "server"), what
+
+    def run(self) -> None:
+        count = self._server.add()
+        print(f"client {os.getpid()} counts {count}")
+        if self._what == "raise":
+            raise ValueError("the client is unhappy")
+        if self._what == "stop":
+            stop_program()
+        if self._what in ("stop", "wait"):
+            stop = program_stop()
+            assert stop is not None
+            while not stop.wait(0.1):
+                pass
+            print("client stops")
+        if self._what == "kill server":
+            os.kill(self._server.pid(), 9)
+            time.sleep(0.2)
+            print(f"after its restart the server counts {self._server.add()}")
+
+
+def main(what: str) -> None:
+    engine = LocalEngine(EngineOptions(max_restarts=1))
+    server = engine.add("server", Server)
+    engine.add("guest" if what == "raise" else "monitor", Client, server, what)
+    if what == "wait":
+        engine.add("actor", Client, server, what)
+    try:
+        print("ran:", engine.run())
+    except RlframeError as error:
+        print("failed:", error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    from tests.engines.local_program import main as imported  # what nodes are made of is imported by name
+
+    imported(sys.argv[1])

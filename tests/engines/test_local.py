@@ -1,0 +1,92 @@
+"""The engine local: real processes, real sockets, and no port."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.waiting import wait_until
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def start(what: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engines.local_program", what],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, lines = process.communicate(timeout=120.0)
+    pids = {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", lines)}
+    assert pids and not any(psutil.pid_exists(pid) for pid in pids)
+    return process.returncode, output, lines
+
+
+@pytest.mark.parametrize("what", ["once", "stop"])
+def test_a_program_ends_well_with_the_node_that_decides_or_when_one_ends_it(what: str):
+    code, output, lines = finish(start(what))
+    assert (code, output) == (0, "ran: None\n")
+    assert re.search(r"^\[server\] server \d+ on cpu$", lines, re.M)
+    assert re.search(r"^\[monitor\] client \d+ counts 1$", lines, re.M)
+    assert ("[monitor] client stops" in lines) == (what == "stop")
+
+
+def test_a_node_that_raises_is_told_with_its_traceback():
+    code, output, _ = finish(start("raise"))
+    assert code == 1
+    assert output.startswith("failed: The node guest failed with exit code 1. Its last lines:\nTraceback (most")
+    assert output.rstrip().endswith("ValueError: the client is unhappy")
+
+
+def test_a_killed_server_comes_back_at_its_address():
+    code, output, lines = finish(start("kill server"))
+    assert (code, output) == (0, "ran: None\n")
+    assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
+    assert len(set(re.findall(r"server (\d+) ", lines))) == 2
+    assert re.search(r"^\[monitor\] after its restart the server counts 1$", lines, re.M)
+
+
+def wait_for_nodes(process: subprocess.Popen[str]) -> set[int]:
+    """The numbers of all three nodes, which have said who they are."""
+    pids: set[int] = set()
+    assert process.stderr is not None
+    while len(pids) < 3:
+        pids |= {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", process.stderr.readline())}
+    return pids
+
+
+def test_nobody_listens_on_a_network_and_ctrl_c_ends_all():
+    process = start("wait")
+    wait_for_nodes(process)
+    launcher = psutil.Process(process.pid)
+    everyone = [launcher, *launcher.children(recursive=True)]
+    assert len([each for each in everyone if "rlframe" in each.cmdline()[0]]) == 3
+    assert [(each.pid, each.net_connections("inet")) for each in everyone if each.net_connections("inet")] == []
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60.0)
+    assert (process.returncode, output) == (0, "ran: 2\n")
+
+
+def test_nothing_outlives_a_launcher_that_is_killed():
+    process = start("wait")
+    pids = wait_for_nodes(process)
+    (remover,) = [each for each in psutil.Process(process.pid).children() if each.pid not in pids]
+    directory = pathlib.Path(remover.cmdline()[-1])
+    assert len(list(directory.iterdir())) == 3
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60.0)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in (*pids, remover.pid)), f"Some of {pids} live on.")
+    assert not directory.exists()

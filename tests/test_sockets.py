@@ -1,0 +1,226 @@
+"""Calls over Unix sockets: who may call, what travels how, and what is left."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+
+from rlframe.errors import UnavailableError
+from rlframe.programs import naming
+from rlframe.transport import messages, sockets
+from rlframe.transport.directory import SocketDirectory
+from rlframe.transport.sockets import SocketTransport
+from tests.waiting import wait_until
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOBODY = 65534  # a user that every system has
+
+TRANSPORT = SocketTransport()
+
+as_another = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+
+
+def echo(value):
+    return value
+
+
+@pytest.fixture
+def server():
+    made = TRANSPORT.serve({"echo": echo})
+    yield made
+    made.stop()
+
+
+def as_nobody(code: str) -> list[str]:
+    """The command of a process of another user's that runs this code."""
+    return [
+        sys.executable,
+        "-c",
+        f"import os, socket, sys\nos.setgroups([]); os.setgid(1); os.setuid({NOBODY})\n{code}",
+    ]
+
+
+def run_as_nobody(code: str, *arguments: str) -> str:
+    """What this code prints, run by another user's process."""
+    return subprocess.run([*as_nobody(code), *arguments], capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def open_directory():
+    """A directory that every user may write to."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        os.chmod(directory, 0o777)
+        yield pathlib.Path(directory)
+
+
+CALL = """
+connection = socket.socket(socket.AF_UNIX)
+try:
+    connection.connect(sys.argv[1])
+    connection.settimeout(20.0)
+    connection.sendall(bytes.fromhex(sys.argv[2]))
+    print("answered" if connection.recv(1) else "closed")
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+SERVE = """
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+listener.listen()
+print("listens", flush=True)
+connection, _ = listener.accept()
+connection.settimeout(20.0)
+print(len(connection.recv(1000)), "bytes", flush=True)
+"""
+
+
+def request(method: str, *args: object) -> str:
+    """A call as it travels, in hexadecimal."""
+    left, right = socket.socketpair()
+    with left, right:
+        messages.send(left, messages.pack((method, args, {})))
+        return right.recv(10_000).hex()
+
+
+@as_another
+def test_another_user_cannot_enter_the_directory(server):
+    assert os.stat(pathlib.Path(server.address).parent).st_mode & 0o777 == 0o700
+    assert run_as_nobody(CALL, server.address, request("echo", 1)).strip() == "PermissionError"
+
+
+class Loud:
+    """Says where it is unpickled."""
+
+    def __reduce__(self):
+        return unpickled.append, ("somebody",)
+
+
+unpickled: list[str] = []
+
+
+@as_another
+def test_nothing_of_another_user_is_read_even_where_the_socket_can_be_reached(open_directory):
+    server = TRANSPORT.serve({"echo": echo}, str(open_directory / "s"))
+    os.chmod(server.address, 0o777)
+    loud = request("echo", Loud())
+    unpickled.clear()
+    assert run_as_nobody(CALL, server.address, loud).strip() in ("closed", "ConnectionResetError", "BrokenPipeError")
+    assert unpickled == []
+    assert TRANSPORT.connect(server.address).call("echo", 3) == 3
+    server.stop()
+
+
+@as_another
+def test_nothing_is_sent_to_another_user_s_server(open_directory):
+    path = str(open_directory / "s")
+    with subprocess.Popen([*as_nobody(SERVE), path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "listens\n"
+        with pytest.raises(UnavailableError, match=f"is the user {NOBODY}'s"):
+            TRANSPORT.connect(path).call("echo", 1)
+        assert other.stdout.readline() == "0 bytes\n"
+    assert not TRANSPORT.is_reachable(path)
+
+
+def test_large_arrays_lie_behind_the_pickle_and_arrive_as_they_were():
+    large = {
+        "params": np.arange(100_000, dtype=np.float32),
+        "rows": [np.full((300, 64), i, np.uint8) for i in range(700)],
+    }
+    parts = messages.pack((large, "small"))
+    assert len(parts) == 702 and len(parts[0]) < 100_000
+    left, right = socket.socketpair()
+    with left, right:
+        sender = threading.Thread(target=messages.send, args=(left, parts))
+        sender.start()
+        received, small = messages.unpack(messages.receive(right))
+        sender.join()
+    assert small == "small"
+    np.testing.assert_array_equal(received["params"], large["params"])
+    np.testing.assert_array_equal(received["rows"], large["rows"])
+    received["params"][0] = 7.0  # its own memory, which may be written to
+
+
+def test_what_a_file_of_the_user_s_own_defines_travels_whole(server, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("class Own:\n    def __init__(self, value):\n        self.value = value\n")
+    own = naming.load_object(f"{path}:Own", "thing")
+    assert TRANSPORT.connect(server.address).call("echo", own(5)).value == 5
+    # And to a process that has not loaded the file.
+    reader = """
+import sys
+from rlframe.transport.sockets import SocketTransport
+print(SocketTransport().connect(sys.argv[1]).call("get").value)
+"""
+    giver = TRANSPORT.serve({"get": lambda: own(6)})
+    done = subprocess.run([sys.executable, "-c", reader, giver.address], cwd=ROOT, capture_output=True, text=True)
+    giver.stop()
+    assert done.stdout == "6\n", done.stderr
+
+
+def test_a_call_that_is_not_answered_in_time_fails_and_its_late_answer_is_nobody_s(monkeypatch):
+    monkeypatch.setattr(sockets, "CALL_TIMEOUT", 0.2)
+    goes_on = threading.Event()
+    server = TRANSPORT.serve({"wait": lambda: goes_on.wait(20.0), "echo": echo})
+    client = TRANSPORT.connect(server.address)
+    with pytest.raises(UnavailableError, match="no answer within"):
+        client.call("wait")
+    future, told = client.submit("wait"), threading.Event()
+    future.add_done_callback(lambda _: told.set())
+    assert told.wait(20.0) and future.done()
+    with pytest.raises(UnavailableError, match="no answer within"):
+        future.result()
+    goes_on.set()
+    assert client.call("echo", 4) == 4
+    server.stop()
+
+
+def test_a_server_in_the_place_of_one_that_ended_is_found_without_a_pause():
+    directory = SocketDirectory()
+    address = f"{directory.path}/s"
+    first = TRANSPORT.serve({"echo": echo}, address)
+    client = TRANSPORT.connect(address)
+    assert client.call("echo", 1) == 1
+    first.stop()
+    second = TRANSPORT.serve({"echo": lambda value: -value}, address)
+    assert client.call("echo", 1) == -1
+    second.stop()
+    directory.close()
+    assert not os.path.exists(directory.path)
+
+
+def test_paths_are_short_however_long_that_of_temporary_files_is(monkeypatch, tmp_path):
+    long = tmp_path / ("x" * 150)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    server = TRANSPORT.serve({"echo": echo})
+    assert TRANSPORT.connect(server.address).call("echo", 1) == 1
+    server.stop()
+    assert not os.path.exists(server.address)
+
+
+def test_nothing_is_left_of_the_directory_of_a_process_that_is_killed(open_directory):
+    code = """
+import os, time
+from rlframe.transport.sockets import SocketTransport
+print(SocketTransport().serve({}).address, flush=True)
+time.sleep(600)
+"""
+    environ = {**os.environ, "TMPDIR": str(open_directory)}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = pathlib.Path(process.stdout.readline().strip())
+    assert address.is_socket() and address.is_relative_to(open_directory)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    wait_until(lambda: not list(open_directory.iterdir()), f"{list(open_directory.iterdir())} is left.")
