@@ -53,15 +53,18 @@ def training(options: str, *needs: str, by: str = "", otherwise: str = "") -> Ca
 
 NO_CONTROL = "or leave its control out by --http None"
 TOPOLOGIES = [
-    training("--topology heavy_env", "launchpad"),
-    training("--topology light_env", "launchpad"),
-    training("--topology distributed", "launchpad", "reverb"),
-    training("--topology elastic", "launchpad", "trajectories", otherwise=NO_CONTROL),
-    training("--topology elastic --http None", "launchpad", by="--topology elastic"),
-    training("--topology heavy_env --replay reverb", "launchpad", "reverb"),
-    training("--topology light_env --replay reverb", "launchpad", "reverb"),
-    training("--topology distributed --replay reverb", "launchpad", "reverb"),
-    training("--topology elastic --replay reverb", "launchpad", "reverb", "trajectories", otherwise=NO_CONTROL),
+    training("--topology heavy_env"),
+    training("--topology light_env"),
+    training("--topology heavy_env --engine launchpad", "launchpad", by="--topology heavy_env"),
+    training("--topology light_env --engine launchpad", "launchpad", by="--topology light_env"),
+    training("--topology distributed", "reverb"),
+    training("--topology distributed --engine launchpad", "launchpad", "reverb", by="--topology distributed"),
+    training("--topology elastic", "trajectories", otherwise=NO_CONTROL),
+    training("--topology elastic --http None"),
+    training("--topology heavy_env --replay reverb", "reverb"),
+    training("--topology light_env --replay reverb", "reverb"),
+    training("--topology distributed --replay reverb", "reverb"),
+    training("--topology elastic --replay reverb", "reverb", "trajectories", otherwise=NO_CONTROL),
     training("--topology distributed --engine threads", "reverb", by="--topology distributed"),
     training(
         "--topology heavy_env --replay reverb --engine threads", "reverb", by="--topology heavy_env --replay reverb"
@@ -75,11 +78,11 @@ TRAINING = [
     training("--http 0", "trajectories", by="--http"),
     training("--wandb", "wandb"),
     training("--trackio", "trackio"),
-    Call(f"{GRPO} --supervised-steps 0", "--agent grpo", ("launchpad", "trajectories", "envs")),
-    Call(f"{GRPO} --supervised-steps 0 --engine threads", "--agent grpo", ("trajectories", "envs")),
+    Call(f"{GRPO} --supervised-steps 0", "--agent grpo", ("trajectories", "envs")),
+    Call(f"{GRPO} --supervised-steps 0 --engine launchpad", "--agent grpo", ("launchpad", "trajectories", "envs")),
     Call(
         f"{GRPO} --supervised-steps 1",
-        *("--agent grpo", ("launchpad", "trajectories", "envs", "lm")),
+        *("--agent grpo", ("trajectories", "envs", "lm")),
     ),
 ]
 OTHERS = [
@@ -134,7 +137,7 @@ CORE = [
         )
     ),
 ]
-REFUSED = [*TRAINING, *OTHERS, *IMPORTS]
+REFUSED = [call for call in (*TRAINING, *OTHERS, *IMPORTS) if call.needs]
 AVAILABLE = [extra for extra in extras.MODULES if extra not in extras.IN_PLACE_OF or extras._HAS_WHEEL]
 
 
@@ -228,7 +231,7 @@ def check_refusals(calls: dict[str, list[Call]], folder) -> None:
 
 @pytest.mark.parametrize(
     ("package", "topology", "by"),
-    [("launchpad", "heavy_env", "--engine launchpad"), ("reverb", "distributed", "--replay reverb")],
+    [("launchpad", "heavy_env --engine launchpad", "--engine launchpad"), ("reverb", "distributed", "--replay reverb")],
 )
 def test_a_damaged_install_is_not_called_a_missing_one_and_leaves_no_run_directory(tmp_path, package, topology, by):
     needs("launchpad", "reverb")
@@ -280,7 +283,7 @@ WORKS = [
     *(call for call in TRAINING if call.by in ("--wandb", "--trackio") or "dm_control" in call.by),
     Call(
         f"{GRPO} --supervised-steps 1",
-        needs=("launchpad", "trajectories", "envs", "lm"),
+        needs=("trajectories", "envs", "lm"),
     ),
     Call("evaluate RUN --episodes 1 --video film.mp4", needs=("gymnasium",)),
 ]

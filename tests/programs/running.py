@@ -14,11 +14,33 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import pytest
+
+from tests.extras import needs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 # Each actor has 4 environments, and an update takes 80 of their steps, so that a run of some seconds has many of them.
 IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2"]
+
+
+# What carries the nodes, and how they are wired. Reverb's server is a node of Launchpad's.
+PROGRAMS = (
+    "local heavy_env",
+    "local light_env",
+    "launchpad heavy_env",
+    "launchpad light_env",
+    "launchpad distributed",
+)
+# Those in `make test` are of the first; the whole grid is in `make test-system`.
+GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system) for one in PROGRAMS]
+
+
+def options_of(program: str) -> list[str]:
+    """The options of one of `PROGRAMS`; skips the test where what it needs is not installed."""
+    engine, topology = program.split()
+    needs(*(["launchpad"] if engine == "launchpad" else []), *(["reverb"] if topology == "distributed" else []))
+    return ["--engine", engine, "--topology", topology]
 
 
 class RunningProgram:

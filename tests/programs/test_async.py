@@ -19,8 +19,7 @@ from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.topologies.parts import make_pool, replay_capacity
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, MID, AgentOutput, Step, TimeStep, global_env_ids, specs
-from tests.extras import needs
-from tests.programs.running import ROOT, RunningProgram
+from tests.programs.running import PROGRAMS, ROOT, RunningProgram, options_of
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "eval_episodes": 2, "num_envs": 8, "async_envs": True}
 PROCESSES = ["--async", "--wait-num", "1", "--steps", "3000", "--num-envs", "8", "--unroll-length", "8"]
@@ -75,11 +74,10 @@ def test_actors_of_a_topology_act_on_what_answers_first(tmp_path, monkeypatch, t
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("topology", ["heavy_env", "light_env", "distributed", "elastic"])
-def test_processes_of_a_topology_do_too(tmp_path, topology):
-    needs("launchpad")
+@pytest.mark.parametrize("which", [*PROGRAMS, "local elastic"])
+def test_processes_of_a_topology_do_too(tmp_path, which):
     options = ["--agent", "impala", "--env", f"{__file__}:slow_env", "--preset", "none", "--batch-size", "4"]
-    with RunningProgram(tmp_path / "run", *options, *PROCESSES, "--topology", topology) as program:
+    with RunningProgram(tmp_path / "run", *options, *PROCESSES, *options_of(which)) as program:
         code, result = program.finish()
     assert code == 0 and result is not None
     assert result["env_steps"] >= 3_000

@@ -9,19 +9,17 @@ import sys
 
 import pytest
 
-from tests.extras import needs
-
-needs("launchpad")
+from tests.programs.running import PROGRAMS, options_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 RANDOM = 22.0  # what a random policy returns on CartPole
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("topology", ["heavy_env", "light_env", "distributed"])
-def test_a_custom_agent_learns_in_every_topology(topology, tmp_path):
+@pytest.mark.parametrize("which", PROGRAMS)
+def test_a_custom_agent_learns_in_every_topology(which, tmp_path):
     command = [sys.executable, "-m", "rlframe", "train", "--agent", str(ROOT / "examples/custom_agent.py:Reinforce")]
-    command += ["--env", "CartPole-v1", "--num-envs", "8", "--topology", topology, "--num-actors", "2"]
+    command += ["--env", "CartPole-v1", "--num-envs", "8", *options_of(which), "--num-actors", "2"]
     command += ["--steps", "150000", "--run-dir", str(tmp_path / "run"), "--quiet", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == 0, done.stderr

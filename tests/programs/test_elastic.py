@@ -14,7 +14,7 @@ from tests.extras import needs
 from tests.programs.elastic import ElasticProgram, last_status
 from tests.programs.running import stop_signal
 
-needs("launchpad", "trajectories")
+needs("trajectories")
 
 DQN = ("--agent", "dqn", "--env", "CartPole-v1")
 STEADY_DQN = (*DQN, "--update-period", "4", "--target-update-period", "400", "--discount", "0.99")

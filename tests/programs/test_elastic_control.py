@@ -13,7 +13,7 @@ import pytest
 
 from tests.extras import import_or_skip, needs
 
-needs("launchpad", "trajectories")
+needs("trajectories")
 import_or_skip("playwright", "pip install 'rlframe[test]'")
 from playwright.sync_api import expect
 

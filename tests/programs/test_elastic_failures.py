@@ -11,7 +11,7 @@ from rlframe.learners import Checkpointer
 from tests.extras import needs
 from tests.programs.elastic import ElasticProgram, last_status
 
-needs("launchpad", "trajectories")
+needs("trajectories")
 
 FEW = ("--num-actors", "1", "--min-actors", "1", "--max-actors", "2", "--num-envs", "2")
 LONG = ("--steps", "100000000", "--log-every", "500", "--quiet")

@@ -14,7 +14,7 @@ from tests.extras import needs
 from tests.programs.elastic import ElasticProgram, last_status
 from tests.programs.running import ROOT
 
-needs("launchpad", "trajectories")
+needs("trajectories")
 
 pytestmark = pytest.mark.system
 LONG = ("--steps", "100000000", "--log-every", "500", "--num-actors", "1", "--max-actors", "2", "--quiet")

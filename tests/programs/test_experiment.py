@@ -81,7 +81,7 @@ def test_an_option_that_the_topology_does_not_read_is_refused(field, value, topo
 
 
 def test_threads_are_not_started_again():
-    with pytest.raises(UsageError, match="max_restarts=1 is for the engine launchpad"):
+    with pytest.raises(UsageError, match="max_restarts=1 is for the engine launchpad or local"):
         make_experiment(topology="heavy_env", engine="threads", max_restarts=1)
 
 

@@ -10,21 +10,14 @@ import pytest
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.programs.run_lock import RunLock
-from tests.extras import needs
-from tests.programs.running import IMPALA, RunningProgram, stop_signal
+from tests.programs.running import GRID, IMPALA, PROGRAMS, RunningProgram, options_of, stop_signal
 
-needs("launchpad")
-
-TOPOLOGIES = ("heavy_env", "light_env", "distributed")
 NODES = {
     "heavy_env": ("actor 1", "learner", "monitor"),
     "light_env": ("actor 0", "inferencer", "learner", "monitor"),
     "distributed": ("actor 1", "inferencer", "learner", "monitor", "replay"),
 }
 LONG = ["--steps", "100000000", "--checkpoint-every", "2000", "--log-every", "500"]
-
-# Those in `make test` are of heavy_env; the whole grid is in `make test-system`.
-GRID = [pytest.param(topology, marks=[] if topology == "heavy_env" else pytest.mark.system) for topology in TOPOLOGIES]
 
 
 def steps_of(program: RunningProgram) -> int:
@@ -33,13 +26,13 @@ def steps_of(program: RunningProgram) -> int:
 
 
 @pytest.mark.system  # in `make test` recovery, and the elastic run, have nodes killed
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, topology):
+@pytest.mark.parametrize("which", PROGRAMS)
+def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, which):
     steps = 200_000  # seconds longer than it takes to kill them
-    arguments = [*IMPALA, "--topology", topology, "--steps", str(steps), "--log-every", "500"]
+    arguments = [*IMPALA, *options_of(which), "--steps", str(steps), "--log-every", "500"]
     with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
         at = 0
-        for name in NODES[topology]:
+        for name in NODES[which.split()[1]]:
             program.wait_for_steps(at + 1_000)
             program.kill(name)
             at = steps_of(program)
@@ -47,16 +40,16 @@ def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, topolo
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None and result["env_steps"] >= steps and result["episodes"] == 2
-    for name in NODES[topology]:
+    for name in NODES[which.split()[1]]:
         assert f"[{name.replace(' ', '/')}] was killed by SIGKILL: restart 1 of 3" in program.errors()
     versions = [row["params_version"] for row in program.rows() if "params_version" in row]
     assert versions == sorted(versions)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("topology", GRID)
-def test_a_paused_actor_does_not_stall_the_rest(tmp_path, topology):
-    arguments = [*IMPALA, "--topology", topology, "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
+@pytest.mark.parametrize("which", GRID)
+def test_a_paused_actor_does_not_stall_the_rest(tmp_path, which):
+    arguments = [*IMPALA, *options_of(which), "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000)
         program.node("actor 0").send_signal(signal.SIGSTOP)
@@ -66,9 +59,9 @@ def test_a_paused_actor_does_not_stall_the_rest(tmp_path, topology):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("topology", GRID)
-def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_path, topology):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology, "--max-restarts", "0") as program:
+@pytest.mark.parametrize("which", GRID)
+def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_path, which):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which), "--max-restarts", "0") as program:
         program.wait_for_steps(500)
         began = time.monotonic()
         program.node("actor 1").kill()
@@ -79,9 +72,9 @@ def test_past_the_limit_of_restarts_the_program_stops_and_names_the_node(tmp_pat
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("topology", GRID)
-def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path, topology):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology) as program:
+@pytest.mark.parametrize("which", GRID)
+def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path, which):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which)) as program:
         program.wait_for_steps(2_000)
         assert stop_signal(program) < 10.0
         code, result = program.finish()
@@ -135,12 +128,12 @@ class Slow(IMPALA):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("topology", GRID)
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path, topology):
-    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, "--topology", topology) as program:
+@pytest.mark.parametrize("which", GRID)
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path, which):
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(which)) as program:
         program.wait_for_steps(500)
         nodes = program.nodes()
-        assert len(nodes) == 1 + len(NODES[topology])  # the second actor
+        assert len(nodes) == 1 + len(NODES[which.split()[1]])  # the second actor
         with pytest.raises(UsageError, match=f"is in use by process {program.process.pid} on "):
             RunLock(tmp_path / "run").__enter__()
         program.process.kill()
@@ -149,8 +142,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path, topology):
             program.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("topology", GRID)
-def test_a_learner_that_raises_ends_the_program_with_its_traceback(tmp_path, topology):
+@pytest.mark.parametrize("which", GRID)
+def test_a_learner_that_raises_ends_the_program_with_its_traceback(tmp_path, which):
     agent = tmp_path / "agent.py"
     agent.write_text(
         """
@@ -163,7 +156,7 @@ class Unhappy(IMPALA):
         raise ValueError("the agent is unhappy")
 """
     )
-    arguments = ["--agent", f"{agent}:Unhappy", "--num-envs", "8", "--topology", topology, "--max-restarts", "1"]
+    arguments = ["--agent", f"{agent}:Unhappy", "--num-envs", "8", *options_of(which), "--max-restarts", "1"]
     with RunningProgram(tmp_path / "run", *arguments, "--quiet") as program:
         code, result = program.finish()
     assert code == 1 and result is None

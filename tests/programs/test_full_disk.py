@@ -54,7 +54,7 @@ def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before
 
 @pytest.mark.system
 def test_an_elastic_run_outlives_a_full_disk_and_ends_well_when_there_is_room_again(tmp_path, small_disk):
-    needs("launchpad", "trajectories")
+    needs("trajectories")
     from tests.programs.elastic import ElasticProgram
 
     (tmp_path / "run").symlink_to(small_disk.path)  # what the test writes beside it has room

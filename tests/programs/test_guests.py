@@ -16,7 +16,7 @@ import pytest
 
 from rlframe import SyncEnv
 from rlframe.actors import Actor
-from rlframe.engines.launchpad import check_free
+from rlframe.engines.launching.ports import check_free
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.programs import guests as entry
@@ -217,6 +217,6 @@ def test_a_port_in_use_is_named_with_its_option(host):
 
 
 def test_only_a_distributed_run_listens(tmp_path):
-    with pytest.raises(UsageError, match="got heavy_env and launchpad"):
+    with pytest.raises(UsageError, match="got heavy_env and local"):
         train(make_experiment("impala", topology="heavy_env"), run_dir=tmp_path / "run", listen=7000)
     assert not (tmp_path / "run").exists()

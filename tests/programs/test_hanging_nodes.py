@@ -7,11 +7,8 @@ import signal
 
 import pytest
 
-from tests.extras import needs
-from tests.programs.running import IMPALA, RunningProgram
-from tests.programs.test_failures import NODES, TOPOLOGIES, steps_of
-
-needs("launchpad")
+from tests.programs.running import IMPALA, PROGRAMS, RunningProgram, options_of
+from tests.programs.test_failures import NODES, steps_of
 
 # A step takes as long on any machine: so many are not taken before all nodes have hung.
 STEPS = 120_000
@@ -34,8 +31,8 @@ QUICK = ["--hang-timeout", "10", "--eval-episodes", "2", "--log-every", "500"]
 
 @pytest.mark.system
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_run_takes_the_steps_that_were_asked_for_whichever_nodes_hang(tmp_path, topology):
+@pytest.mark.parametrize("which", PROGRAMS)
+def test_a_run_takes_the_steps_that_were_asked_for_whichever_nodes_hang(tmp_path, which):
     env = tmp_path / "env.py"
     env.write_text(ENV)
     arguments = [
@@ -44,15 +41,14 @@ def test_a_run_takes_the_steps_that_were_asked_for_whichever_nodes_hang(tmp_path
         "8",
         "--env",
         f"{env}:make_env",
-        "--topology",
-        topology,
+        *options_of(which),
         "--steps",
         str(STEPS),
         *QUICK,
     ]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         at = 0
-        for name in NODES[topology]:
+        for name in NODES[which.split()[1]]:
             program.wait_for_steps(at + 1_000, 400.0)
             program.kill(name, signal.SIGSTOP)
             at = steps_of(program)
@@ -62,7 +58,7 @@ def test_a_run_takes_the_steps_that_were_asked_for_whichever_nodes_hang(tmp_path
     assert result is not None and STEPS <= result["env_steps"] <= MORE * STEPS
     restarts = re.findall(r"\[(\S+)\] (.*): restart (\d) of 3", program.errors())
     assert [(name, number) for name, _, number in restarts] == [
-        (name.replace(" ", "/"), "1") for name in NODES[topology]
+        (name.replace(" ", "/"), "1") for name in NODES[which.split()[1]]
     ]
     assert all(re.match(r"hung: no heartbeat for \d+ s, and was killed", how) for _, how, _ in restarts)
 

@@ -7,11 +7,8 @@ import pathlib
 
 import pytest
 
-from tests.extras import needs
-from tests.programs.running import RunningProgram
+from tests.programs.running import PROGRAMS, RunningProgram, options_of
 from tests.programs.test_language import SMALL
-
-needs("launchpad")
 
 # Agents that are made in every node: who makes one writes down whose parameters its process packs or unpacks, and how.
 AGENTS = """
@@ -72,11 +69,11 @@ def counts_of(tmp_path: pathlib.Path, agent: str, *arguments: str) -> tuple[dict
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("topology", ["heavy_env", "light_env", "distributed", "elastic"])
-def test_parameters_are_packed_and_unpacked_inside_jitted_calls_alone(tmp_path, topology):
+@pytest.mark.parametrize("which", [*PROGRAMS, "local elastic"])
+def test_parameters_are_packed_and_unpacked_inside_jitted_calls_alone(tmp_path, which):
     arguments = ["--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2", "--steps", "20000"]
     arguments += ["--unroll-length", "10", "--batch-size", "4"]
-    found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, "--topology", topology)
+    found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, *options_of(which))
     assert versions > 100
     assert set(found) == {"pack", "unpack"}  # never by numpy, which is for every version anew
     # What is traced, of which each process does a few whatever the versions: the learner's update packs, calls unpack.

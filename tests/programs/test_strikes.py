@@ -17,10 +17,9 @@ import psutil
 import pytest
 
 from tests.programs.elastic import ElasticProgram
-from tests.programs.running import IMPALA, RunningProgram
+from tests.programs.running import IMPALA, RunningProgram, options_of
 from tests.programs.test_hanging_nodes import ENV, MORE
 
-pytest.importorskip("launchpad", reason="dm-launchpad is not installed: pip install rlframe[launchpad]")
 pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
 
 STEPS = 60_000
@@ -45,16 +44,16 @@ def strike(program: RunningProgram, chance: random.Random) -> list[str]:
 
 @pytest.mark.system
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("topology", ["heavy_env", "light_env", "distributed", "elastic"])
+@pytest.mark.parametrize("which", ["local heavy_env", "local light_env", "launchpad distributed", "local elastic"])
 def test_a_run_ends_by_itself_and_leaves_nothing_whichever_processes_are_struck(
-    tmp_path: pathlib.Path, topology: str
+    tmp_path: pathlib.Path, which: str
 ) -> None:
     seed = int(os.environ.get("STRIKES_SEED") or random.randrange(10**6))
     print(f"STRIKES_SEED={seed}")
     (tmp_path / "env.py").write_text(ENV)
     arguments = [*IMPALA[:2], *IMPALA[4:], "--env", f"{tmp_path}/env.py:make_env", "--steps", str(STEPS)]
-    arguments += ["--hang-timeout", "5", "--eval-episodes", "2", "--log-every", "500", "--topology", topology]
-    program_class = ElasticProgram if topology == "elastic" else RunningProgram
+    arguments += ["--hang-timeout", "5", "--eval-episodes", "2", "--log-every", "500", *options_of(which)]
+    program_class = ElasticProgram if which == "local elastic" else RunningProgram
     with program_class(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000, 400.0)
         struck = strike(program, random.Random(seed))

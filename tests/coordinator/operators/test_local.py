@@ -82,11 +82,11 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 
 
 def ping(info: WorkerInfo):
-    return handles.Remote([info.address], info.worker_id).ping()
+    return handles.Remote([info.address], info.worker_id, transport=LocalOperator.transport).ping()
 
 
 def environ(info: WorkerInfo) -> dict[str, str]:
-    return handles.Remote([info.address], info.worker_id).resources()
+    return handles.Remote([info.address], info.worker_id, transport=LocalOperator.transport).resources()
 
 
 def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(local, state_dir):
@@ -97,10 +97,10 @@ def test_workers_are_spawned_and_serve_and_none_is_left_when_it_disconnects(loca
     answer = ping(second)
     assert (answer.worker_id, answer.incarnation, answer.progress) == ("collector/1", 0, second.pid)
     with pytest.raises(Exception, match="not_a_call"):
-        handles.Remote([first.address], first.worker_id).not_a_call()
+        handles.Remote([first.address], first.worker_id, transport=LocalOperator.transport).not_a_call()
     assert "rlframe: collector 1" in psutil.Process(second.pid).cmdline()[0]
     processes = family(first.pid) + family(second.pid)
-    assert len(processes) == 4
+    assert len(processes) == 6  # each with a child, and what removes its socket when it is killed
     one.operator.disconnect()
     wait_until(lambda: are_gone(processes))
     assert Records(state_dir).all() == []
