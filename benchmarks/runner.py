@@ -34,9 +34,7 @@ BENCHMARKS = {
     "coordinator": "200 scripted workers on one coordinator",
 }
 NEEDS = {  # name -> extras, for those that need some
-    "inference": ("launchpad",),
     "reverb": ("reverb",),
-    "impala_pong": ("launchpad",),
     "lm": ("trajectories",),
     "trajectories": ("trajectories",),
 }

@@ -97,7 +97,6 @@ OTHERS = [
     Call("serve trajectories --store memory --tokenizer t.json", "--tokenizer", ("trajectories", "tokenizers")),
     Call("serve policy FOLDER", "rlframe serve policy", ("trajectories", "lm")),
     of_command("serve policy --run-dir RUN", "trajectories"),
-    Call("bench inference", "rlframe bench inference", ("launchpad",)),
     Call("bench reverb", "rlframe bench reverb", ("reverb",)),
     Call("bench trajectories", "rlframe bench trajectories", ("trajectories",)),
 ]

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.processor import Stopwatch
+from rlframe.engines.launching.local_node import public_methods
+from rlframe.transport import DEFAULT
+from rlframe.transport.sockets import SocketTransport
 
 HIDDEN = (1024, 1016)  # of an MLP with 4 inputs: 4 MiB
 
@@ -22,7 +25,7 @@ HIDDEN = (1024, 1016)  # of an MLP with 4 inputs: 4 MiB
 def main() -> None:
     """Measures one way."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=("shared", "courier"))
+    parser.add_argument("way", choices=("shared", "sockets", "courier"))
     parser.add_argument("--reads", type=int, default=200)
     args = parser.parse_args()
     print(json.dumps(_measure(args.way, args.reads)))
@@ -33,21 +36,17 @@ def _measure(way: str, reads: int) -> dict[str, float]:
 
     `processor_us` is what both processes take for a version, the update that makes it included.
     """
-    import courier
-    import portpicker
-
-    from rlframe.handles import resolve
+    from rlframe.handles import Remote
     from rlframe.params.publication import LearnerClient
 
-    port = portpicker.pick_unused_port()
+    transport = transport_of(way)
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_learn, args=(port, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=_learn, args=(way, there), daemon=True)
     process.start()
-    client = courier.Client(f"localhost:{port}")
-    learner = resolve(client, "learner", wrap=LearnerClient if way == "shared" else None)
     if not here.poll(120.0):
         raise TimeoutError("The learner did not start within 120 s.")
-    here.recv()
+    wrap = LearnerClient if way == "shared" else None
+    learner = Remote([here.recv()], "learner", transport=transport, wrap=wrap)
     version, took, watch = learner.get_params()[0], [], Stopwatch()
     for _ in range(reads):
         here.send("learn")
@@ -63,9 +62,12 @@ def _measure(way: str, reads: int) -> dict[str, float]:
     return {"microseconds": 1e6 * statistics.median(took), "processor_us": processor_us}
 
 
-def _learn(port: int, connection: Any) -> None:
-    from launchpad.nodes.courier import courier_utils
+def transport_of(way: str) -> Any:
+    """By which the learner is called in this way."""
+    return DEFAULT if way == "courier" else SocketTransport()
 
+
+def _learn(way: str, connection: Any) -> None:
     from rlframe.agents import DQN, DQNConfig
     from rlframe.agents.networks import MLPConfig
     from rlframe.learners import Learner, LearnerConfig
@@ -77,15 +79,13 @@ def _learn(port: int, connection: Any) -> None:
     one, observation = np.ones(1, np.float32), np.ones((1, 4), np.float32)
     data = TransitionBatch(observation, np.zeros(1, np.int32), one, one, observation, {})
     batch = Batch(data, np.zeros((1, 3), np.int64), one, np.ones(1, np.int64))
-    server = courier_utils.make_courier_server(learner, port=port)
-    server.Start()
+    server = transport_of(way).serve(public_methods(learner))
     learner.step(batch)
-    connection.send("ready")
+    connection.send(server.address)
     while connection.recv() == "learn":
         float(learner.step(batch)["loss"])  # waits for the update
         connection.send("learned")
-    server.Stop()
-    server.Join()
+    server.stop()
     learner.close()
 
 

@@ -1,7 +1,7 @@
-"""Serves inference by Courier to clients in other processes, and counts the rows. Prints one JSON object.
+"""Serves inference to clients in other processes, and counts the rows. Prints one JSON object.
 
 All ways to answer are measured in turns by the same processes, since the speed of a machine drifts: the jitted call
-alone, and the service as clients reach it.
+alone, the service as clients reach it, and as threads of its own process do.
 
 python -m benchmarks.ours.serve cnn --seconds 5
 """
@@ -19,6 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.processor import Stopwatch
+from rlframe import extras
+from rlframe.engines.launching.local_node import public_methods
+from rlframe.transport import DEFAULT
+from rlframe.transport.sockets import SocketTransport
 
 CLIENTS, PROCESSES, ROWS = 8, 2, 8  # clients in all; the processes that they share; environments of each
 TURNS, SETTLING = 5, 0.3  # of each way; seconds of a turn before the measurement begins
@@ -26,12 +30,13 @@ BUCKETS = (8, 16, 24, 32, 48, 64)  # compiled before
 SHAPES = {"cnn": ((4, 84, 84), np.uint8), "mlp": ((4,), np.float32)}
 # way -> what the service is given. Unbatched: no call takes in more than one request.
 SERVICES: dict[str, dict[str, Any]] = {
-    "courier": {},
+    "sockets": {},
     "shared": {},
+    "courier": {},
     "unbatched": {"max_batch": ROWS},
     "wait": {"max_wait": 0.001},
 }
-ALONE, PAUSE, STOP = "alone", -1, -2
+ALONE, TOGETHER, PAUSE, STOP = "alone", "together", -1, -2
 
 
 def main() -> None:
@@ -55,17 +60,14 @@ def request(workload: str, rows: int) -> tuple[Any, ...]:
 
 def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
     """{way: {"rows_per_second", "rows_per_call", "processor_us" of a row, clients included}}: medians of all turns."""
-    from launchpad.nodes.courier import courier_utils
-
-    services = {way: Service(workload, config) for way, config in SERVICES.items() if way != "shared"}
-    services["shared"] = services["courier"]
+    names = [way for way in SERVICES if way != "courier" or extras.is_installed("launchpad")]
+    plain = Service(workload, {})
+    services = {way: Service(workload, config) if (config := SERVICES[way]) else plain for way in names}
     alone, arguments = inferencer(workload, sync_interval=10**9), request(workload, CLIENTS * ROWS)
-    servers = [courier_utils.make_courier_server(one.inferencer, port=one.port) for one in set(services.values())]
-    for server in servers:
-        server.Start()
+    servers = {way: transport_of(way).serve(public_methods(one.inferencer)) for way, one in services.items()}
     context = multiprocessing.get_context("spawn")
     answered, ready, phase = context.Value("q", 0), context.Semaphore(0), context.Value("q", PAUSE)
-    addresses = {way: f"localhost:{services[way].port}" for way in SERVICES}
+    addresses = {way: server.address for way, server in servers.items()}
     clients = [
         context.Process(target=_clients, args=(addresses, workload, answered, ready, phase), daemon=True)
         for _ in range(PROCESSES)
@@ -83,8 +85,12 @@ def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
                 alone.inference(*arguments)
                 calls += 1
             rate = watch.rate(rows := calls * CLIENTS * ROWS)
+        elif way == TOGETHER:
+            calls, watch = plain.calls, Stopwatch()
+            rows = _asked_by_threads(plain, workload, watch, seconds / TURNS)
+            calls, rate = plain.calls - calls, watch.rate(rows)
         else:
-            phase.value = list(SERVICES).index(way)
+            phase.value = names.index(way)
             time.sleep(SETTLING)
             before, calls, watch = answered.value, services[way].calls, Stopwatch()
             time.sleep(seconds / TURNS)
@@ -100,16 +106,15 @@ def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
             "processor_us": rate["processor_us"],
         }
 
-    ways = [ALONE, *SERVICES]
+    ways = [ALONE, TOGETHER, *names]
     turns = [{way: turn_of(way) for way in ways} for _ in range(TURNS)]
     phase.value = STOP
     for client in clients:
         client.join(timeout=30.0)
     for one in set(services.values()):
         one.stop()
-    for server in servers:
-        server.Stop()
-        server.Join()
+    for server in servers.values():
+        server.stop()
     return {way: {name: statistics.median(t[way][name] for t in turns) for name in turns[0][way]} for way in ways}
 
 
@@ -133,9 +138,7 @@ class Service:
     """An inferencer that runs."""
 
     def __init__(self, workload: str, config: dict[str, Any]) -> None:
-        import portpicker
-
-        self.inferencer, self.port = inferencer(workload, **config), portpicker.pick_unused_port()
+        self.inferencer = inferencer(workload, **config)
         self._runner = threading.Thread(target=self.inferencer.run, daemon=True)  # an error elsewhere ends the process
         self._runner.start()
 
@@ -148,17 +151,38 @@ class Service:
         self._runner.join()
 
 
+def transport_of(way: str) -> Any:
+    """By which clients call in this way."""
+    return DEFAULT if way == "courier" else SocketTransport()
+
+
+def _asked_by_threads(service: Service, workload: str, watch: Stopwatch, seconds: float) -> int:
+    """Rows that were answered to so many clients as threads of this process, which no call leaves."""
+    answered = [0] * CLIENTS
+
+    def work(client: int) -> None:
+        arguments = request(workload, ROWS)
+        while watch.seconds < seconds:
+            service.inferencer.inference(*arguments)
+            answered[client] += ROWS
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(answered)
+
+
 def _clients(addresses: dict[str, str], workload: str, answered: Any, ready: Any, phase: Any) -> None:
     """So many clients as threads, each with one call under way."""
-    import courier
-
-    from rlframe.handles import resolve
+    from rlframe.handles import Remote
     from rlframe.inferencers.shared_calls import InferencerClient
 
     def work() -> None:
         remotes = [
-            resolve(courier.Client(address), "inferencer", wrap=InferencerClient if way == "shared" else None)
-            for way, address in addresses.items()
+            Remote([at], "inferencer", transport=transport_of(way), wrap=InferencerClient if way == "shared" else None)
+            for way, at in addresses.items()
         ]
         arguments = request(workload, ROWS)
         for remote in remotes:
