@@ -23,6 +23,7 @@ BENCHMARKS = {
     "replay": "insert and sample, against Stable-Baselines3, cpprb and flashbax",
     "inference": "the inference service, against its jitted call alone and against unbatched calls",
     "calls": "a call to another process, against Courier and the standard library's connections",
+    "engines": "programs of several processes under each engine",
     "shared_memory": "replay between processes, against the buffer in one process",
     "reverb": "Reverb through rlframe's buffer, against Reverb alone; shared memory against its inserts",
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
