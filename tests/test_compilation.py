@@ -30,14 +30,18 @@ def options_of(monkeypatch, function, differentiates, *args):
 
 
 IMAGE = np.ones((1, 1, 4, 4), np.float32)
+# XLA has dropped the older runtime, and with it came another scheduler.
+OLD = jax.__version_info__ < (0, 6)
+NEW_RUNTIME = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+SMALL = {"xla_cpu_use_thunk_runtime": False} if OLD else NEW_RUNTIME
 
 
 @pytest.mark.parametrize(
     ("function", "differentiates", "expected"),
     [
-        (jnp.sum, False, {"xla_cpu_use_thunk_runtime": False, "xla_cpu_multi_thread_eigen": False}),
-        (jnp.sum, True, {"xla_cpu_use_thunk_runtime": False}),
-        (convolve, False, {"xla_cpu_use_thunk_runtime": False}),
+        (jnp.sum, False, {**SMALL, "xla_cpu_multi_thread_eigen": False}),
+        (jnp.sum, True, SMALL),
+        (convolve, False, SMALL),
         (convolve, True, None),
         (jax.jit(convolve), True, None),  # found inside an inner function too
     ],
@@ -46,15 +50,16 @@ def test_options_follow_from_what_is_computed(monkeypatch, function, differentia
     assert options_of(monkeypatch, function, differentiates, IMAGE) == expected
 
 
+def test_an_option_that_is_refused_takes_no_other_with_it(monkeypatch):
+    monkeypatch.setattr(compilation, "_FOR_SMALL_PARTS", {"xla_no_such_option": True})
+    assert options_of(monkeypatch, jnp.sum, False, IMAGE) == {"xla_cpu_multi_thread_eigen": False}
+
+
 def test_a_convolution_in_a_loop_is_found(monkeypatch):
     def loop(image):
         return jax.lax.scan(lambda total, _: (total + convolve(image).sum(), None), 0.0, None, length=2)[0]
 
     assert options_of(monkeypatch, loop, True, IMAGE) is None
-
-
-def test_options_that_xla_does_not_know_are_left_out():
-    assert not compilation._accepts((("xla_no_such_option", True),))
 
 
 def test_results_and_donation_are_those_of_jax_jit():
