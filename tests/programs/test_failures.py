@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+import psutil
 import pytest
 
 from rlframe.errors import UsageError
@@ -181,3 +182,17 @@ def test_memory_that_is_not_there_is_told_before_a_process_is_started(tmp_path):
     assert code == 2 and result is None
     assert "memory" in program.errors() and "Traceback" not in program.errors()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["heavy_env", "light_env", "elastic"])
+def test_no_process_of_a_local_program_listens_on_a_network(tmp_path, topology):
+    options = ["--engine", "local", "--topology", topology, "--http", "None", "--env-type", "process"]
+    with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options) as program:
+        program.wait_for_steps(1_000)
+        everyone = [psutil.Process(program.process.pid), *psutil.Process(program.process.pid).children(recursive=True)]
+        found = {each.pid: each.net_connections("inet") for each in everyone if each.is_running()}
+        assert len(found) > len(program.nodes()) > 3, "the environments have processes of their own"
+        assert not any(found.values()), found
+        assert stop_signal(program) < 10.0
+        program.finish()
