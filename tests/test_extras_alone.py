@@ -57,7 +57,7 @@ TOPOLOGIES = [
     training("--topology light_env"),
     training("--topology heavy_env --engine launchpad", "launchpad", by="--topology heavy_env"),
     training("--topology light_env --engine launchpad", "launchpad", by="--topology light_env"),
-    training("--topology distributed", "reverb"),
+    training("--topology distributed"),
     training("--topology distributed --engine launchpad", "launchpad", "reverb", by="--topology distributed"),
     training("--topology elastic", "trajectories", otherwise=NO_CONTROL),
     training("--topology elastic --http None"),
@@ -65,7 +65,7 @@ TOPOLOGIES = [
     training("--topology light_env --replay reverb", "reverb"),
     training("--topology distributed --replay reverb", "reverb"),
     training("--topology elastic --replay reverb", "reverb", "trajectories", otherwise=NO_CONTROL),
-    training("--topology distributed --engine threads", "reverb", by="--topology distributed"),
+    training("--topology distributed --engine threads"),
     training(
         "--topology heavy_env --replay reverb --engine threads", "reverb", by="--topology heavy_env --replay reverb"
     ),

@@ -30,7 +30,12 @@ ENGINES = {
     "local": "rlframe.engines.local:LocalEngine",
     "threads": "rlframe.engines.threads:ThreadsEngine",
 }
-REPLAYS = ("local", "shared_memory", "reverb")  # each is made by `rlframe.programs.topologies.parts.add_replay`
+REPLAYS = (
+    "local",
+    "shared_memory",
+    "service",
+    "reverb",
+)  # each is made by `rlframe.programs.topologies.parts.add_replay`
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
     "static": "rlframe.coordinator.operators.static:StaticOperator",

@@ -9,7 +9,7 @@ import numpy as np
 from rlframe.replay import steps
 from rlframe.replay.steps import StepStore, Writers
 from rlframe.replay.tables import QueueTable
-from rlframe.replay.timeline import Timeline
+from rlframe.replay.timeline import Fragments, Timeline
 from rlframe.types import AgentSpecs, Batch, Sequence, Step
 
 _SLOWER = 8  # an environment may be so many times slower than its actor's others without losing its open items
@@ -27,7 +27,7 @@ class ItemAssembler:
 
     def __init__(self, agent: AgentSpecs) -> None:
         self._agent = agent
-        self._writers = Writers()
+        self._writers = Writers[Fragments]()
         self._stores: dict[int, tuple[StepStore, QueueTable]] = {}
         self._next: dict[int, int] = {}
 

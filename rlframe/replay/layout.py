@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.types import Step, Tree, specs
+from rlframe.types import Step, StepSpec, Tree, specs
 
 _LARGE = 1 << 18  # bytes; below, a fresh array costs less than looking for a free one
 _KEPT = 6  # arrays per key; a reader that holds more than these gets fresh ones
@@ -74,6 +74,11 @@ def check_array(leaf: Leaf, value: Any, batch: int) -> None:
             f"{leaf.name}: the replay buffer expected {leaf.dtype}{[batch, *leaf.shape]}, as the agent's step_spec "
             f"says; got {came}. Make the environment or the agent give what the spec says."
         )
+
+
+def step_layouts(step_spec: StepSpec) -> dict[str, TreeLayout]:
+    """The layouts that `check_step` takes."""
+    return {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
 
 
 def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:

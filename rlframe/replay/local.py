@@ -47,7 +47,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
-        self._writers = Writers()
+        self._writers = Writers[Fragments]()
         self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
         self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
         self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
@@ -78,6 +78,12 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._writers.put(store.open(rank, incarnation, num_envs, origin=len(self._origins)))
             self._origins.append((rank, incarnation))
             store.marks_origin = len(self._origins) > 1
+
+    def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
+        """Has a writer go on that claimed its rank elsewhere, or lost some of its steps: its fragments are new."""
+        with self._lock:
+            self._incarnations[rank] = incarnation
+            self.open_segment(rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         with self._lock:
@@ -214,6 +220,12 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store.table.size if self._store is not None else 0
 
     @property
+    def weight(self) -> float:
+        """What draws of this buffer are in proportion to, where others hold more of the same replay."""
+        with self._lock:
+            return self._store.table.weight if self._store is not None else 0.0
+
+    @property
     def slots(self) -> int:
         """Timesteps that there is room for; 0 before the first writer came."""
         return self._store.timeline.slots if self._store is not None else 0
@@ -297,7 +309,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         """
         with self._lock:
             stores: list[StepStore] = []
-            writers, extra = Writers(), dict[str, np.ndarray]()
+            writers, extra = Writers[Fragments](), dict[str, np.ndarray]()
 
             def places(header: dict[str, Any], shapes: checkpoint.Shapes) -> dict[str, np.ndarray]:
                 if "slots" not in header:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rlframe.types import ReplaySpec
+from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -172,3 +172,14 @@ class WriterQuorum:
             _log.warning("Writer %d has stood still for %.0f s: batches are made without it.", rank, waited)
         self._lapsed.add(rank)
         return True
+
+
+def items_kept(spec: ReplaySpec) -> int:
+    """How many items `capacity` steps begin, at most."""
+    stride = min(spec.item.length, spec.item.period) if isinstance(spec.item, Sequence) else 1
+    return max(-(-spec.capacity // stride), spec.min_size)
+
+
+def default_run_ahead(spec: ReplaySpec) -> int:
+    """Items by which writers may be ahead of the ratio: an inline loop adds hundreds before it samples."""
+    return max(spec.min_size, 2 * (spec.batch_size or 1), 256)

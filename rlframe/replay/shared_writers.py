@@ -18,6 +18,7 @@ from rlframe.replay.rate_limiter import RateLimiter
 from rlframe.replay.segments import SegmentWriter
 from rlframe.replay.steps import Writers
 from rlframe.replay.stores import check_memory
+from rlframe.replay.timeline import Fragments
 from rlframe.types import ReplaySpec, Step, StepSpec
 
 _LOOK = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter
@@ -61,7 +62,7 @@ class SharedWriters:
         self._is_makers = plan.name.maker == this_process()
         self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
-        self._writers = Writers()
+        self._writers = Writers[Fragments]()
         self._told_to_stop: set[int] = set()  # ranks
 
     # --- ranks

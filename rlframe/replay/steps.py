@@ -6,13 +6,13 @@ over all of them. A writer to a Reverb server has a small one, which its items l
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.replay.items import Sequences, Transitions
-from rlframe.replay.layout import OutputArrays, TreeLayout, check_step
+from rlframe.replay.layout import OutputArrays, TreeLayout, check_step, step_layouts
 from rlframe.replay.stores import Allocate, TreeStore, check_memory, observation_bytes, own_memory
 from rlframe.replay.tables import ItemTable, PrioritisedTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Fragments, Index, Timeline
@@ -54,7 +54,7 @@ class StepStore:
         self.timeline, self.table = timeline, table
         kind = Transitions if isinstance(spec.item, Transition) else Sequences
         self.items: Transitions | Sequences = kind(spec.item, step_spec, timeline, table, allocate)  # type: ignore[arg-type]
-        self._layouts = {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
+        self._layouts = step_layouts(step_spec)
         self.observations = TreeStore(self._layouts["observation"], timeline, allocate, single_frame, num_envs)
         self.origin = allocate("origin", (timeline.slots,), np.dtype(np.int32))
         self.marks_origin = False
@@ -154,14 +154,25 @@ class StepStore:
         return {**arrays, "origin": self.timeline.used(self.origin)}
 
 
-class Writers:
-    """The open fragments of the writers of a buffer, found by the ids of their environments."""
+class Writer(Protocol):
+    """What is kept of a writer."""
+
+    rank: int
+    num_envs: int
+    id_bytes: bytes  # of the ids of all its environments, in order
+
+
+W = TypeVar("W", bound=Writer)
+
+
+class Writers(Generic[W]):
+    """What is kept of the writers of a buffer (their open fragments, say), found by the ids of their environments."""
 
     def __init__(self) -> None:
-        self.by_rank: dict[int, Fragments] = {}
-        self._last: Fragments | None = None  # that added
+        self.by_rank: dict[int, W] = {}
+        self._last: W | None = None  # that added
 
-    def put(self, writer: Fragments) -> None:
+    def put(self, writer: W) -> None:
         """Takes over a rank."""
         self.by_rank[writer.rank], self._last = writer, None
 
@@ -170,7 +181,7 @@ class Writers:
         self.by_rank.pop(rank, None)
         self._last = None
 
-    def find(self, env_ids: np.ndarray) -> tuple[Fragments, np.ndarray | None]:
+    def find(self, env_ids: np.ndarray) -> tuple[W, np.ndarray | None]:
         """The writer that `env_ids` belong to, and the environments' indices (None: all of its, in order).
 
         Raises:

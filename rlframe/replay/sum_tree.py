@@ -46,6 +46,12 @@ class SumTree:
             high = max(high, before)
         self._ranges.append((low, high))
 
+    @property
+    def total(self) -> float:
+        """The sum of all leaves."""
+        self.refresh()
+        return float(self.levels[-1].sum())
+
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices [count] int64, their leaves over the total [count] float32).
 

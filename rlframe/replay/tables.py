@@ -98,6 +98,11 @@ class ItemTable(abc.ABC):
     def numbers(self) -> np.ndarray:
         """[size] int64: the items that are there."""
 
+    @property
+    def weight(self) -> float:
+        """What the chance of all items together is in proportion to, beside other tables of this kind."""
+        return float(self.size)
+
     def _advance(self, gone: int) -> None:  # noqa: B027  nothing to do where there is no order
         """`gone` items left."""
 
@@ -327,6 +332,10 @@ class PrioritisedTable(ItemTable):
         super().evict(index)
         self._tree.leaves[index] = 0.0
         self._tree.touch(index)
+
+    @property
+    def weight(self) -> float:
+        return self._tree.total
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns (starts [count] int64, probabilities [count] float32)."""

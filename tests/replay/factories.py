@@ -8,6 +8,7 @@ from typing import Any
 
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
 from rlframe.replay.reverb import ReverbReplayBuffer
+from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 from tests.extras import needs
 from tests.replay.serve import Servers
 
@@ -30,6 +31,12 @@ def reverb(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
     return _Served(agent, servers().start(tables))
 
 
+def service(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
+    """A replay service; other processes: `test_service.py`."""
+    del num_writers  # any number
+    return ServiceReplayBuffer(agent, [ReplayService(agent, seed=seed, waits=False)])  # one thread writes and reads
+
+
 @functools.cache
 def servers() -> Servers:
     """The process that all tests' servers run in."""
@@ -45,4 +52,4 @@ class _Served(ReverbReplayBuffer):
         servers().stop(self._connection.address)
 
 
-FACTORIES = [local, shared_memory, reverb]
+FACTORIES = [local, shared_memory, service, reverb]

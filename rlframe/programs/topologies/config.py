@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The least value of fields, where they are not None.
 _AT_LEAST = {
-    1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers slots",
+    1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers slots replay_shards",
     0: "eval_every checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts hang_timeout "
     "grace_seconds max_staleness",
 }
@@ -143,7 +143,7 @@ class GameConfig(TopologyConfig):
         takes_own_replay: whether it may be kept in a `file.py:Class` as well.
     """
 
-    replays: ClassVar[tuple[str, ...]] = ("shared_memory", "reverb")
+    replays: ClassVar[tuple[str, ...]] = ("shared_memory", "service", "reverb")
     takes_own_replay: ClassVar[bool] = True
 
     replay: str = "auto"  # where experience lies; auto: as the topology is meant; or file.py:Class
@@ -217,6 +217,15 @@ class GameProgram(ProgramConfig, GameConfig):
     """A program of several nodes in which actors share the environments."""
 
     num_actors: int = 2  # of a topology of several processes; of elastic to begin with
+    replay_shards: int = 1  # services that share the replay, where it is the service
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replay_shards != 1 and self.replay_kind != "service":
+            raise UsageError(
+                f"replay_shards={self.replay_shards} is for --replay service: {self.replay_kind} has none. Leave it "
+                "at 1, or choose that replay."
+            )
 
     @property
     def shares(self) -> tuple[int, int]:

@@ -49,6 +49,7 @@ POLICY = "main"
 class Elastic(GameProgram):
     """What elastic can be told."""
 
+    replays = ("shared_memory", "reverb")
     control = "coordinator"
     takes_own_replay = False  # its learner takes what the coordinator grants, by keys that ours have
 

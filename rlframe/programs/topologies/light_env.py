@@ -48,7 +48,7 @@ class LightEnv(GameProgram):
 class Distributed(LightEnv):
     """What distributed can be told."""
 
-    replays = ("reverb",)
+    replays = ("reverb", "service")
     joinable = True
 
     name: str = "distributed"
@@ -57,7 +57,15 @@ class Distributed(LightEnv):
     def engine_name(self) -> str:
         """See `ProgramConfig`: Launchpad, with Reverb, where both are installed."""
         has_both = extras.is_installed("launchpad") and extras.is_installed("reverb")
-        return "launchpad" if self.engine == "auto" and has_both else super().engine_name
+        wants_reverb = self.replay in ("auto", "reverb")
+        return "launchpad" if self.engine == "auto" and has_both and wants_reverb else super().engine_name
+
+    @property
+    def replay_kind(self) -> str:
+        """See `GameConfig`: Reverb under Launchpad, and the service under other engines."""
+        if self.replay == "auto" and self.engine_name != "launchpad":
+            return "service"
+        return super().replay_kind
 
 
 @configured_by(LightEnv)

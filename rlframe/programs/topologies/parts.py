@@ -20,7 +20,7 @@ from rlframe.programs.run_dir import CHECKPOINTS_KEPT
 from rlframe.programs.topologies.config import GameConfig
 from rlframe.programs.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
-from rlframe.types import ReplaySpec, Sequence
+from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
 # --- environments and actors
 
@@ -143,6 +143,8 @@ def add_replay(engine: Engine, run: Run) -> Any:
     capacity = replay_capacity(run.agent.replay_spec, experiment)
     if kind == "reverb":
         return add_reverb(engine, run, capacity)
+    if kind == "service":
+        return add_service(engine, run, capacity)
     if kind == "shared_memory":
         return add_shared_memory(engine, run, run.topology.num_actors, capacity, timeout=max(600.0, run.peer_deadline))
     replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
@@ -168,6 +170,28 @@ def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int,
         **options,
     )
     return engine.own(replay_buffer)
+
+
+def add_service(engine: Engine, run: Run, capacity: int) -> Any:
+    """Nodes that hold a replay of `capacity` steps, in equal shares: what calls them."""
+    from rlframe.replay.service import ReplayService, ServiceReplayBuffer
+
+    shards, experiment, spec = run.topology.replay_shards, run.experiment, run.agent.replay_spec
+    shares = {"capacity": -(-capacity // shards), "min_size": -(-spec.min_size // shards)}
+    specs = AgentSpecs(spec, run.agent.step_spec)
+    services = [
+        engine.add(
+            "replay",
+            ReplayService,
+            specs,
+            str(run.directory.path.absolute() / f"replay_service-{shard}-of-{shards}"),
+            seed=experiment.seed + shard,
+            at_end=getattr(run.topology, "grace_seconds", 8.0) / 2.0,
+            **shares,
+        )
+        for shard in range(shards)
+    ]
+    return ServiceReplayBuffer(specs, services)
 
 
 def add_reverb(engine: Engine, run: Run, capacity: int) -> Any:

@@ -24,7 +24,7 @@ from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import patience as patience_of
 from rlframe.replay.base import BaseReplayBuffer, override
 from rlframe.replay.dataset import Dataset
-from rlframe.replay.rate_limiter import WriterQuorum, WriterState
+from rlframe.replay.rate_limiter import WriterQuorum, WriterState, default_run_ahead
 from rlframe.replay.reverb.connection import ReverbConnection
 from rlframe.replay.reverb.dataset import ReverbDataset
 from rlframe.replay.reverb.items import DrawnItems, ItemRows, ServerKeys
@@ -34,7 +34,6 @@ from rlframe.replay.reverb.tables import (
     REPLAY,
     ReverbTables,
     block_size,
-    default_run_ahead,
     inserted,
     may_sample,
 )

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from rlframe.errors import UsageError
-from rlframe.replay.rate_limiter import RateLimiter
+from rlframe.replay.rate_limiter import RateLimiter, items_kept
 from rlframe.replay.reverb.connection import load
 from rlframe.replay.reverb.items import ItemRows
-from rlframe.types import AgentSpecs, ReplaySpec, Sequence
+from rlframe.types import AgentSpecs
 
 REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the tables' names
 CLAIM_FIELDS = 5  # int64 numbers of an entry of CLAIMS, see `RankRegistry`
@@ -87,17 +87,6 @@ class ReverbTables:
         ratio = spec.samples_per_insert
         bounds = RateLimiter(spec).reverb_bounds(spec.batch_size or 1, ratio * self.run_ahead)
         return limiters.SampleToInsertRatio(ratio, spec.min_size, bounds)
-
-
-def items_kept(spec: ReplaySpec) -> int:
-    """How many items `capacity` steps begin, at most: a table counts items."""
-    stride = min(spec.item.length, spec.item.period) if isinstance(spec.item, Sequence) else 1
-    return max(-(-spec.capacity // stride), spec.min_size)
-
-
-def default_run_ahead(spec: ReplaySpec) -> int:
-    """Items by which writers may be ahead of the ratio: an inline loop adds hundreds before it samples."""
-    return max(spec.min_size, 2 * (spec.batch_size or 1), 256)
 
 
 def inserted(table: Any) -> int:

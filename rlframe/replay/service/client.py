@@ -1,0 +1,197 @@
+"""One process's side of a replay that is held by nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import StoppedError, UsageError
+from rlframe.handles import resolve
+from rlframe.interprocess.heartbeat import patience
+from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError
+from rlframe.replay.layout import check_step, step_layouts
+from rlframe.replay.service.outbox import Outbox
+from rlframe.replay.service.server import WriterId
+from rlframe.replay.steps import Writers
+from rlframe.replay.tables import check_priorities
+from rlframe.types import AgentSpecs, Batch, Step
+
+_DEADLINE = 120.0  # seconds that a service which does not answer is waited for
+_WEIGH_EVERY = 0.2  # seconds between two looks at how much each shard holds
+
+
+class ServiceReplayBuffer(BaseReplayBuffer):
+    """Adds to, and samples from, `ReplayService`s. Pickles as the handles to them.
+
+    A writer belongs to the shard `rank % len(services)`. `add` returns once the step is on its way: steps are gathered
+    while earlier ones travel, so an Actor that is killed may lose those of its last moments (at most 256, or 16 MiB),
+    and nobody else's death loses any but that of a service, which goes on from its checkpoint. Where a service holds a
+    writer back, `add` waits once that many are gathered.
+
+    A batch is of one shard, each of which is drawn from in proportion to what it holds; `probabilities` are those of
+    the items among all shards'.
+
+    Args:
+        agent: an Agent (anything with `replay_spec` and `step_spec`), as the services were made from.
+        services: handles to them (or the objects), in order.
+
+    Raises (every method that asks a service):
+        PeerError: it did not answer for two minutes (ten in a process that is watched, as those of a program are).
+        UsageError: several shards are given for a batch of one item of each environment.
+    """
+
+    def __init__(self, agent: Any, services: Sequence[Any]) -> None:
+        self.spec = agent.replay_spec
+        self._agent, self._handles = AgentSpecs(agent.replay_spec, agent.step_spec), list(services)
+        if not self._handles:
+            raise UsageError("A ServiceReplayBuffer needs at least one ReplayService.")
+        if len(self._handles) > 1 and self.spec.batch_size is None:
+            raise UsageError(
+                f"This agent's batch is one item of each environment (batch_size=None), which only one service can "
+                f"hold: use --replay-shards 1, got {len(self._handles)}."
+            )
+        self._resolved: list[Any] | None = None
+        self._lock = threading.RLock()
+        self._writers: Writers[Outbox] = Writers()
+        self._last: Outbox | None = None  # that was added to
+        self._layouts = step_layouts(agent.step_spec)
+        self._claimed: dict[int, int] = {}  # rank -> its incarnation here
+        self._reader, self._numbers = secrets.randbits(62), [0] * len(self._handles)
+        self._chances, self._weighed_at = np.ones(len(self._handles)), -math.inf  # of the shards
+        self._turn = itertools.count()
+        self._rng = np.random.default_rng(self._reader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ServiceReplayBuffer, (self._agent, self._handles)
+
+    @property
+    def _services(self) -> list[Any]:
+        if self._resolved is None:  # not before: the process that makes a program calls nobody
+            with self._lock:
+                deadline = patience(_DEADLINE, watched=600.0)
+                self._resolved = [resolve(handle, "replay service", deadline=deadline) for handle in self._handles]
+        return self._resolved
+
+    # --- writing
+
+    def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
+        rank, incarnation = self._services[0].claim(secrets.randbits(62), rank)
+        self._claimed[rank] = incarnation
+        if num_envs is not None:
+            self.open_segment(rank, num_envs)
+        return rank, incarnation
+
+    def open_segment(self, rank: int, num_envs: int) -> None:
+        if num_envs < 1:
+            raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
+        writer, service = WriterId(rank, self._claimed[rank], num_envs), self._services[rank % len(self._handles)]
+        with self._lock:
+            before = self._writers.by_rank.get(rank)
+            if before is not None:
+                with contextlib.suppress(StoppedError):
+                    before.flush()
+                before.close()
+                self._last = None
+            service.open(writer)
+            self._writers.put(Outbox(service, writer))
+
+    def add(self, env_ids: np.ndarray, step: Step) -> None:
+        """Adds one step of the environments `env_ids`; see `ReplayWriter`. It may wait; see the class.
+
+        Raises:
+            StoppedError: it was told to, by `end_waits`, or the rank was claimed anew, or the buffer is closed.
+        """
+        if self._closed:
+            raise ReplayClosedError("The replay buffer is closed.")
+        outbox = self._writers.find(env_ids)[0]
+        if not outbox.checked:
+            check_step(self._layouts, step, len(env_ids))
+            outbox.checked = True
+        if outbox is not self._last:  # as it was added: the order among writers of one process is kept
+            if self._last is not None:
+                self._last.flush()
+            self._last = outbox
+        outbox.put(env_ids, step)
+
+    def end_waits(self, rank: int) -> None:
+        """See `BaseReplayBuffer`. What is on its way is still sent, until the buffer is closed."""
+        if rank in self._writers.by_rank:
+            self._writers.by_rank[rank].end_waits()
+
+    def flush(self) -> None:
+        """Waits until the services have every step that was added here. Raises as `add`."""
+        for outbox in list(self._writers.by_rank.values()):
+            outbox.flush()
+
+    # --- reading
+
+    def sample(self) -> Batch | None:
+        """Draws a batch, or returns None while there is too little, or sampling is ahead of `samples_per_insert`."""
+        return self._sample(0.0)
+
+    def wait_for_batch(self, timeout: float) -> Batch | None:
+        """Like `sample`, but waits up to `timeout` seconds for enough to be there; it may give up earlier."""
+        return self._sample(timeout)
+
+    def _sample(self, wait: float) -> Batch | None:
+        if self._closed:
+            return None
+        self.flush()
+        with self._lock:
+            for shard in self._order():
+                batch = self._services[shard].sample(self._reader, self._numbers[shard], wait)
+                if batch is None:
+                    continue
+                self._numbers[shard] += 1
+                if len(self._handles) > 1 and self.spec.kind != "queue":
+                    batch = batch._replace(probabilities=batch.probabilities * np.float32(self._chances[shard]))
+                return batch
+        return None
+
+    def _order(self) -> Iterator[int]:
+        """The shards, as they are to be asked until one has a batch."""
+        count = len(self._handles)
+        if count == 1:
+            return iter([0])
+        if self.spec.kind == "queue":
+            first = next(self._turn)
+            return iter([(first + i) % count for i in range(count)])
+        if time.monotonic() > self._weighed_at + _WEIGH_EVERY:
+            self._weighed_at = time.monotonic()
+            weights = np.maximum([service.weight() for service in self._services], 1e-9)  # in the end each is asked
+            self._chances = weights / weights.sum()
+        return iter(self._rng.choice(count, count, replace=False, p=self._chances).tolist())
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        if self.spec.kind != "prioritised":
+            return super().update_priorities(keys, priorities)
+        keys, priorities = np.asarray(keys), check_priorities(priorities, len(keys))
+        shards = keys[:, 0] % len(self._handles)
+        for shard, service in enumerate(self._services):
+            if (here := shards == shard).any():
+                service.update_priorities(keys[here], priorities[here])
+
+    def forget_before(self, version: int) -> None:
+        for service in self._services:
+            service.forget_before(version)
+
+    def stats(self) -> dict[str, int]:
+        """Counters of all services, see `ReplayReader`."""
+        with contextlib.suppress(StoppedError):
+            self.flush()
+        found = [service.stats() for service in self._services]
+        return {name: sum(each[name] for each in found) for name in found[0]}
+
+    def close(self) -> None:
+        """Ends the datasets and every call that waits. The services go on."""
+        super().close()
+        for outbox in self._writers.by_rank.values():
+            outbox.close()

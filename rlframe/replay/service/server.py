@@ -1,0 +1,231 @@
+"""The node that holds a replay."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import pathlib
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlframe.errors import CheckpointError, StoppedError
+from rlframe.interprocess.progress import SAVING
+from rlframe.program_end import stopped_by_program
+from rlframe.replay.base import override
+from rlframe.replay.local import ReplayBuffer
+from rlframe.replay.rate_limiter import RateLimiter, default_run_ahead, items_kept
+from rlframe.replay.service.stacks import Stack, unstacked
+from rlframe.types import AgentSpecs, Batch
+
+_SHARE = 0.05  # of the time may go into checkpoints: inserts and samples wait meanwhile
+_HOLD = 0.5  # seconds that a call waits for room, or for a batch, before it is answered
+_READERS = 8  # whose last answer is kept for a repeated call
+
+_log = logging.getLogger(__name__)
+
+
+class WriterId(NamedTuple):
+    """One life of a writer."""
+
+    rank: int
+    incarnation: int
+    num_envs: int
+
+
+class ReplayService:
+    """Holds a `ReplayBuffer` in its process, for `ServiceReplayBuffer`s in others. A node: `run` and `stop`.
+
+    Every call may come twice: claims are known by a token, added steps and draws by their numbers. A service that dies
+    goes on from its newest checkpoint; what came after it is lost, and the fragments of all writers begin anew.
+
+    Args:
+        agent: an Agent (anything with `replay_spec` and `step_spec`).
+        directory: where its checkpoint is written and found; None: nowhere.
+        seed: decides the draws.
+        waits: whether writers wait for the reader of a full queue; else its oldest items are dropped.
+        run_ahead: items that may be added before as many samples were drawn as `samples_per_insert` says.
+        seconds: between two checkpoints; longer where one takes more than a twentieth of that.
+        at_end: seconds that one may take when the program stops.
+        overrides: fields of `ReplaySpec` to change.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        directory: str | os.PathLike | None = None,
+        *,
+        seed: int = 0,
+        waits: bool = True,
+        run_ahead: int | None = None,
+        seconds: float = 30.0,
+        at_end: float = 4.0,
+        **overrides: Any,
+    ) -> None:
+        spec = override(agent.replay_spec, overrides)
+        self._path = None if directory is None else pathlib.Path(directory) / "replay"
+        self._seconds, self._at_end = seconds, at_end
+        self._limiter, self._kind = RateLimiter(spec), spec.kind
+        ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
+        self._run_ahead = (spec.samples_per_insert or 0.0) * ahead
+        self._most = items_kept(spec) if spec.kind == "queue" and waits else None
+        if self._most is not None:  # writers are held back before anything is overwritten
+            spec = dataclasses.replace(spec, capacity=2 * spec.capacity)
+        self._buffer = ReplayBuffer(AgentSpecs(spec, agent.step_spec), seed=seed)
+        self._room = threading.Condition()
+        self._claims: dict[int, tuple[int, int]] = {}  # by token
+        self._writers: dict[int, int] = {}  # rank -> its newest incarnation that added
+        self._next: dict[WriterId, int] = {}  # the number of the step that is expected
+        self._adding: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
+        self._answers: collections.OrderedDict[int, tuple[int, Batch | None]] = collections.OrderedDict()  # by reader
+        self._drawing = threading.Lock()
+        self._stop = threading.Event()
+        if self._path is not None and self._path.exists():
+            self._buffer.restore(self._path)
+
+    # --- for writers
+
+    def claim(self, token: int, rank: int | None) -> tuple[int, int]:
+        """Registers a writer: its (rank, incarnation). The same `token` gets the same answer."""
+        with self._room:
+            if token not in self._claims:
+                self._claims[token] = self._buffer.claim_rank(None, rank)
+            return self._claims[token]
+
+    def open(self, writer: WriterId) -> None:
+        """Says that a writer, which claimed its rank here or from another shard, is to add. Raises as `add`."""
+        with self._adding[writer.rank]:
+            self._open(writer, 0)
+
+    def add(self, writer: WriterId, number: int, stacks: list[Stack]) -> tuple[int, str]:
+        """Adds the steps of a writer, of which the first one has this number. Waits for room, for half a second.
+
+        Returns:
+            (the number of the first step that is not in the replay, why that one is held back).
+
+        Raises:
+            StoppedError: the rank was claimed by another writer since.
+        """
+        with self._adding[writer.rank]:
+            self._open(writer, number)
+            held = ""
+            for stack in stacks:
+                skip = self._next[writer] - number  # came with a call before this one
+                for step in list(unstacked(stack))[max(skip, 0) :]:
+                    if held := self._wait_for_room():
+                        return self._next[writer], held
+                    self._buffer.add(stack.env_ids, step)
+                    self._next[writer] += 1
+                number += len(stack.versions)
+            return self._next[writer], held
+
+    def _open(self, writer: WriterId, number: int) -> None:
+        """Makes sure that the writer is known, and that its next step continues those before."""
+        newest = self._writers.get(writer.rank, -1)
+        if writer.incarnation < newest:
+            raise StoppedError(f"The rank {writer.rank} was claimed anew: this writer's time is over.")
+        expected = self._next.get(writer, -1)
+        if number > expected:  # it is new here, or steps went with a service that died
+            self._buffer.resume_rank(*writer)
+            self._writers[writer.rank], self._next[writer] = writer.incarnation, number
+
+    def _wait_for_room(self) -> str:
+        """Waits until a step may be inserted; why it may not, after half a second."""
+        if not (why := self._held_back()):
+            return ""
+        until = time.monotonic() + _HOLD
+        with self._room:
+            while (why := self._held_back()) and not self._stop.is_set() and time.monotonic() < until:
+                self._room.wait(0.1)
+        return why
+
+    def _held_back(self) -> str:
+        size = self._buffer.size
+        if self._most is not None and size >= self._most:
+            return f"the queue holds {size} items, as many as it may: its reader is behind"
+        if self._limiter.ratio is not None:
+            stats = self._buffer.stats()
+            if not self._limiter.may_insert(stats["added"], stats["sampled"], self._run_ahead):
+                return (
+                    f"{stats['sampled']} samples of {stats['added']} items are behind {self._limiter.ratio:g} samples "
+                    "an insert"
+                )
+        return ""
+
+    # --- for readers
+
+    def sample(self, reader: int, number: int, wait: float = 0.0) -> Batch | None:
+        """Draws a batch, or returns None while there is too little.
+
+        Args:
+            reader: a number of its own.
+            number: of the draw, which rises by one with each batch that came: the same one gets the same batch.
+            wait: seconds to wait for enough to be there, half a second at most.
+        """
+        with self._drawing:
+            last, batch = self._answers.get(reader, (-1, None))
+            if last == number and batch is not None:
+                return batch
+            batch = self._buffer.wait_for_batch(min(wait, _HOLD)) if wait > 0.0 else self._buffer.sample()
+            self._answers[reader] = number, batch
+            self._answers.move_to_end(reader)
+            while len(self._answers) > _READERS:
+                self._answers.popitem(last=False)
+        with self._room:
+            self._room.notify_all()
+        return batch
+
+    def weight(self) -> float:
+        """What draws are in proportion to: items, or the sum of priorities."""
+        return self._buffer.weight
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        """See `ReplayReader`."""
+        self._buffer.update_priorities(keys, priorities)
+
+    def forget_before(self, version: int) -> None:
+        """See `BaseReplayBuffer`."""
+        self._buffer.forget_before(version)
+        with self._room:
+            self._room.notify_all()
+
+    def stats(self) -> dict[str, int]:
+        """See `ReplayReader`."""
+        return self._buffer.stats()
+
+    # --- as a node
+
+    def run(self) -> None:
+        """Saves now and then, until the program ends or `stop` is called, and once more then."""
+        took = 0.0
+        with stopped_by_program(self.stop):
+            while not self._stop.wait(max(self._seconds, took / _SHARE)):
+                took = self._save()
+        if took < self._at_end:
+            self._save()
+
+    def stop(self) -> None:
+        """Ends `run`, and the waiting of writers."""
+        self._stop.set()
+        with self._room:
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._buffer.close()
+
+    def _save(self) -> float:
+        """Writes a checkpoint; warns where it cannot. Returns how many seconds that took."""
+        began = time.monotonic()
+        if self._path is not None and self._buffer.size:
+            try:
+                with SAVING:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    self._buffer.save(self._path)
+            except (CheckpointError, OSError) as error:  # it still has everything in memory: better than to end here
+                _log.warning("The replay service could not write a checkpoint: %s", error)
+        return time.monotonic() - began

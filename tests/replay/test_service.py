@@ -1,0 +1,236 @@
+"""The replay service: what is said twice, what is lost with whom, who waits for what, and several shards."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlframe.errors import StoppedError, UsageError
+from rlframe.handles import Remote
+from rlframe.replay import ReplayClosedError
+from rlframe.replay.service import ReplayService, ServiceReplayBuffer, outbox
+from rlframe.replay.service.server import WriterId
+from rlframe.replay.service.stacks import copied, stacked, unstacked
+from rlframe.testing.replay import play
+from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
+from rlframe.transport.sockets import SocketTransport
+from rlframe.types import Sequence, Transition
+from tests.waiting import wait_until
+
+
+class Served:
+    """A service behind real sockets, and what calls it."""
+
+    def __init__(self, service: ReplayService) -> None:
+        names = ("claim", "open", "add", "sample", "update_priorities", "forget_before", "stats")
+        self.server = SocketTransport().serve({name: getattr(service, name) for name in names})
+        self.handle = Remote([self.server.address], "replay service", transport=SocketTransport())
+
+
+class Stutters:
+    """Answers every call twice, as a transport may: the second answer is the one that counts."""
+
+    def __init__(self, service: ReplayService) -> None:
+        self._service = service
+
+    def __getattr__(self, name: str) -> Any:
+        def twice(*args: Any) -> Any:
+            getattr(self._service, name)(*args)
+            return getattr(self._service, name)(*args)
+
+        return twice
+
+
+@pytest.mark.parametrize("kind", ["queue", "uniform"])
+def test_what_arrives_twice_counts_once(kind):
+    agent, twin, seen = fake_agent(kind, Transition(3), 4, 10_000), ReplayTwin(Transition(3)), []
+    buffer = ServiceReplayBuffer(agent, [Stutters(ReplayService(agent))])
+    for _ in play("broken fragments", buffer, twin, 60):
+        while kind == "queue" and (batch := buffer.sample()) is not None:
+            assert_batch_matches(batch, twin)
+            seen += first_ids(batch).tolist()
+    stats = buffer.stats()
+    assert stats["added"] == len(twin.items)
+    if kind == "queue":
+        assert len(seen) == len(set(seen)) == stats["sampled"] and len(twin.items) - len(seen) < 4
+    else:
+        assert buffer.sample() is not None and buffer.stats()["sampled"] == 4
+    buffer.close()
+
+
+def test_over_a_transport_items_are_those_that_were_added():
+    agent, twin = fake_agent("uniform", Sequence(5, period=2), 8, 10_000), ReplayTwin(Sequence(5, period=2))
+    served = Served(ReplayService(agent))
+    buffer = pickle.loads(pickle.dumps(ServiceReplayBuffer(agent, [served.handle])))
+    for _ in play("subsets", buffer, twin, 40):
+        pass
+    assert buffer.stats()["added"] == len(twin.items)
+    with buffer.make_dataset() as dataset:
+        for _ in range(20):
+            assert_batch_matches(next(dataset), twin)
+    buffer.close()
+    served.server.stop()
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritised", "queue"])
+def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
+    agent, twin, count = fake_agent(kind, Transition(1), 8, 10_000), ReplayTwin(Transition(1)), 4_000
+    buffer = ServiceReplayBuffer(agent, [ReplayService(agent, seed=shard) for shard in range(2)])
+    for _ in play("two writers", buffer, twin, 60):
+        pass
+    items = buffer.stats()["items"]
+    assert items == len(twin.items)
+    if kind == "queue":
+        drawn = []
+        while (batch := buffer.sample()) is not None:
+            assert_batch_matches(batch, twin)
+            drawn += first_ids(batch).tolist()
+        assert len(drawn) == len(set(drawn)) >= items - 14
+        return
+    of_rank = np.zeros(2)
+    for _ in range(count // 8):
+        batch = buffer.sample()
+        assert_batch_matches(batch, twin)
+        np.testing.assert_allclose(batch.probabilities, 1 / items, rtol=1e-5)
+        of_rank += np.bincount(batch.keys[:, 0], minlength=2)
+    there = np.array([service.stats()["items"] for service in buffer._services])
+    np.testing.assert_allclose(of_rank / count, there / items, atol=0.08)  # four deviations of so many batches
+    if kind == "prioritised":
+        batch = buffer.sample()
+        buffer.update_priorities(batch.keys, np.full(8, 5.0))
+        assert buffer.stats()["dropped_priorities"] == 0
+    buffer.close()
+
+
+def test_a_batch_of_one_item_of_each_environment_is_of_one_service():
+    agent = fake_agent("queue", Sequence(3), None, 1000)
+    with pytest.raises(UsageError, match="use --replay-shards 1, got 2"):
+        ServiceReplayBuffer(agent, [ReplayService(agent), ReplayService(agent)])
+
+
+def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(outbox, "_WARN_AFTER", 0.2)
+    monkeypatch.setattr(outbox, "_MOST_STEPS", 4)
+    agent = fake_agent("queue", Transition(1), 4, 40)
+    service = ReplayService(agent)
+    buffer = ServiceReplayBuffer(agent, [service])
+    stream = StepStream(4, end=0.0)
+    buffer.claim_rank(4)
+    added = []
+
+    def write() -> None:
+        for _ in range(60):
+            buffer.add(*stream.step())
+            added.append(1)
+
+    writer = threading.Thread(target=write)
+    with caplog.at_level(logging.WARNING):
+        writer.start()
+        wait_until(
+            lambda: "the queue holds 40 items, as many as it may: its reader is behind" in caplog.text, "It is mute."
+        )
+    held = len(added)
+    assert 10 <= held <= 20 and service.stats()["evicted"] == 0
+    reader = ServiceReplayBuffer(agent, [service])
+    taken = 0
+    while taken < 236:  # all 60 steps of 4 environments, but the last of each, which has no successor yet
+        batch = reader.wait_for_batch(0.2)
+        taken += 0 if batch is None else len(batch.keys)
+    writer.join(20.0)
+    assert not writer.is_alive() and service.stats()["evicted_unsampled"] == 0
+    buffer.close()
+
+
+def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
+    monkeypatch.setattr(outbox, "_MOST_STEPS", 2)
+    agent = fake_agent("uniform", Transition(1), 4, 1000, samples_per_insert=1.0)
+    buffer = ServiceReplayBuffer(agent, [ReplayService(agent, run_ahead=8)])
+    stream, stopped = StepStream(4, end=0.0), threading.Event()
+    rank, _ = buffer.claim_rank(4)
+
+    def write() -> None:
+        try:
+            while True:
+                buffer.add(*stream.step())
+        except StoppedError as error:
+            assert "held back the writer 0" in str(error)
+            stopped.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    time.sleep(0.3)
+    assert not stopped.is_set() and buffer._services[0].stats()["added"] <= 20
+    buffer.end_waits(rank)
+    assert stopped.wait(10.0)
+    buffer.close()
+    with pytest.raises(ReplayClosedError):
+        buffer.add(*stream.step())
+
+
+def test_a_service_that_is_made_again_goes_on_from_its_checkpoint(tmp_path):
+    agent, twin = fake_agent("uniform", Transition(3), 8, 10_000), ReplayTwin(Transition(3))
+    first = ReplayService(agent, tmp_path)
+    handles = [first]
+    buffer = ServiceReplayBuffer(agent, handles)
+    for _ in play("lockstep", buffer, twin, 30):
+        pass
+    before = buffer.stats()["added"]
+    assert before == len(twin.items)
+    first._save()
+    stream = StepStream(6, 0, seed=1)
+    for _ in range(5):  # lost with the service
+        buffer.add(*stream.step())
+    buffer.flush()
+    second = ReplayService(agent, tmp_path)
+    assert second.stats()["added"] == before
+    buffer._resolved = [second]
+    outbox_of = buffer._writers.by_rank[0]
+    outbox_of._service = second
+    for _ in range(4):
+        buffer.add(*stream.step())
+    stats = buffer.stats()
+    # The lost ones have torn the fragments: only what these four steps form by themselves has come on top.
+    assert before < stats["added"] < before + 4 * 6
+    assert buffer.claim_rank(6) == (1, 0) and buffer.claim_rank(6, 0) == (0, 1)
+    buffer.close()
+
+
+def test_a_writer_whose_rank_was_claimed_anew_is_stopped():
+    agent = fake_agent("uniform", Transition(1), 4, 1000)
+    service = ReplayService(agent)
+    old, new = ServiceReplayBuffer(agent, [service]), ServiceReplayBuffer(agent, [service])
+    stream = StepStream(4, end=0.0)
+    assert old.claim_rank(4) == (0, 0)
+    old.add(*stream.step())
+    old.flush()
+    assert new.claim_rank(4, 0) == (0, 1)
+    new.add(*stream.step())
+    new.flush()
+    with pytest.raises(StoppedError, match="rank 0 was claimed anew"):
+        old.add(*stream.step())
+        old.flush()
+
+
+def test_steps_travel_with_each_observation_once():
+    stream, before, sent = StepStream(3, end=0.0), None, []
+    steps = [stream.step() for _ in range(5)]
+    steps = [
+        (ids, step if i == 0 else step._replace(timestep=steps[i - 1][1].next_timestep))
+        for i, (ids, step) in enumerate(steps)
+    ]
+    for ids, step in steps:
+        added = copied(ids, step, before)
+        before = step, added
+        sent.append(added)
+    (stack,) = stacked(sent)
+    assert stack.timesteps.reward.shape == (6, 3)
+    for (_, step), back in zip(steps, unstacked(stack), strict=True):
+        np.testing.assert_array_equal(back.timestep.observation["id"], step.timestep.observation["id"])
+        np.testing.assert_array_equal(back.next_timestep.observation["id"], step.next_timestep.observation["id"])
+        assert back.params_version == step.params_version
+    assert WriterId(0, 0, 3).num_envs == 3
