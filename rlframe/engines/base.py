@@ -31,6 +31,7 @@ class EngineOptions:
     grace_seconds: float = GRACE  # that nodes have to save and end, once they are told to, before they are killed
     ports: Mapping[str, int] = dataclasses.field(default_factory=dict)  # group -> port of its first node
     accelerators: tuple[str, ...] = ("learner",)  # the groups whose nodes may use accelerators
+    ray_address: str | None = None  # of a Ray cluster: "auto" or "HOST:PORT"; None: one of the program's own
     logs: pathlib.Path | None = None  # the directory in which the nodes' lines are kept; None: nowhere
 
 

@@ -60,6 +60,15 @@ class HeartbeatMonitor:
         """Environment variables by which the process finds its page."""
         return {VARIABLE: f"{self.descriptor}:{interval_of(self._timeout)}"}
 
+    @property
+    def page(self) -> bytes:
+        """What the process has written; to be set where another watcher, beside the process, has read it."""
+        return os.pread(self.descriptor, _PAGE.size, 0)
+
+    @page.setter
+    def page(self, written: bytes) -> None:
+        os.pwrite(self.descriptor, written, 0)
+
     def problem(self, now: float) -> str:
         """Why the process counts as hung; empty where it does not.
 
@@ -67,7 +76,7 @@ class HeartbeatMonitor:
             now: the time, by a clock that stands still while the watcher does (see `Clock`): what was asleep itself
                 has heard nobody.
         """
-        beat, seconds, allowed, raw = _PAGE.unpack(os.pread(self.descriptor, _PAGE.size, 0))
+        beat, seconds, allowed, raw = _PAGE.unpack(self.page)
         name = raw.rstrip(b"\0").decode(errors="replace")
         if beat != self._beat:
             self._beat, self._heard_at = beat, now

@@ -22,6 +22,9 @@ from rlframe.interprocess import locks
 from rlframe.interprocess.futex import FENCED, KNOWN, fence
 from rlframe.interprocess.processes import ProcessId, this_process
 
+# A variable of who may share memory with those alone that have the same: Ray nodes, which may be on one machine today.
+MACHINE = "RLFRAME_MACHINE"
+
 SUPPORTED = hasattr(os, "memfd_create") and KNOWN
 
 _TOKEN, _CLOSED = 0, 1  # words at the start of the memory: which it is; 1 once its creator has closed it
@@ -36,6 +39,7 @@ class Name(NamedTuple):
     maker: ProcessId
     descriptor: int
     token: int
+    machine: str  # see `MACHINE`
 
 
 class SharedArrays:
@@ -75,7 +79,7 @@ class SharedArrays:
         descriptor = anonymous_file(label)
         created = cls(descriptor, fields)
         created._words[_TOKEN] = secrets.randbits(62)
-        created.name = Name(this_process(), descriptor, created._words[_TOKEN])
+        created.name = Name(this_process(), descriptor, created._words[_TOKEN], os.environ.get(MACHINE, ""))
         created._finalizer = weakref.finalize(created, _close, created.name, created._words)
         return created
 
@@ -88,8 +92,8 @@ class SharedArrays:
             FileNotFoundError: it is closed, or holds other fields, or its creator has ended or is on another machine.
         """
         path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
-        if not os.readlink(path).startswith(f"/memfd:{label}"):
-            raise FileNotFoundError(path)  # closed, and its number taken by another file
+        if name.machine != os.environ.get(MACHINE, "") or not os.readlink(path).startswith(f"/memfd:{label}"):
+            raise FileNotFoundError(path)  # it is elsewhere, or closed, and its number taken by another file
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not name.maker.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:

@@ -28,6 +28,7 @@ AGENTS = {
 ENGINES = {
     "launchpad": "rlframe.engines.launchpad:LaunchpadEngine",
     "local": "rlframe.engines.local:LocalEngine",
+    "ray": "rlframe.engines.ray:RayEngine",
     "threads": "rlframe.engines.threads:ThreadsEngine",
 }
 REPLAYS = (

@@ -30,7 +30,7 @@ from rlframe.programs.run_dir import Result, RunDir, default_path, rows_after
 from rlframe.programs.run_lock import RunLock
 from rlframe.programs.run_status import StatusFile
 from rlframe.programs.topologies import Topology
-from rlframe.programs.topologies.config import ProgramConfig
+from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.updates import say_updates
 
@@ -169,11 +169,7 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, listen: int |
     """
     config = experiment.topology
     ports = {} if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
-    told = {
-        name: getattr(config, name)
-        for name in ("accelerators", "max_restarts", "hang_timeout", "grace_seconds")
-        if name in vars(config)
-    }
+    told = {name: getattr(config, name) for name in ENGINE_OPTIONS if name in vars(config)}
     return config.engine_class(EngineOptions(**told, ports=ports, logs=logs))
 
 

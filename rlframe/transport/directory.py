@@ -26,13 +26,7 @@ class SocketDirectory:
     """
 
     def __init__(self) -> None:
-        place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _suits(each)), None)
-        if place is None:
-            raise UsageError(
-                f"The sockets of a program need a directory of at most {_LONGEST} characters that can be written to: "
-                "TMPDIR, /tmp or /dev/shm. None of these is."
-            )
-        self.path = tempfile.mkdtemp(prefix="rlframe-", dir=place)  # of mode 0700
+        self.path = tempfile.mkdtemp(prefix="rlframe-", dir=place_of_sockets())  # of mode 0700
         remover = subprocess.Popen(
             ["/bin/sh", "-c", _REMOVE_AT_END, self.path],
             stdin=subprocess.PIPE,  # which nobody writes to: the kernel closes it with this process
@@ -45,6 +39,17 @@ class SocketDirectory:
     def close(self) -> None:
         """Removes the directory with all that is in it. Calling it twice does nothing."""
         self._finalizer()
+
+
+def place_of_sockets() -> str:
+    """A directory in which those of sockets may be. Raises UsageError where there is none."""
+    place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _suits(each)), None)
+    if place is None:
+        raise UsageError(
+            f"The sockets of a program need a directory of at most {_LONGEST} characters that can be written to: "
+            "TMPDIR, /tmp or /dev/shm. None of these is."
+        )
+    return place
 
 
 def _remove(path: str, remover: subprocess.Popen[bytes]) -> None:

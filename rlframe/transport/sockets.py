@@ -66,17 +66,20 @@ class SocketClient:
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """See `Client`."""
-        return self._send(method, args, kwargs).result()
+        return self._send(messages.pack((method, args, kwargs)), answered).result()
 
     def submit(self, method: str, /, *args: Any) -> SocketFuture:
         """See `Client`."""
         try:
-            return self._send(method, args, {})
+            return self._send(messages.pack((method, args, {})), answered)
         except UnavailableError as error:
-            return SocketFuture(None, self._idle, error)
+            return SocketFuture(None, self._idle, answered, error)
 
-    def _send(self, method: str, args: Any, kwargs: Any) -> SocketFuture:
-        parts = messages.pack((method, args, kwargs))
+    def exchange(self, request: messages.Parts) -> messages.Parts:
+        """The answer to a packed call (method, args, kwargs), for who passes it on: see `answered`."""
+        return self._send(request, lambda parts: parts).result()
+
+    def _send(self, parts: messages.Parts, read: Callable[[messages.Parts], Any]) -> SocketFuture:
         while True:
             try:
                 connection, is_new = self._idle.pop(), False
@@ -90,7 +93,7 @@ class SocketClient:
                 if is_new or isinstance(error, TimeoutError):
                     raise _unavailable(error) from None
             else:  # the server had been restarted since it was used last
-                return SocketFuture(connection, self._idle)
+                return SocketFuture(connection, self._idle, read)
 
     def _connect(self) -> socket.socket:
         try:
@@ -105,13 +108,18 @@ class SocketFuture:
     Args:
         connection: by which the call was sent; None: it was not.
         idle: where the connection goes when the answer is there.
+        read: gives the result for the answer, or raises.
         error: why it was not sent.
     """
 
     def __init__(
-        self, connection: socket.socket | None, idle: list[socket.socket], error: Exception | None = None
+        self,
+        connection: socket.socket | None,
+        idle: list[socket.socket],
+        read: Callable[[messages.Parts], Any],
+        error: Exception | None = None,
     ) -> None:
-        self._connection, self._idle = connection, idle
+        self._connection, self._idle, self._read = connection, idle, read
         self._deadline = time.monotonic() + CALL_TIMEOUT
         self._lock = threading.Lock()  # of who reads the answer
         self._value: Any = None
@@ -159,7 +167,7 @@ class SocketFuture:
             else:
                 connection.close()
             try:
-                self._value = _answered(*messages.unpack(parts))
+                self._value = self._read(parts)
             except Exception as error:
                 self._error = error
         self._connection = None
@@ -266,8 +274,12 @@ def _described(error: Exception) -> tuple[str, str, str]:
     return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
 
 
-def _answered(value: Any, name: str | None = None, message: str = "", text: str = "") -> Any:
-    """The value that was answered; raises what the method did, as `Client` says."""
+def answered(parts: messages.Parts) -> Any:
+    """The value that a server answered; raises what the method did, as `Client` says."""
+    return _value_of(*messages.unpack(parts))
+
+
+def _value_of(value: Any, name: str | None = None, message: str = "", text: str = "") -> Any:
     if name is None:
         return value
     kind: type[RlframeError] = getattr(errors, name)

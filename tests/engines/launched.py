@@ -10,7 +10,7 @@ from typing import Any
 import launchpad as lp
 
 from rlframe.engines.launching.launcher import launch
-from rlframe.engines.launching.supervisor import GroupPolicy
+from rlframe.engines.launching.running import GroupPolicy
 from rlframe.errors import RlframeError
 
 

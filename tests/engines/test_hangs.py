@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from rlframe.engines.launching import supervisor
-from rlframe.engines.launching.supervisor import GroupPolicy, NodeProcess, Supervisor
+from rlframe.engines.launching.running import GroupPolicy, NodeProcess
+from rlframe.engines.launching.supervisor import Supervisor
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
@@ -148,7 +149,8 @@ def test_nothing_is_killed_where_it_is_turned_off():
 
 LAUNCHER = """
 import sys
-from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching.running import NodeProcess
+from rlframe.engines.launching.supervisor import Supervisor
 nodes = [NodeProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
 print(Supervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """

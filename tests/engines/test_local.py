@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def start(what: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.local_program", what],
+        [sys.executable, "-m", "tests.engines.small_program", what, "local"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         stdout=subprocess.PIPE,

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from rlframe.engines.launching import supervisor
-from rlframe.engines.launching.supervisor import GroupPolicy, NodeProcess, Supervisor
+from rlframe.engines.launching.running import GroupPolicy, NodeProcess
+from rlframe.engines.launching.supervisor import Supervisor
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
@@ -167,7 +168,8 @@ LAUNCHER = """
 import signal, sys
 for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
     signal.signal(ignored_under_nohup, signal.SIG_DFL)
-from rlframe.engines.launching.supervisor import NodeProcess, Supervisor
+from rlframe.engines.launching.running import NodeProcess
+from rlframe.engines.launching.supervisor import Supervisor
 code = sys.argv[1]
 print(Supervisor([NodeProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")], grace=60.0).run())
 """

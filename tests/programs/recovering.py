@@ -13,7 +13,7 @@ from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig,
 from rlframe.agents import IMPALA, IMPALAConfig
 from rlframe.engines.launching.launcher import launch
 from rlframe.engines.launching.placement import ON_CPU
-from rlframe.engines.launching.supervisor import GroupPolicy
+from rlframe.engines.launching.running import GroupPolicy
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer
 

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from rlframe.engines import logs
-from rlframe.engines.launching.supervisor import GroupPolicy, NodeProcess, Supervisor
+from rlframe.engines.launching.running import GroupPolicy, NodeProcess
+from rlframe.engines.launching.supervisor import Supervisor
 from rlframe.programs import make_experiment, train
 from tests.programs.running import ROOT
 

@@ -17,7 +17,7 @@ from rlframe.coordinator.operators.base import OperatorError
 from rlframe.coordinator.workers.process import CLOSING, SILENCE, Life, command
 from rlframe.coordinator.workers.records import Records, record_of, this_host
 from rlframe.engines.launching.placement import ON_CPU
-from rlframe.engines.launching.supervisor import FOR_GOOD
+from rlframe.engines.launching.running import FOR_GOOD
 from rlframe.engines.logs import show
 from rlframe.interprocess.processes import ProcessId
 from rlframe.transport import Transport

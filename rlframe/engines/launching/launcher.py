@@ -15,7 +15,8 @@ from typing import Any, TextIO
 from rlframe.engines.base import GRACE, Watch
 from rlframe.engines.launching.node_main import node_processes, pickle_node
 from rlframe.engines.launching.ports import OPEN
-from rlframe.engines.launching.supervisor import STOP_SIGNAL, GroupPolicy, Supervisor
+from rlframe.engines.launching.running import GroupPolicy
+from rlframe.engines.launching.supervisor import STOP_SIGNAL, Supervisor
 from rlframe.engines.logs import NodeLogs
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import TIMEOUT

@@ -34,10 +34,15 @@ class LocalNode:
         return pickle_node(self.group, self)
 
 
-def run_node(pickled: bytes) -> None:
-    """Makes the object of a node in its process, serves it and runs it, until SIGTERM where it has no `run`."""
+def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
+    """Makes the object of a node in its process, serves it and runs it, until SIGTERM where it has no `run`.
+
+    Args:
+        pickled: see `LocalNode.pickled`.
+        end: ends the program; None: a signal to the launcher does, which started this process.
+    """
     stop = threading.Event()
-    join_program(stop, functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
+    join_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
     set_at_sigterm(stop)
     with STARTING:
         import cloudpickle

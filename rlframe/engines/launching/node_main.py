@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rlframe.engines import logs
-from rlframe.engines.launching.supervisor import FOR_GOOD, GroupPolicy, NodeProcess
+from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.processes import die_with_parent

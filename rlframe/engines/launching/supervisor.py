@@ -1,26 +1,23 @@
 """The processes of a program: their output prefixed, the dead and the hung restarted, all of them ended together.
 
-Engines say which processes there are (`NodeProcess`) and what the end of each means; nothing here knows what runs
+Engines say which processes there are (`SupervisedNode`) and what the end of each means; nothing here knows what runs
 in them.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
 import functools
-import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from rlframe.engines.base import GRACE, Watch, node_status
+from rlframe.engines.launching.running import FOR_GOOD, RunningNode, SupervisedNode
 from rlframe.engines.logs import NodeLogs, show
 from rlframe.engines.stopping import handling, stop_signals
 from rlframe.errors import ProgramError
@@ -29,31 +26,8 @@ from rlframe.interprocess.heartbeat import HeartbeatMonitor, interval_of
 
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
 _HEALTHY = 900.0  # seconds of life after which a death is as the first; those in which it hung do not count
-_KEPT_LINES = 80  # of each node's output, for its traceback
-
-FOR_GOOD = 4  # the exit code of a process whose restart would not help
 
 STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupPolicy:
-    """What holds for the nodes of one group (label) of a program."""
-
-    max_restarts: int = 0  # how often each node may die and be started again, at the same address
-    decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
-    saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of its processes
-
-
-@dataclasses.dataclass(frozen=True)
-class NodeProcess:
-    """The process of one node."""
-
-    name: str  # "actor/1"
-    command: Sequence[str]
-    policy: GroupPolicy = GroupPolicy()
-    descriptors: Sequence[int] = ()  # that it inherits
 
 
 class Supervisor:
@@ -71,7 +45,7 @@ class Supervisor:
 
     def __init__(
         self,
-        nodes: Sequence[NodeProcess],
+        nodes: Sequence[SupervisedNode],
         output: TextIO | None = None,
         logs: NodeLogs | None = None,
         *,
@@ -87,7 +61,7 @@ class Supervisor:
         self._output = output if output is not None else sys.stderr
         self._write_lock = threading.Lock()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # each is what to do about it
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, RunningNode] = {}
         self._deaths: dict[str, int] = collections.defaultdict(int)
         self._restart_at: dict[str, float] = {}
         self._ended_well: set[str] = set()
@@ -100,6 +74,10 @@ class Supervisor:
         self._grace = grace
         self._hang_timeout, self._look_every = hang_timeout, interval_of(hang_timeout) if hang_timeout else 1.0
         self._clock = Clock(2.0 * self._look_every)  # stands still while this process does: see `HeartbeatMonitor`
+
+    def add(self, *nodes: SupervisedNode) -> None:
+        """Adds nodes that need it to be made: before it runs."""
+        self._nodes += nodes
 
     def stop(self) -> None:
         """Ends the program, and well. Any thread may call it."""
@@ -151,7 +129,7 @@ class Supervisor:
             return
         event()
 
-    def _has_ended(self, running: _Running) -> None:
+    def _has_ended(self, running: RunningNode) -> None:
         self._events.put(functools.partial(self._ended, running))
 
     def _signalled(self, number: int) -> None:
@@ -170,14 +148,15 @@ class Supervisor:
         if time.monotonic() > self._stopping_since + self._grace:
             self._out_of_patience = True
             for running in self._running.values():
-                self._say(running.node.name, f"did not end within {self._grace:g} s: killed")
+                self._say(running.name, f"did not end within {self._grace:g} s: killed")
             self._kill_all()
 
-    def _ended(self, running: _Running) -> None:
-        node, code, how = running.node, running.process.returncode, running.how()
-        if self._running.get(node.name) is not running:
+    def _ended(self, running: RunningNode) -> None:
+        if self._running.get(running.name) is not running:
             return
-        del self._running[node.name]
+        del self._running[running.name]
+        node = next(node for node in self._nodes if node.name == running.name)
+        code, how = running.code, running.how()
         if self._stopping_since is not None:
             if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
                 self._say(node.name, f"{how} while the program ended")
@@ -223,11 +202,11 @@ class Supervisor:
                 del self._restart_at[node.name]
                 self._start(node)
 
-    def _start(self, node: NodeProcess) -> None:
+    def _start(self, node: SupervisedNode) -> None:
         # From this thread, which lives as long as the program: a parent-death signal is about the parent's thread.
         self._starts[node.name] += 1
         pulse = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
-        self._running[node.name] = _Running(node, pulse, self._has_ended, self._take_line)
+        self._running[node.name] = node.start(pulse, self._has_ended, self._take_line)
 
     def _stop(self) -> None:
         if self._stopping_since is None:
@@ -247,24 +226,25 @@ class Supervisor:
             self._told = now
             self._watch(*now)
 
-    def _status_of(self, node: NodeProcess) -> dict[str, Any]:
+    def _status_of(self, node: SupervisedNode) -> dict[str, Any]:
         running = self._running.get(node.name)
         state = "LOST" if node.name in self._restart_at else "GONE"  # as a `WorkerState` of a coordinator is called
-        pid = None if running is None else running.process.pid
-        status = node_status(node.name, self._starts[node.name] - 1, pid, state if pid is None else "BUSY")
+        pid = None if running is None else running.pid
+        status = node_status(node.name, self._starts[node.name] - 1, pid, state if running is None else "BUSY")
+        if running is not None:
+            status.update(host=running.host)
         if running is not None and running.pulse is not None:
             status.update(phase=running.pulse.phase, silent_for=round(running.pulse.silent))
         return status
 
-    def _lose(self, node: NodeProcess, how: str, last_words: str) -> None:
+    def _lose(self, node: SupervisedNode, how: str, last_words: str) -> None:
         self._unsaved = f"The node {node.name} {how}: what it had not saved is lost.{last_words}"
 
     def _kill_all(self) -> None:
         for running in self._running.values():
             running.send(signal.SIGKILL)
         for running in self._running.values():
-            running.process.wait()
-            running.drain()
+            running.wait()
 
     def _on_signal(self, number: int) -> None:
         self._events.put(self._stop if number == STOP_SIGNAL else functools.partial(self._signalled, number))
@@ -280,83 +260,3 @@ class Supervisor:
     def _show(self, name: str, text: str) -> None:
         with self._write_lock:
             show(self._output, name, text)
-
-
-class _Running:
-    """A process that was started, and the threads that read from it and wait for it.
-
-    Attributes:
-        hangs: why it was killed before it ended by itself; empty where it was not.
-    """
-
-    def __init__(
-        self,
-        node: NodeProcess,
-        pulse: HeartbeatMonitor | None,
-        has_ended: Callable[[_Running], None],
-        take_line: Callable[[str, str], None],
-    ) -> None:
-        self.node, self.pulse, self.hangs = node, pulse, ""
-        self.began = time.monotonic()
-        self._take_line = take_line
-        self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        self.process = subprocess.Popen(
-            list(node.command),
-            env={
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                **node.policy.env,
-                **(pulse.variables if pulse is not None else {}),
-            },
-            pass_fds=(*node.descriptors, *([pulse.descriptor] if pulse is not None else [])),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C at the terminal is the launcher's
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        threading.Thread(target=self._wait, args=(has_ended,), daemon=True).start()
-
-    def send(self, number: int) -> None:
-        """Signals the process; SIGKILL goes to all that it started in its session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if number == signal.SIGKILL:
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.send_signal(number)
-
-    def drain(self) -> None:
-        """Waits until its last lines are out; not for a process of its own that still holds the pipe."""
-        self._reader.join(1.0)
-
-    def lived(self) -> float:
-        """Seconds from its start to now, without those in which it hung."""
-        hung = self.pulse.stuck if self.pulse is not None and self.hangs else 0.0
-        return time.monotonic() - self.began - hung
-
-    def how(self) -> str:
-        """How it ended, where that was not well."""
-        if self.hangs:
-            return f"hung: {self.hangs}, and was killed"
-        code = self.process.returncode
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-
-    def last_words(self) -> str:
-        """Its traceback, or the last lines of its output."""
-        lines = list(self._lines)
-        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-        kept = lines[starts[-1] :] if starts else lines[-5:]
-        return "" if not kept else " Its last lines:\n" + "\n".join(kept)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            text = line.decode(errors="replace").rstrip("\n")
-            self._lines.append(text)
-            self._take_line(self.node.name, text)
-
-    def _wait(self, has_ended: Callable[[_Running], None]) -> None:
-        self.process.wait()
-        self.drain()
-        has_ended(self)

@@ -22,6 +22,9 @@ Accelerated = Literal["learner", "inferencer", "policy"]
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# The fields of `ProgramConfig` that an engine reads as `EngineOptions`.
+ENGINE_OPTIONS = ("accelerators", "max_restarts", "hang_timeout", "grace_seconds", "ray_address")
+
 # The least value of fields, where they are not None.
 _AT_LEAST = {
     1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers slots replay_shards",
@@ -105,7 +108,9 @@ class TopologyConfig:
 class ProgramConfig(TopologyConfig):
     """A program of several nodes."""
 
-    engine: str = "auto"  # what runs the nodes: local, launchpad, threads (all in this process), or file.py:Class
+    # What runs the nodes: local, launchpad, ray, threads (all in this process), or file.py:Class.
+    engine: str = "auto"
+    ray_address: Union[str, None] = None  # the Ray cluster: auto or HOST:PORT; None: a Ray of this machine's own
     accelerators: tuple[Accelerated, ...] = ("learner",)  # the nodes that may use accelerators; the others get none
     max_restarts: int = 3  # how often each node may die and be started again
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
@@ -114,7 +119,7 @@ class ProgramConfig(TopologyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         read = self.engine_class.options
-        for name in ("accelerators", "max_restarts", "hang_timeout", "grace_seconds"):
+        for name in ENGINE_OPTIONS:
             value, default = getattr(self, name), getattr(ProgramConfig, name)
             if value != default and name not in read:
                 by = [each for each in naming.ENGINES if name in naming.engine_class(each).options]

@@ -1,4 +1,4 @@
-"""A program of small nodes for tests/engines/test_local.py: `python local_program.py WHAT`, which runs it."""
+"""A program of small nodes for tests of engines: `python small_program.py WHAT ENGINE [RAY_ADDRESS]` runs it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from rlframe.engines.base import EngineOptions
-from rlframe.engines.local import LocalEngine
-from rlframe.errors import RlframeError, UnavailableError
+from rlframe.errors import RlframeError, UnavailableError, UsageError
 from rlframe.handles import resolve
+from rlframe.interprocess.memory import MACHINE
 from rlframe.program_end import program_stop, stop_program
+from rlframe.programs import naming
 
 
 class Server:
@@ -31,6 +34,15 @@ class Server:
     def pid(self) -> int:
         return os.getpid()
 
+    def place(self) -> str | None:
+        return os.environ.get(MACHINE)
+
+    def double(self, array: np.ndarray) -> np.ndarray:
+        return 2 * array
+
+    def refuse(self) -> None:
+        raise UsageError("not so")
+
 
 class Client:
     """Calls the server, and does what the test wants."""
@@ -41,6 +53,14 @@ class Client:
     def run(self) -> None:
         count = self._server.add()
         print(f"client {os.getpid()} counts {count}")
+        if self._what == "elsewhere":
+            assert self._server.place() != os.environ[MACHINE], "The server is on the same Ray node."
+            doubled = self._server.double(np.ones((300, 1000)))
+            doubled += 1  # it is the client's own
+            try:
+                self._server.refuse()
+            except UsageError as error:
+                print(f"from elsewhere: {doubled.mean()}, {error}")
         if self._what == "raise":
             raise ValueError("the client is unhappy")
         if self._what == "stop":
@@ -57,8 +77,8 @@ class Client:
             print(f"after its restart the server counts {self._server.add()}")
 
 
-def main(what: str) -> None:
-    engine = LocalEngine(EngineOptions(max_restarts=1))
+def main(what: str, name: str, ray_address: str | None = None) -> None:
+    engine = naming.engine_class(name)(EngineOptions(max_restarts=1, ray_address=ray_address))
     server = engine.add("server", Server)
     engine.add("guest" if what == "raise" else "monitor", Client, server, what)
     if what == "wait":
@@ -71,6 +91,6 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    from tests.engines.local_program import main as imported  # what nodes are made of is imported by name
+    from tests.engines.small_program import main as imported  # what nodes are made of is imported by name
 
-    imported(sys.argv[1])
+    imported(*sys.argv[1:])

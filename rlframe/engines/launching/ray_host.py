@@ -1,0 +1,210 @@
+"""The Ray actor of a node: it starts the node's process beside itself, watches it, and relays calls.
+
+The process is one as the engine `local` has them, and dies with the actor. So a node has a main thread of its own, an
+exit code and last words whatever it dies of, and is called over a socket by its neighbours, which takes a tenth of the
+time of a call of an actor.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rlframe import extras
+from rlframe.engines.launching.local_node import run_node
+from rlframe.engines.launching.node_main import node_processes
+from rlframe.engines.launching.running import GroupPolicy, RunningNode
+from rlframe.errors import UnavailableError
+from rlframe.interprocess.heartbeat import HeartbeatMonitor
+from rlframe.interprocess.memory import MACHINE
+from rlframe.transport.base import CALL_TIMEOUT
+from rlframe.transport.ray import Packed, Station, as_arrays, as_parts, ask_relay
+from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
+
+with extras.needed("--engine ray", "ray"):
+    import ray
+
+LONGEST_LOOK = 0.5  # seconds that `NodeHost.watch` waits for something to say
+
+_LINES = 10_000  # that are kept until they are fetched
+_CALLS = 32  # that are passed on to the node at a time
+
+Handles = Mapping[str, Any]  # by the name of a node, its actor
+
+# Calls that wait for the node must not keep those about it waiting.
+CONCURRENCY = {"watch": 2, "signal": 2, "call": _CALLS}
+
+
+class Seen(NamedTuple):
+    """What there is to say of a node.
+
+    Attributes:
+        lines: that it has written since the last look.
+        total: how many there have been in all.
+        page: its heartbeat; None: nobody watches it.
+        host: the name of its machine.
+        pid: its number there.
+        code: as `RunningNode.code`.
+        ends: whether it has asked for the end of the program.
+    """
+
+    lines: list[str]
+    total: int
+    page: bytes | None
+    host: str
+    pid: int | None
+    code: int | None
+    ends: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class HostedNode:
+    """What a host is to run.
+
+    Attributes:
+        name: of the node, for messages: `learner`.
+        address: at which it is called: `learner/0`.
+        pickled: see `LocalNode.pickled`.
+        policy: of its group.
+        token: of the run.
+        hang_timeout: see `Supervisor`.
+    """
+
+    name: str
+    address: str
+    pickled: bytes
+    policy: GroupPolicy
+    token: str
+    hang_timeout: float
+
+
+class NodeHost:
+    """The actor. Its calls are the supervisor's, and those of other hosts' relays."""
+
+    def __init__(self, node: HostedNode) -> None:
+        ray_node = ray.get_runtime_context().get_node_id()
+        self._relay = Relay(Station(Station.path(node.token, ray_node), f"relay-{node.address.replace('/', '-')}"))
+        self._relay.end_program = self._end_program
+        self._path = self._relay.station.socket(node.address)
+        self._client = SocketClient(self._path)
+        self._changed = threading.Condition()
+        self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
+        self._count, self._ends, self._has_ended = 0, False, False
+        pulse = HeartbeatMonitor(node.hang_timeout, 0.0) if node.hang_timeout else None
+        env = {**node.policy.env, **self._relay.station.variables, MACHINE: ray_node}
+        policy = dataclasses.replace(node.policy, env=env)
+        with node_processes(run_ray_node, {node.name: [node.pickled]}, {node.name: policy}) as (process,):
+            self._node = process.start(pulse, self._end, self._take)
+
+    @ray.method(concurrency_group="watch")
+    def watch(self, count: int, others: Handles) -> Seen:
+        """Waits a little for something to say.
+
+        Args:
+            count: of the lines that have been fetched.
+            others: the actors of nodes that are new, or new again.
+        """
+        self._relay.others.update(others)
+        with self._changed:
+            self._changed.wait_for(lambda: self._count > count or self._has_ended or self._ends, LONGEST_LOOK)
+            new = self._count - count
+            lines = list(self._lines)[-new:] if new > 0 else []
+            pulse, running = self._node.pulse, self._node
+            page = pulse.page if pulse is not None else None
+            code = running.code if self._has_ended else None
+            return Seen(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends)
+
+    @ray.method(concurrency_group="signal")
+    def send(self, number: int) -> None:
+        """Signals the node: see `RunningNode`."""
+        self._node.send(number)
+
+    @ray.method(concurrency_group="signal")
+    def reaches(self) -> bool:
+        """Whether the node can be called."""
+        return SocketTransport().is_reachable(self._path)
+
+    @ray.method(concurrency_group="call")
+    def call(self, packed: Packed) -> Packed | str:
+        """Passes a call on to the node; the answer as it comes, or why there is none."""
+        try:
+            return as_arrays(self._client.exchange(as_parts(packed)))
+        except UnavailableError as error:
+            return str(error)
+
+    def _take(self, name: str, text: str) -> None:
+        del name
+        with self._changed:
+            self._lines.append(text)
+            self._count += 1
+            self._changed.notify_all()
+
+    def _end(self, running: RunningNode) -> None:
+        del running
+        with contextlib.suppress(FileNotFoundError):  # it was killed: it will be elsewhere, perhaps
+            os.unlink(self._path)
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _end_program(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+
+
+class Relay:
+    """Passes calls of processes of this Ray node on to nodes elsewhere. Made in a process that Ray knows.
+
+    Attributes:
+        station: where it is found.
+        others: the actors of all nodes.
+        end_program: what a node calls to end the program.
+    """
+
+    def __init__(self, station: Station) -> None:
+        self.station, self.others = station, dict[str, Any]()
+        self.end_program: Callable[[], None] = lambda: None
+        self._close = station.open(station.relay)
+        methods: dict[str, Callable[..., Any]] = {
+            "relay": self._pass_on,
+            "reaches": self._reaches,
+            "end_program": lambda: self.end_program(),
+        }
+        self._server = SocketServer(methods, f"{station.directory}/{station.relay}")
+
+    def close(self) -> None:
+        """Passes nothing on any more."""
+        self._server.stop()
+        self._close()
+
+    def _pass_on(self, node: str, packed: Packed) -> Packed:
+        answer = self._ask(node, "call", packed)
+        if isinstance(answer, str):
+            raise UnavailableError(answer)
+        return answer
+
+    def _reaches(self, node: str) -> bool:
+        return node in self.others and self._ask(node, "reaches")
+
+    def _ask(self, node: str, method: str, *args: Any) -> Any:
+        host = self.others.get(node)
+        if host is None:
+            raise UnavailableError(f"the node {node} has not been started")
+        try:
+            return ray.get(getattr(host, method).remote(*args), timeout=CALL_TIMEOUT)
+        except ray.exceptions.GetTimeoutError:
+            raise UnavailableError(f"no answer within {CALL_TIMEOUT:g} s") from None
+        except ray.exceptions.RayError as error:
+            raise UnavailableError(str(error).partition("\n")[0]) from None
+
+
+def run_ray_node(pickled: bytes) -> None:
+    """Runs a node in its process, beside its host."""
+    run_node(pickled, end=lambda: ask_relay("end_program"))

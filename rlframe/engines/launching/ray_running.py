@@ -1,0 +1,135 @@
+"""A node that runs beside its Ray actor, as a `Supervisor` sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlframe import extras
+from rlframe.engines.launching.ray_host import CONCURRENCY, HostedNode, NodeHost, Seen
+from rlframe.engines.launching.running import GroupPolicy, HasEnded, RunningNode, TakeLine
+from rlframe.interprocess.heartbeat import HeartbeatMonitor
+
+with extras.needed("--engine ray", "ray"):
+    import ray
+
+_KILLED_WITHIN = 5.0  # seconds that the actor of a node which is to be killed has to say that it is
+
+
+class Hosts:
+    """The actors of a program's nodes, in the order in which they came.
+
+    Args:
+        others: is told of them as well: the launcher's own relay.
+    """
+
+    def __init__(self, others: dict[str, Any]) -> None:
+        self._all: list[tuple[str, Any]] = []
+        self._others = others
+
+    def add(self, address: str, host: Any) -> None:
+        """The node of this address has this actor from now on."""
+        self._all.append((address, host))
+        self._others[address] = host
+
+    def since(self, count: int) -> tuple[int, dict[str, Any]]:
+        """(how many there are, by address those that have come after the first `count`)."""
+        there = self._all[count:]
+        return count + len(there), dict(there)
+
+
+@dataclasses.dataclass(frozen=True)
+class RayNode:
+    """A node of a program on Ray. See `SupervisedNode`.
+
+    Attributes:
+        hosted: what its actor runs.
+        options: of its actor.
+        hosts: of the program.
+        end_program: is called when a node asks for the end.
+    """
+
+    hosted: HostedNode
+    options: dict[str, Any]
+    hosts: Hosts
+    end_program: Callable[[], None]
+
+    @property
+    def name(self) -> str:
+        """See `SupervisedNode`."""
+        return self.hosted.name
+
+    @property
+    def policy(self) -> GroupPolicy:
+        """See `SupervisedNode`."""
+        return self.hosted.policy
+
+    def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningActor:
+        """See `SupervisedNode`."""
+        return RunningActor(self, pulse, has_ended, take_line)
+
+
+class RunningActor(RunningNode):
+    """An actor, and the thread that watches it."""
+
+    def __init__(self, node: RayNode, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> None:
+        super().__init__(node.name, pulse, take_line)
+        self._node, self._lost, self._killed_at = node, "", float("inf")
+        make: Any = ray.remote(concurrency_groups=CONCURRENCY)(NodeHost)  # type: ignore[call-overload]
+        self._host = make.options(max_restarts=0, **node.options).remote(node.hosted)
+        node.hosts.add(node.hosted.address, self._host)
+        self._watcher = threading.Thread(target=self._watch, args=(has_ended,), daemon=True)
+        self._watcher.start()
+
+    def send(self, number: int) -> None:
+        """See `RunningNode`."""
+        if number == signal.SIGKILL:
+            self._killed_at = min(self._killed_at, time.monotonic())
+        self._host.send.remote(number)
+
+    def wait(self) -> None:
+        """See `RunningNode`."""
+        self._watcher.join()
+
+    def how(self) -> str:
+        """See `RunningNode`."""
+        return self._lost if self._lost and not self.hangs else super().how()
+
+    def _watch(self, has_ended: HasEnded) -> None:
+        count = known = 0
+        while self.code is None:
+            known, others = self._node.hosts.since(known)
+            try:
+                seen = self._answer(self._host.watch.remote(count, others))
+            except ray.exceptions.RayError as error:
+                words = str(error).strip().splitlines()
+                self._lost = f"was lost with its Ray actor ({words[-1] if words else type(error).__name__})"
+                seen = None
+            if seen is None:
+                self.code = -signal.SIGKILL
+            else:
+                count = seen.total
+                self._take_in(seen)
+        ray.kill(self._host, no_restart=True)
+        has_ended(self)
+
+    def _answer(self, reference: Any) -> Seen | None:
+        """None of one that was killed, and says nothing any more."""
+        while not ray.wait([reference], timeout=0.5)[0]:
+            if time.monotonic() > self._killed_at + _KILLED_WITHIN:
+                return None
+        return ray.get(reference)
+
+    def _take_in(self, seen: Seen) -> None:
+        self.pid, self.host = seen.pid, seen.host
+        for line in seen.lines:
+            self._take(line)
+        if self.pulse is not None and seen.page is not None:
+            self.pulse.page = seen.page
+        if seen.ends:
+            self._node.end_program()
+        self.code = seen.code

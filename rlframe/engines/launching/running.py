@@ -1,0 +1,175 @@
+"""A node that runs, as a `Supervisor` sees it: started, its lines taken, signalled, and its end told."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from rlframe.interprocess.heartbeat import HeartbeatMonitor
+from rlframe.interprocess.processes import start_process
+
+_KEPT_LINES = 80  # of each node's output, for its traceback
+
+FOR_GOOD = 4  # the exit code of a process whose restart would not help
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPolicy:
+    """What holds for the nodes of one group (label) of a program."""
+
+    max_restarts: int = 0  # how often each node may die and be started again, at the same address
+    decides: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
+    saves: bool = False  # when they end: a program that is stopped has ended well only if these nodes have
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # environment variables of its processes
+
+
+class RunningNode(abc.ABC):
+    """A process that was started, here or elsewhere.
+
+    Args:
+        name: of the node.
+        pulse: its heartbeat; None: nobody watches it.
+        take_line: is given (the name, each line that it writes).
+
+    Attributes:
+        code: its exit code, or the negative number of the signal that it died of; None while it runs.
+        pid: its number, on its machine; None where that is not known.
+        host: the name of that machine.
+        hangs: why it was killed before it ended by itself; empty where it was not.
+    """
+
+    code: int | None = None
+    pid: int | None = None
+    host: str = socket.gethostname()
+
+    def __init__(self, name: str, pulse: HeartbeatMonitor | None, take_line: Callable[[str, str], None]) -> None:
+        self.name, self.pulse, self.hangs = name, pulse, ""
+        self.began = time.monotonic()
+        self._take_line = take_line
+        self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+
+    @abc.abstractmethod
+    def send(self, number: int) -> None:
+        """Signals the process; SIGKILL goes to all that it started in its session."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits until it, which was killed, has ended and its last lines are out."""
+
+    def lived(self) -> float:
+        """Seconds from its start to now, without those in which it hung."""
+        hung = self.pulse.stuck if self.pulse is not None and self.hangs else 0.0
+        return time.monotonic() - self.began - hung
+
+    def how(self) -> str:
+        """How it ended, where that was not well."""
+        if self.hangs:
+            return f"hung: {self.hangs}, and was killed"
+        assert self.code is not None
+        if self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"failed with exit code {self.code}"
+
+    def last_words(self) -> str:
+        """Its traceback, or the last lines of its output."""
+        lines = list(self._lines)
+        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        kept = lines[starts[-1] :] if starts else lines[-5:]
+        return "" if not kept else " Its last lines:\n" + "\n".join(kept)
+
+    def _take(self, text: str) -> None:
+        self._lines.append(text)
+        self._take_line(self.name, text)
+
+
+# What is called when a node has ended, and with each of its lines: (name, line).
+HasEnded = Callable[[RunningNode], None]
+TakeLine = Callable[[str, str], None]
+
+
+class SupervisedNode(Protocol):
+    """A node that a `Supervisor` starts, and starts again."""
+
+    @property
+    def name(self) -> str:
+        """`actor/1`."""
+
+    @property
+    def policy(self) -> GroupPolicy:
+        """What holds for its group."""
+
+    def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningNode:
+        """Starts it. Waits for nothing. `has_ended` and `take_line` are called by threads of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeProcess:
+    """A node that is a process of this machine. See `SupervisedNode`."""
+
+    name: str  # "actor/1"
+    command: Sequence[str]
+    policy: GroupPolicy = GroupPolicy()
+    descriptors: Sequence[int] = ()  # that it inherits
+
+    def start(self, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> RunningProcess:
+        """See `SupervisedNode`."""
+        return RunningProcess(self, pulse, has_ended, take_line)
+
+
+class RunningProcess(RunningNode):
+    """A process of this machine, and the threads that read from it and wait for it."""
+
+    def __init__(
+        self, node: NodeProcess, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine
+    ) -> None:
+        super().__init__(node.name, pulse, take_line)
+        self._process = start_process(
+            list(node.command),
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                **node.policy.env,
+                **(pulse.variables if pulse is not None else {}),
+            },
+            pass_fds=(*node.descriptors, *([pulse.descriptor] if pulse is not None else [])),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C at the terminal is the launcher's
+        )
+        self.pid = self._process.pid
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._wait, args=(has_ended,), daemon=True).start()
+
+    def send(self, number: int) -> None:
+        """See `RunningNode`."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def wait(self) -> None:
+        """See `RunningNode`. Not for a process of its own that still holds the pipe."""
+        self.code = self._process.wait()
+        self._reader.join(1.0)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._take(line.decode(errors="replace").rstrip("\n"))
+
+    def _wait(self, has_ended: HasEnded) -> None:
+        self.wait()
+        has_ended(self)

@@ -1,0 +1,123 @@
+"""The engine of Ray: every node is an actor of a Ray cluster, or of a Ray of the program's own on this machine.
+
+Ray places the nodes and starts their actors; restarts, deadlines, logs and the end are the launcher's, as under the
+engine `local`. A launcher that dies leaves nothing behind: what was saved is gone on with by another session.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlframe import extras
+from rlframe.engines.base import Engine, EngineOptions, Watch
+from rlframe.engines.launching.local_node import LocalNode
+from rlframe.engines.launching.node_main import pickle_node
+from rlframe.engines.launching.placement import policies
+from rlframe.engines.launching.running import SupervisedNode
+from rlframe.engines.launching.supervisor import Supervisor
+from rlframe.engines.logs import NodeLogs
+from rlframe.errors import UsageError
+from rlframe.handles import Remote
+from rlframe.transport.ray import RayTransport
+
+_TRANSPORT = RayTransport()
+_BUSY = ("actor", "inferencer")  # groups whose nodes are at work all the time: each has a CPU, if there are enough
+
+
+class RayEngine(Engine):
+    """Runs each node beside an actor. The handle to a node is a `Remote`."""
+
+    options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators", "ray_address")
+    requires = ("ray",)
+
+    def __init__(self, options: EngineOptions) -> None:
+        with extras.needed("--engine ray", "ray"):
+            from rlframe.engines.launching.ray_cluster import RayCluster
+        self._asked = options
+        self._logs = NodeLogs(options.logs)
+        self._resources = contextlib.ExitStack()
+        self._owned: list[Any] = []
+        self._nodes: dict[str, list[LocalNode]] = collections.defaultdict(list)  # by group
+        self._cluster = RayCluster(options.ray_address)
+        self._resources.callback(self._cluster.close)
+
+    def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Remote:
+        """See `Engine`."""
+        address = f"{group}/{len(self._nodes[group])}"
+        self._nodes[group].append(LocalNode(group, _TRANSPORT, address, constructor, args, kwargs))
+        return self._handle(address, group)
+
+    def add_reverb(self, group: str, tables: Any, path: str) -> Any:
+        """See `Engine`: there is none."""
+        raise UsageError("The engine ray runs no Reverb server: use --replay shared_memory, or the engine launchpad.")
+
+    def own(self, resource: Any) -> Any:
+        """See `Engine`. Nodes that refer to it share memory with this process: they are on its Ray node."""
+        self._resources.callback(resource.close)
+        self._owned.append(resource)
+        return resource
+
+    def address_of(self, group: str) -> str:
+        """See `Engine`."""
+        return self._nodes[group][0].address
+
+    def handle_of(self, group: str) -> Remote:
+        """See `Engine`."""
+        return self._handle(self._nodes[group][0].address, group)
+
+    def run(self, watch: Watch | None = None) -> int | None:
+        """See `Engine`; as `rlframe.launch`."""
+        hang_timeout, grace = self._asked.hang_timeout, self._asked.grace_seconds
+        with self._resources:
+            supervisor = Supervisor([], None, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace)
+            supervisor.add(*self._placed(supervisor.stop))
+            return supervisor.run()
+
+    def _placed(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
+        """The nodes, and what each is to have of the cluster."""
+        from rlframe.engines.launching.ray_host import HostedNode
+
+        asked, cluster = self._asked, self._cluster
+        groups = {group: len(nodes) for group, nodes in self._nodes.items()}
+        policy_of = policies(groups, asked)
+        pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
+        cpus = cluster.cpus(sum(groups.get(group, 0) for group in _BUSY), any(bound for _, bound in pickled.values()))
+        gpus = cluster.gpus(sum(count for group, count in groups.items() if group in asked.accelerators))
+        for group, nodes in self._nodes.items():
+            for node in nodes:
+                content, is_bound = pickled[node.address]
+                name = node.address if len(nodes) > 1 else group
+                hosted = HostedNode(name, node.address, content, policy_of[group], cluster.token, asked.hang_timeout)
+                yield cluster.place(
+                    hosted,
+                    cpus if group in _BUSY else 0.0,
+                    gpus if group in asked.accelerators else 0.0,
+                    is_bound,
+                    end_program,
+                )
+
+    def _pickled(self, node: LocalNode) -> tuple[bytes, bool]:
+        """(the node, whether it shares memory with this process)."""
+        return pickle_node(node.group, node), refers_to(node, self._owned)
+
+    def _handle(self, address: str, group: str) -> Remote:
+        return Remote([address], group, transport=_TRANSPORT)
+
+
+def refers_to(target: Any, resources: list[Any]) -> bool:
+    """Whether a copy of `target` in another process would refer to one of these."""
+    import cloudpickle
+
+    wanted, found = {id(each) for each in resources}, []
+
+    class Finder(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> None:
+            if id(obj) in wanted:
+                found.append(obj)
+
+    Finder(io.BytesIO(), 5).dump(target)
+    return bool(found)

@@ -1,0 +1,200 @@
+"""Calls between the nodes of a program on a Ray cluster. Addresses are the names of nodes, wherever those are.
+
+A node that is on the same Ray node is called over a socket. To one that is on another, a call goes over a socket to
+the relay beside the caller, from there as a call of a Ray actor, packed as it is, and over a socket again.
+(`rlframe.engines.launching.ray_host` is the relay: nothing here imports Ray, and no node need.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.transport import messages
+from rlframe.transport.base import Client, Derived, Future
+from rlframe.transport.directory import place_of_sockets
+from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport, answered
+
+STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
+
+Packed = list[np.ndarray]  # uint8: `messages.Parts`, as both pickle and Ray send them without a copy
+
+_SOCKETS = SocketTransport()
+
+# It outlives the process that it reads from, and is no child of it: Ray kills those of its actors. The last one of a
+# Ray node removes the directory.
+_REMOVE_AT_END = """exec 3<&0
+{ read _ <&3; for name in "$@"; do rm -f -- "$0/$name"; done; exec rmdir -- "$0"; } &"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Station:
+    """Where a process that calls nodes is: on which Ray node, and who relays its calls.
+
+    Attributes:
+        directory: of the sockets of the nodes that are on this Ray node, which only this user can enter.
+        relay: name of the relay's socket in there.
+    """
+
+    directory: str
+    relay: str
+
+    @staticmethod
+    def path(token: str, ray_node: str) -> str:
+        """The directory of a run's sockets on a Ray node; others have others, even on the same machine."""
+        return f"{place_of_sockets()}/rlframe-{token}-{ray_node[:8]}"
+
+    def socket(self, node: str) -> str:
+        """The path of a node's socket, if it is on this Ray node."""
+        return f"{self.directory}/{node.replace('/', '-')}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables by which a process finds it."""
+        return {STATION: f"{self.directory}:{self.relay}"}
+
+    def open(self, *names: str) -> Callable[[], None]:
+        """Makes the directory, where no other process of the run has.
+
+        Args:
+            *names: of the sockets that are removed when this process has ended, whatever it dies of.
+
+        Returns:
+            What removes them now; the last one removes the directory.
+        """
+        pathlib.Path(self.directory).mkdir(mode=0o700, exist_ok=True)
+        about = os.stat(self.directory, follow_symlinks=False)
+        if about.st_uid != os.geteuid() or about.st_mode & 0o77:
+            raise UsageError(f"{self.directory} is not this user's alone: remove it.")
+        ends, alive = os.pipe()  # the kernel closes this end of it with the process
+        nowhere = subprocess.DEVNULL
+        command = ["/bin/sh", "-c", _REMOVE_AT_END, self.directory, *names]
+        subprocess.run(command, stdin=ends, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True)
+        os.close(ends)
+
+        def close() -> None:
+            for name in names:
+                pathlib.Path(self.directory, name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others are there
+                os.rmdir(self.directory)
+            os.close(alive)
+
+        return close
+
+
+_joined: Station | None = None
+
+
+def join(station: Station | None) -> None:
+    """Says where this process is: for one that is no node (a node's finds it in its environment)."""
+    global _joined
+    _joined = station
+    _client.cache_clear()
+
+
+def here() -> Station:
+    """Where this process is. Raises UsageError where it is part of no program on Ray."""
+    if _joined is not None:
+        return _joined
+    directory, _, relay = os.environ.get(STATION, "").partition(":")
+    if not relay:
+        raise UsageError("This process is no node of a program on Ray: the handles of its nodes mean nothing here.")
+    return Station(directory, relay)
+
+
+def ask_relay(method: str, *args: Any) -> Any:
+    """Calls this process's relay. Raises as `Client.call`."""
+    return _relay().call(method, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class RayTransport:
+    """See `Transport`. Nodes serve at their names: `learner`, `actor/1`."""
+
+    def connect(self, address: str) -> Client:
+        """See `Transport`."""
+        return _RayClient(address)
+
+    def is_reachable(self, address: str) -> bool:
+        """See `Transport`."""
+        path = here().socket(address)
+        if os.path.exists(path):
+            return _SOCKETS.is_reachable(path)
+        try:
+            return bool(ask_relay("reaches", address))
+        except Exception:  # the relay is gone, and with it this node soon
+            return False
+
+    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> RayServer:
+        """See `Transport`."""
+        return RayServer(methods, f"node-{os.getpid()}-{len(methods)}" if address is None else address)
+
+    def check(self, by: str) -> None:
+        """See `Transport`: it needs nothing of its own."""
+
+
+class RayServer:
+    """See `rlframe.transport.Server`: a socket for the relay and for the nodes beside this one."""
+
+    def __init__(self, methods: Mapping[str, Callable[..., Any]], address: str) -> None:
+        self.address = address
+        self._server = SocketServer(methods, here().socket(address))
+
+    def stop(self) -> None:
+        """See `Server`."""
+        self._server.stop()
+
+
+class _RayClient:
+    """See `Client`. Where the node is, is asked with every call: it may come back elsewhere."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._path = address, here().socket(address)
+        self._beside = SocketClient(self._path)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        if os.path.exists(self._path):
+            return self._beside.call(method, *args, **kwargs)
+        return _answer(_relay().call("relay", self._address, packed(method, args, kwargs)))
+
+    def submit(self, method: str, /, *args: Any) -> Future:
+        if os.path.exists(self._path):
+            return self._beside.submit(method, *args)
+        sent = _relay().submit("relay", self._address, packed(method, args, {}))
+        return Derived(sent, lambda future: _answer(future.result()))
+
+
+def packed(method: str, args: Any, kwargs: Any) -> Packed:
+    """A call as it is passed on."""
+    return as_arrays(messages.pack((method, args, kwargs)))
+
+
+def as_arrays(parts: messages.Parts) -> Packed:
+    """The same memory."""
+    return [np.frombuffer(part, np.uint8) for part in parts]
+
+
+def as_parts(arrays: Packed) -> messages.Parts:
+    """The same memory."""
+    return [array.data for array in arrays]
+
+
+def _answer(arrays: Packed) -> Any:
+    return answered(as_parts(arrays))
+
+
+def _relay() -> SocketClient:
+    station = here()
+    return _client(f"{station.directory}/{station.relay}")
+
+
+_client = functools.lru_cache(maxsize=1)(SocketClient)
