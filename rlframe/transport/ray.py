@@ -33,7 +33,7 @@ _SOCKETS = SocketTransport()
 # It outlives the process that it reads from, and is no child of it: Ray kills those of its actors. The last one of a
 # Ray node removes the directory.
 _REMOVE_AT_END = """exec 3<&0
-{ read _ <&3; for name in "$@"; do rm -f -- "$0/$name"; done; exec rmdir -- "$0"; } &"""
+{ read _ <&3; for path in "$@"; do rm -f -- "$path"; done; exec rmdir -- "$0"; } &"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Station:
         """Environment variables by which a process finds it."""
         return {STATION: f"{self.directory}:{self.relay}"}
 
-    def open(self, *names: str) -> Callable[[], None]:
+    def open(self, *paths: str) -> Callable[[], None]:
         """Makes the directory, where no other process of the run has.
 
         Args:
-            *names: of the sockets that are removed when this process has ended, whatever it dies of.
+            *paths: of the sockets that are removed when this process has ended, whatever it dies of.
 
         Returns:
             What removes them now; the last one removes the directory.
@@ -77,13 +77,13 @@ class Station:
             raise UsageError(f"{self.directory} is not this user's alone: remove it.")
         ends, alive = os.pipe()  # the kernel closes this end of it with the process
         nowhere = subprocess.DEVNULL
-        command = ["/bin/sh", "-c", _REMOVE_AT_END, self.directory, *names]
+        command = ["/bin/sh", "-c", _REMOVE_AT_END, self.directory, *paths]
         subprocess.run(command, stdin=ends, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True)
         os.close(ends)
 
         def close() -> None:
-            for name in names:
-                pathlib.Path(self.directory, name).unlink(missing_ok=True)
+            for path in paths:
+                pathlib.Path(path).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # others are there
                 os.rmdir(self.directory)
             os.close(alive)

@@ -16,12 +16,14 @@ from rlframe.interprocess.memory import MACHINE
 from rlframe.program_end import program_stop, stop_program
 from rlframe.programs import naming
 
+REPORTS = 4
+
 
 class Server:
     """Counts, and stays until it is stopped: it has no `run`."""
 
     def __init__(self) -> None:
-        self._count, self._refused = 0, False
+        self._count, self._reports, self._refused = 0, 0, False
         print(f"server {os.getpid()} on {os.environ['JAX_PLATFORMS']}")
 
     def add(self) -> int:
@@ -30,6 +32,12 @@ class Server:
             raise UnavailableError("not yet")
         self._count += 1
         return self._count
+
+    def note_report(self) -> None:
+        self._reports += 1
+
+    def reports(self) -> int:
+        return self._reports
 
     def pid(self) -> int:
         return os.getpid()
@@ -53,14 +61,18 @@ class Client:
     def run(self) -> None:
         count = self._server.add()
         print(f"client {os.getpid()} counts {count}")
-        if self._what == "elsewhere":
-            assert self._server.place() != os.environ[MACHINE], "The server is on the same Ray node."
+        if self._what == "report":
+            where = "beside" if self._server.place() == os.environ[MACHINE] else "elsewhere"
             doubled = self._server.double(np.ones((300, 1000)))
             doubled += 1  # it is the client's own
             try:
                 self._server.refuse()
             except UsageError as error:
-                print(f"from elsewhere: {doubled.mean()}, {error}")
+                print(f"from {where}: {doubled.mean()}, {error}")
+            self._server.note_report()
+        if self._what == "gather":
+            while self._server.reports() < REPORTS:
+                time.sleep(0.05)
         if self._what == "raise":
             raise ValueError("the client is unhappy")
         if self._what == "stop":
@@ -83,6 +95,9 @@ def main(what: str, name: str, ray_address: str | None = None) -> None:
     engine.add("guest" if what == "raise" else "monitor", Client, server, what)
     if what == "wait":
         engine.add("actor", Client, server, what)
+    if what == "gather":
+        for _ in range(REPORTS):
+            engine.add("actor", Client, server, "report")
     try:
         print("ran:", engine.run())
     except RlframeError as error:

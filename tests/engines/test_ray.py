@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
         patch.setenv("TMPDIR", directory)
         patch.setattr(tempfile, "tempdir", None)
         there = {"num_cpus": 2, "include_dashboard": False}
-        started = Cluster(initialize_head=True, head_node_args={**there, "_temp_dir": f"{directory}/ray"})
+        started = Cluster(initialize_head=True, head_node_args={**there, "temp_dir": f"{directory}/ray"})
         for _ in range(2):
             started.add_node(num_cpus=2)
         yield started
@@ -80,10 +80,11 @@ def wait_for_nodes(process: subprocess.Popen[str], count: int = 3) -> set[int]:
 
 
 def test_nodes_call_each_other_from_one_ray_node_to_another(start):
-    code, output, lines = finish(start("elsewhere"))
+    code, output, lines = finish(start("gather"))
     assert (code, output) == (0, "ran: None\n")
     assert re.search(r"^\[server\] server \d+ on cpu$", lines, re.M)
-    assert re.search(r"^\[monitor\] from elsewhere: 3.0, not so$", lines, re.M)
+    reports = re.findall(r"^\[actor/\d\] from (\w+): 3.0, not so$", lines, re.M)
+    assert len(reports) == 4 and "elsewhere" in reports
 
 
 def test_a_node_can_end_the_program(start):

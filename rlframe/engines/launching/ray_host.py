@@ -89,7 +89,8 @@ class NodeHost:
 
     def __init__(self, node: HostedNode) -> None:
         ray_node = ray.get_runtime_context().get_node_id()
-        self._relay = Relay(Station(Station.path(node.token, ray_node), f"relay-{node.address.replace('/', '-')}"))
+        station = Station(Station.path(node.token, ray_node), f"relay-{node.address.replace('/', '-')}")
+        self._relay = Relay(station, station.socket(node.address))
         self._relay.end_program = self._end_program
         self._path = self._relay.station.socket(node.address)
         self._client = SocketClient(self._path)
@@ -162,16 +163,20 @@ class NodeHost:
 class Relay:
     """Passes calls of processes of this Ray node on to nodes elsewhere. Made in a process that Ray knows.
 
-    Attributes:
+    Args:
         station: where it is found.
+        *sockets: paths that are to be gone when this process has ended, beside its own.
+
+    Attributes:
+        station: the same.
         others: the actors of all nodes.
         end_program: what a node calls to end the program.
     """
 
-    def __init__(self, station: Station) -> None:
+    def __init__(self, station: Station, *sockets: str) -> None:
         self.station, self.others = station, dict[str, Any]()
         self.end_program: Callable[[], None] = lambda: None
-        self._close = station.open(station.relay)
+        self._close = station.open(f"{station.directory}/{station.relay}", *sockets)
         methods: dict[str, Callable[..., Any]] = {
             "relay": self._pass_on,
             "reaches": self._reaches,
@@ -188,7 +193,8 @@ class Relay:
         answer = self._ask(node, "call", packed)
         if isinstance(answer, str):
             raise UnavailableError(answer)
-        return answer
+        # What lies in Ray's store is read-only, and would be so for the caller.
+        return [part if part.flags.writeable else part.copy() for part in answer]
 
     def _reaches(self, node: str) -> bool:
         return node in self.others and self._ask(node, "reaches")
