@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import pathlib
+import tempfile
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,13 +15,20 @@ from rlframe.transport import DEFAULT, Transport
 from rlframe.transport.sockets import SocketTransport
 from tests.extras import needs
 from tests.in_process import InProcess
+from tests.two_stations import two_stations
 
 
-@pytest.fixture(params=[InProcess(), SocketTransport(), DEFAULT], ids=["threads", "sockets", "courier"])
-def transport(request: pytest.FixtureRequest) -> Transport:
+@pytest.fixture(params=[InProcess(), SocketTransport(), None, DEFAULT], ids=["threads", "sockets", "ray", "courier"])
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     if request.param == DEFAULT:
         needs("launchpad")
-    return request.param
+    if request.param is None:
+        with tempfile.TemporaryDirectory(dir="/tmp") as directory, two_stations(pathlib.Path(directory)) as stations:
+            yield stations
+            assert list(pathlib.Path(directory, "there").iterdir()) == []
+        assert not pathlib.Path(directory).exists()
+    else:
+        yield request.param
 
 
 def misuse() -> None:

@@ -214,7 +214,7 @@ def complete(experiment: Experiment) -> Experiment:
 
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
-_CHANGEABLE |= {"engine", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"}
+_CHANGEABLE |= {"engine", "ray_address", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"}
 _CHANGEABLE |= {"checkpoint_every", "replay_checkpoint_every", "answer_timeout", "check_finite"}
 _CHANGEABLE |= {"min_actors", "mean_staleness", "until_learner_steps", "until_seconds", "until_return"}
 _CHANGEABLE |= {"slots", "service_port", "policy_port"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import subprocess
@@ -29,6 +30,7 @@ STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
 Packed = list[np.ndarray]  # uint8: `messages.Parts`, as both pickle and Ray send them without a copy
 
 _SOCKETS = SocketTransport()
+_numbers = itertools.count()
 
 # It outlives the process that it reads from, and is no child of it: Ray kills those of its actors. The last one of a
 # Ray node removes the directory.
@@ -136,7 +138,7 @@ class RayTransport:
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> RayServer:
         """See `Transport`."""
-        return RayServer(methods, f"node-{os.getpid()}-{len(methods)}" if address is None else address)
+        return RayServer(methods, address or f"node-{os.getpid()}-{next(_numbers)}")
 
     def check(self, by: str) -> None:
         """See `Transport`: it needs nothing of its own."""

@@ -1,0 +1,50 @@
+"""The transport of the engine ray without Ray: nodes on one "Ray node", callers on another, and a relay between."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rlframe.transport.ray import Packed, RayServer, RayTransport, Station, as_arrays, as_parts, join
+from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStations(RayTransport):
+    """Serves there, and calls from here."""
+
+    there: Station
+    here: Station
+
+    def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> RayServer:
+        """See `Transport`."""
+        join(self.there)
+        try:
+            return super().serve(methods, address)
+        finally:
+            join(self.here)
+
+
+@contextlib.contextmanager
+def two_stations(directory: pathlib.Path) -> Iterator[TwoStations]:
+    """Both, with their sockets below `directory`, whose path is short."""
+    there, here = Station(f"{directory}/there", "relay"), Station(f"{directory}/here", "relay")
+
+    def relay(node: str, packed: Packed) -> Packed:
+        return as_arrays(SocketClient(there.socket(node)).exchange(as_parts(packed)))
+
+    def reaches(node: str) -> bool:
+        return SocketTransport().is_reachable(there.socket(node))
+
+    path = f"{here.directory}/{here.relay}"
+    with contextlib.ExitStack() as opened:
+        opened.callback(there.open())
+        opened.callback(here.open(path))
+        server = SocketServer({"relay": relay, "reaches": reaches}, path)
+        opened.callback(server.stop)
+        join(here)
+        opened.callback(join, None)
+        yield TwoStations(there, here)
