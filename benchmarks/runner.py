@@ -25,6 +25,7 @@ BENCHMARKS = {
     "calls": "a call to another process, against Courier and the standard library's connections",
     "engines": "programs of several processes under each engine",
     "shared_memory": "replay between processes, against the buffer in one process",
+    "replay_service": "the replay service, against Reverb",
     "reverb": "Reverb through rlframe's buffer, against Reverb alone; shared memory against its inserts",
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
@@ -35,6 +36,7 @@ BENCHMARKS = {
     "coordinator": "200 scripted workers on one coordinator",
 }
 NEEDS = {  # name -> extras, for those that need some
+    "replay_service": ("reverb",),
     "reverb": ("reverb",),
     "lm": ("trajectories",),
     "trajectories": ("trajectories",),
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         )
         return 2
     if args.list:
-        print("\n".join(f"{name:14}{what}" for name, what in BENCHMARKS.items()))
+        print("\n".join(f"{name:16}{what}" for name, what in BENCHMARKS.items()))
         return 0
     names = [name for name in args.names or BENCHMARKS if _can_run(name, bool(args.names))]
     if args.against is not None:

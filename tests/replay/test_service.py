@@ -15,8 +15,7 @@ from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import Remote
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, outbox
-from rlframe.replay.service.server import WriterId
-from rlframe.replay.service.stacks import copied, stacked, unstacked
+from rlframe.replay.service.stacks import Stage, unstacked
 from rlframe.testing.replay import play
 from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.transport.sockets import SocketTransport
@@ -217,20 +216,27 @@ def test_a_writer_whose_rank_was_claimed_anew_is_stopped():
 
 
 def test_steps_travel_with_each_observation_once():
-    stream, before, sent = StepStream(3, end=0.0), None, []
+    stream = StepStream(3, end=0.0)
     steps = [stream.step() for _ in range(5)]
-    steps = [
-        (ids, step if i == 0 else step._replace(timestep=steps[i - 1][1].next_timestep))
-        for i, (ids, step) in enumerate(steps)
-    ]
-    for ids, step in steps:
-        added = copied(ids, step, before)
-        before = step, added
-        sent.append(added)
-    (stack,) = stacked(sent)
+    ids = steps[0][0]
+    steps = [step for _, step in steps]
+    for i in range(1, 5):  # as an Actor's follow each other
+        steps[i] = steps[i]._replace(timestep=steps[i - 1].next_timestep)
+    stage = Stage(ids, steps[0])
+    for step in steps:
+        assert stage.takes(ids, step)
+        stage.put(step)
+    assert not stage.takes(ids, steps[0]) and not stage.takes(ids[:2], steps[0])
+    stack = stage.stack(5)
     assert stack.timesteps.reward.shape == (6, 3)
-    for (_, step), back in zip(steps, unstacked(stack), strict=True):
-        np.testing.assert_array_equal(back.timestep.observation["id"], step.timestep.observation["id"])
-        np.testing.assert_array_equal(back.next_timestep.observation["id"], step.next_timestep.observation["id"])
-        assert back.params_version == step.params_version
-    assert WriterId(0, 0, 3).num_envs == 3
+    stage.arrived = 3
+    for first, back in (
+        (0, list(unstacked(stack))),
+        (3, list(unstacked(stack, 3))),
+        (3, list(unstacked(stage.stack(5)))),
+    ):
+        assert len(back) == 5 - first
+        for step, same in zip(steps[first:], back):
+            np.testing.assert_array_equal(same.timestep.observation["id"], step.timestep.observation["id"])
+            np.testing.assert_array_equal(same.next_timestep.observation["id"], step.next_timestep.observation["id"])
+            assert same.params_version == step.params_version

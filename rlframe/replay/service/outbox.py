@@ -14,7 +14,7 @@ from rlframe.errors import StoppedError
 from rlframe.interprocess.progress import waiting_for
 from rlframe.replay.base import ReplayClosedError
 from rlframe.replay.service.server import WriterId
-from rlframe.replay.service.stacks import Added, copied, stacked
+from rlframe.replay.service.stacks import Stage
 from rlframe.types import Step, global_env_ids
 
 _MOST_STEPS, _MOST_BYTES = 256, 16 * 2**20  # that are gathered, and sent at once
@@ -42,11 +42,9 @@ class Outbox:
         self.id_bytes = global_env_ids(writer.rank, np.arange(writer.num_envs)).tobytes()
         self.checked = False
         self._moved = threading.Condition()
-        self._waiting: collections.deque[Added] = collections.deque()
-        self._bytes = 0
-        self._last: tuple[Step, Added] | None = None
-        self._sending = False
-        self._number = 0  # of the first step that waits
+        self._stages: collections.deque[Stage] = collections.deque()  # of steps that have yet to arrive
+        self._waiting = self._bytes = 0  # these steps
+        self._number = 0  # of the first one
         self._why = ""  # the service holds the writer back
         self._error: BaseException | None = None
         self._told_to_stop = self._closed = False
@@ -54,22 +52,25 @@ class Outbox:
 
     def put(self, env_ids: np.ndarray, step: Step) -> None:
         """Takes a step; waits while too many are there. Raises what became of those before."""
-        added = copied(env_ids, step, self._last)
-        self._last = step, added
         with self._moved:
             self._check()
-            if len(self._waiting) >= _MOST_STEPS or self._bytes >= _MOST_BYTES:
-                self._wait(lambda: len(self._waiting) < _MOST_STEPS and self._bytes < _MOST_BYTES)
-            self._waiting.append(added)
-            self._bytes += added.nbytes
-            self._moved.notify_all()
+            if self._waiting >= _MOST_STEPS or self._bytes >= _MOST_BYTES:
+                self._wait(lambda: self._waiting < _MOST_STEPS and self._bytes < _MOST_BYTES)
+            if not self._stages or not self._stages[-1].takes(env_ids, step):
+                self._stages.append(Stage(env_ids, step, self._stages[-1] if self._stages else None))
+            stage = self._stages[-1]
+            stage.put(step)
+            self._waiting += 1
+            self._bytes += stage.nbytes
+            if self._waiting == 1:
+                self._moved.notify_all()
 
     def flush(self) -> None:
         """Waits until the service has everything."""
         with self._moved:
             self._check()
-            if self._waiting or self._sending:
-                self._wait(lambda: not self._waiting and not self._sending)
+            if self._waiting:
+                self._wait(lambda: not self._waiting)
 
     def end_waits(self) -> None:
         """Ends a `put` that waits, now or later, with StoppedError."""
@@ -113,21 +114,24 @@ class Outbox:
                         self._moved.wait()
                     if self._closed:
                         return
-                    steps, self._sending = list(self._waiting), True
-                self._send(steps)
-                with self._moved:
-                    self._sending = False
-                    self._moved.notify_all()
+                    stacks = [stage.stack(stage.count) for stage in self._stages if stage.count > stage.arrived]
+                arrived, self._why = self._service.add(self._writer, self._number, stacks)
+                self._forget(arrived)
         except BaseException as error:
             with self._moved:
-                self._error, self._sending = error, False
+                self._error = error
                 self._moved.notify_all()
 
-    def _send(self, steps: list[Added]) -> None:
-        """Sends these steps, which are the first that wait, and forgets those that arrived."""
-        arrived, self._why = self._service.add(self._writer, self._number, stacked(steps))
+    def _forget(self, number: int) -> None:
+        """The steps before this number have arrived."""
         with self._moved:
-            for _ in range(arrived - self._number):
-                self._bytes -= self._waiting.popleft().nbytes
-            self._number = arrived
+            while self._number < number:
+                stage = self._stages[0]
+                count = min(number - self._number, stage.count - stage.arrived)
+                stage.arrived += count
+                self._number += count
+                self._waiting -= count
+                self._bytes -= count * stage.nbytes
+                if stage.arrived == stage.count and len(self._stages) > 1:
+                    self._stages.popleft()
             self._moved.notify_all()

@@ -114,8 +114,8 @@ class ReplayService:
             self._open(writer, number)
             held = ""
             for stack in stacks:
-                skip = self._next[writer] - number  # came with a call before this one
-                for step in list(unstacked(stack))[max(skip, 0) :]:
+                skip = max(self._next[writer] - number, 0)  # came with a call before this one
+                for step in unstacked(stack, skip):
                     if held := self._wait_for_room():
                         return self._next[writer], held
                     self._buffer.add(stack.env_ids, step)
