@@ -28,6 +28,7 @@ CORE = [
     "dm-env",
     "dm-haiku",
     "dm-tree",
+    "flatbuffers",  # `rlframe.export`: newer versions of JAX no longer bring it
     "matplotlib",
     "optax",
     "orbax-checkpoint",
@@ -41,7 +42,7 @@ CORE = [
 EXTRAS = {
     # Classic control with rendering, and what `rlframe evaluate --video` needs.
     "gymnasium": ["gymnasium[classic-control]", "imageio", "imageio-ffmpeg"],
-    "dm_control": [f"dm-control; {DM_CONTROL}"],
+    "dm_control": [f"dm-control; {DM_CONTROL}", f"mujoco<4; {DM_CONTROL}"],  # 1.0.50 uses what MuJoCo 4 has renamed
     # dm-launchpad 0.5.2 hangs on any numpy array that is sent to a node.
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],
     "reverb": [f"dm-reverb[tensorflow]==0.7.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],

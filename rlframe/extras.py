@@ -34,12 +34,13 @@ MODULES = {
     "trackio": ("trackio",),
 }
 
-# Extras without a wheel for Python 3.11 and later, and what does their work there.
-IN_PLACE_OF = {
-    "launchpad": "--topology single_process, or heavy_env or light_env with --engine threads",
-    "reverb": "--replay shared_memory, with the topology heavy_env or light_env",
+# Extras that have no wheel for each Python: the last minor version with one, and what does their work after it.
+LAST_PYTHON = {
+    "launchpad": (10, "--engine local, on one machine"),
+    "reverb": (10, "--replay shared_memory, with the topology heavy_env or light_env"),
+    "dm_control": (12, "an EnvPool task such as CartpoleSwingup-v1"),
 }
-_HAS_WHEEL = sys.version_info < (3, 11)
+_MINOR = sys.version_info.minor
 
 
 def has(module: str) -> bool:
@@ -52,6 +53,11 @@ def has(module: str) -> bool:
 def is_installed(extra: str) -> bool:
     """Whether all packages of an extra are installed here, be they broken."""
     return all(map(has, MODULES[extra]))
+
+
+def has_wheel(extra: str) -> bool:
+    """Whether there are wheels of an extra for this Python."""
+    return extra not in LAST_PYTHON or LAST_PYTHON[extra][0] >= _MINOR
 
 
 def is_instance(target: Any, module: str, name: str) -> bool:
@@ -103,14 +109,14 @@ def needed(by: str, *extras: str, otherwise: str = "") -> Iterator[None]:
 
 def missing(by: str, *extras: str, otherwise: str = "") -> UsageError:
     """The error that says what asked for these extras, and how to get them."""
-    gone = [extra for extra in extras if extra in IN_PLACE_OF and not _HAS_WHEEL]
+    gone = [extra for extra in extras if not has_wheel(extra)]
     several = len(gone or extras) > 1
     sentence = f"{by} needs the extra{'s' * several} {_listed(gone or extras)}"
     if gone:
-        instead = "; or ".join(IN_PLACE_OF[extra] for extra in gone)
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        last = min(LAST_PYTHON[extra][0] for extra in gone)
+        instead = "; or ".join(LAST_PYTHON[extra][1] for extra in gone)
         have = "which have no wheels" if several else "which has no wheel"
-        return UsageError(f"{sentence}, {have} for Python {version}: use Python 3.10, or in its place {instead}")
+        return UsageError(f"{sentence}, {have} for Python 3.{_MINOR}: use Python 3.{last}, or in its place {instead}")
     return UsageError(f"{sentence}: pip install 'rlframe[{','.join(extras)}]'{otherwise and ', '}{otherwise}")
 
 

@@ -137,7 +137,7 @@ CORE = [
     ),
 ]
 REFUSED = [call for call in (*TRAINING, *OTHERS, *IMPORTS) if call.needs]
-AVAILABLE = [extra for extra in extras.MODULES if extra not in extras.IN_PLACE_OF or extras._HAS_WHEEL]
+AVAILABLE = [extra for extra in extras.MODULES if extras.has_wheel(extra)]
 
 
 def expected(call: Call, installed: set[str]) -> str | None:

@@ -14,7 +14,7 @@ from tests.extras import needs
 def test_a_name_is_an_envpool_task_where_envpool_has_it_else_a_gymnasium_id():
     assert backend("CartPole-v1") == "envpool"
     assert backend("Pong-v5") == "envpool"
-    assert backend("Ant-v5") == "gymnasium"
+    assert backend("Ant-v2") == "gymnasium"
     assert backend("gymnasium:CartPole-v1") == "gymnasium"
     assert backend("dm_control:cartpole-swingup") == "dm_control"
 
@@ -23,7 +23,7 @@ def test_default_type_is_envpool_where_it_has_the_task():
     assert default_type("Pong-v5", 1) == "envpool"
     assert default_type("CartPole-v1", 16) == "envpool"
     assert default_type("gymnasium:CartPole-v1", 16) == "loop"
-    assert default_type("Ant-v5", 16) == "loop"
+    assert default_type("Ant-v2", 16) == "loop"
     assert default_type(lambda: None, 16) == "loop"
 
 
@@ -61,7 +61,7 @@ def test_dm_control_suite_tasks_work_and_are_seeded(type):
         ("CartPol-v1", "envpool", "Did you mean 'CartPole-v1'?"),
         ("Pong-v5", "loop", "use type 'envpool'"),
         ("envpool:CartPole-v1", "process", "use type 'envpool'"),
-        ("Ant-v5", "envpool", "EnvPool has no task 'Ant-v5'"),
+        ("Ant-v2", "envpool", "EnvPool has no task 'Ant-v2'"),
         ("dm_control:cartpole-swingip", "loop", "Did you mean 'cartpole-swingup'?"),
         ("ALE/Pong-v5", "loop", "ale-py"),
     ],

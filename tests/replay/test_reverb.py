@@ -26,6 +26,7 @@ from rlframe.replay import ReplayClosedError
 from rlframe.replay.reverb import ReverbReplayBuffer, connection
 from rlframe.testing.streams import STEP_SPEC, ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import AgentSpecs, Sequence, Transition
+from tests.extras import needs
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 from tests.ports import free_port
 from tests.replay.factories import servers
@@ -38,6 +39,7 @@ Serve = Callable[..., str]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Serves tables and returns the address; the server ends with the test."""
+    needs("reverb")
     started: list[str] = []
 
     def start(tables: Any) -> str:
@@ -52,6 +54,7 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture
 def own_process() -> Iterator[Callable[[], Servers]]:
     """Makes processes that a test may kill."""
+    needs("reverb")
     made: list[Servers] = []
 
     def make() -> Servers:
@@ -160,6 +163,7 @@ def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: P
 
 @pytest.mark.parametrize("silent", ["accepts and says nothing", "nobody listens"])
 def test_a_server_that_never_answers_is_named(silent: str) -> None:
+    needs("reverb")
     connection.load()  # it takes its own time to import TensorFlow
     port = free_port()
     address = f"127.0.0.1:{port}"

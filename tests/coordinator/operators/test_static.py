@@ -8,6 +8,7 @@ from rlframe.coordinator.messages import Alive
 from rlframe.coordinator.operators.static import StaticOperator
 from rlframe.coordinator.workers.process import WorkerServer
 from tests.coordinator.operators.driven import Driven
+from tests.extras import needs
 from tests.ports import free_address, free_port
 from tests.waiting import wait_until
 
@@ -22,6 +23,7 @@ class Answers:
 
 @pytest.fixture
 def serve():
+    needs("launchpad")
     servers = []
 
     def start(worker_id: str, incarnation: int = 0, address: str | None = None) -> tuple[str, WorkerServer]:

@@ -655,6 +655,7 @@ def steps_of(function) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one such frame when it is given a tracer
     sys.settrace(trace)
     try:
         function()
