@@ -24,10 +24,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2"]
 
 
-# What carries the nodes, and how they are wired. Reverb's server is a node of Launchpad's.
+# What carries the nodes, and how they are wired: under Launchpad distributed has Reverb, else the replay service.
 PROGRAMS = (
     "local heavy_env",
     "local light_env",
+    "local distributed",
     "launchpad heavy_env",
     "launchpad light_env",
     "launchpad distributed",
@@ -39,7 +40,8 @@ GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system
 def options_of(program: str) -> list[str]:
     """The options of one of `PROGRAMS`; skips the test where what it needs is not installed."""
     engine, topology = program.split()
-    needs(*(["launchpad"] if engine == "launchpad" else []), *(["reverb"] if topology == "distributed" else []))
+    if engine == "launchpad":
+        needs("launchpad", *(["reverb"] if topology == "distributed" else []))
     return ["--engine", engine, "--topology", topology]
 
 

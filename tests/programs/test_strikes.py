@@ -44,7 +44,9 @@ def strike(program: RunningProgram, chance: random.Random) -> list[str]:
 
 @pytest.mark.system
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("which", ["local heavy_env", "local light_env", "launchpad distributed", "local elastic"])
+@pytest.mark.parametrize(
+    "which", ["local heavy_env", "local light_env", "local distributed", "launchpad distributed", "local elastic"]
+)
 def test_a_run_ends_by_itself_and_leaves_nothing_whichever_processes_are_struck(
     tmp_path: pathlib.Path, which: str
 ) -> None:
