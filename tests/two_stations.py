@@ -43,7 +43,7 @@ def two_stations(directory: pathlib.Path) -> Iterator[TwoStations]:
     with contextlib.ExitStack() as opened:
         opened.callback(there.open())
         opened.callback(here.open(path))
-        server = SocketServer({"relay": relay, "reaches": reaches}, path)
+        server = SocketServer({"relay": relay, "reaches": reaches, "versions": lambda *_: None}, path)
         opened.callback(server.stop)
         join(here)
         opened.callback(join, None)

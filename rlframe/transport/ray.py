@@ -30,6 +30,7 @@ STATION = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
 Packed = list[np.ndarray]  # uint8: `messages.Parts`, as both pickle and Ray send them without a copy
 
 _SOCKETS = SocketTransport()
+_VERSIONS = ("get_packed", "wait_for_version")  # of `rlframe.params.source.PackedSource`
 _numbers = itertools.count()
 
 # It outlives the process that it reads from, and is no child of it: Ray kills those of its actors. The last one of a
@@ -166,6 +167,10 @@ class _RayClient:
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         if os.path.exists(self._path):
             return self._beside.call(method, *args, **kwargs)
+        if method in _VERSIONS and not kwargs:  # the relay may have them: they are fetched once for a Ray node
+            found = _relay().call("versions", self._address, method, *args)
+            if found is not None:
+                return _answer(found) if isinstance(found, list) else found
         return _answer(_relay().call("relay", self._address, packed(method, args, kwargs)))
 
     def submit(self, method: str, /, *args: Any) -> Future:

@@ -13,16 +13,19 @@ from rlframe.engines.base import EngineOptions
 from rlframe.errors import RlframeError, UnavailableError, UsageError
 from rlframe.handles import resolve
 from rlframe.interprocess.memory import MACHINE
+from rlframe.params.source import NewestParams
 from rlframe.program_end import program_stop, stop_program
 from rlframe.programs import naming
 
 REPORTS = 4
+VERSIONS = 5
 
 
 class Server:
     """Counts, and stays until it is stopped: it has no `run`."""
 
     def __init__(self) -> None:
+        self._versions: Any = NewestParams()
         self._count, self._reports, self._refused = 0, 0, False
         print(f"server {os.getpid()} on {os.environ['JAX_PLATFORMS']}")
 
@@ -41,6 +44,16 @@ class Server:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def publish(self, version: int) -> None:
+        self._versions.put(version, np.full(500_000, version))  # in the place of `PackedParams`
+
+    def get_packed(self, known_version: int = -1) -> Any:
+        print(f"gives version {self._versions.version}")
+        return self._versions.get_packed(known_version)
+
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        return self._versions.wait_for_version(known_version, timeout)
 
     def place(self) -> str | None:
         return os.environ.get(MACHINE)
@@ -70,7 +83,21 @@ class Client:
             except UsageError as error:
                 print(f"from {where}: {doubled.mean()}, {error}")
             self._server.note_report()
-        if self._what == "gather":
+        if self._what == "act" and self._server.place() != os.environ[MACHINE]:
+            version = -1
+            while version < VERSIONS:
+                version = self._server.wait_for_version(version, 1.0)
+                held, array = self._server.get_packed(-1)
+                assert held >= version and (array == held).all()
+                assert self._server.get_packed(held) == (held, None)
+            print("has the last version")
+        if self._what == "act":
+            self._server.note_report()
+        if self._what == "publish":
+            for version in range(VERSIONS + 1):
+                self._server.publish(version)
+                time.sleep(0.3)
+        if self._what in ("gather", "publish"):
             while self._server.reports() < REPORTS:
                 time.sleep(0.05)
         if self._what == "raise":
@@ -95,9 +122,9 @@ def main(what: str, name: str, ray_address: str | None = None) -> None:
     engine.add("guest" if what == "raise" else "monitor", Client, server, what)
     if what == "wait":
         engine.add("actor", Client, server, what)
-    if what == "gather":
+    if what in ("gather", "publish"):
         for _ in range(REPORTS):
-            engine.add("actor", Client, server, "report")
+            engine.add("actor", Client, server, "report" if what == "gather" else "act")
     try:
         print("ran:", engine.run())
     except RlframeError as error:

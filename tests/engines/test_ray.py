@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -30,6 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         patch.setenv("HOME", str(home))
         patch.setenv("TMPDIR", directory)
+        patch.setenv("PYTHONPATH", str(ROOT))  # which rlframe the machines of the cluster have
         patch.setattr(tempfile, "tempdir", None)
         there = {"num_cpus": 2, "include_dashboard": False}
         started = Cluster(initialize_head=True, head_node_args={**there, "temp_dir": f"{directory}/ray"})
@@ -45,7 +47,6 @@ def start(cluster):
         return subprocess.Popen(
             [sys.executable, "-m", "tests.engines.small_program", what, "ray", *([] if own else [cluster.address])],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -85,6 +86,13 @@ def test_nodes_call_each_other_from_one_ray_node_to_another(start):
     assert re.search(r"^\[server\] server \d+ on cpu$", lines, re.M)
     reports = re.findall(r"^\[actor/\d\] from (\w+): 3.0, not so$", lines, re.M)
     assert len(reports) == 4 and "elsewhere" in reports
+
+
+def test_a_version_is_taken_from_its_node_once_however_many_ray_nodes_and_actors_want_it(start):
+    code, output, lines = finish(start("publish"))
+    assert (code, output) == (0, "ran: None\n")
+    assert len(re.findall("has the last version", lines)) >= 2
+    assert 1 < len(re.findall("gives version", lines)) <= 10  # 36 where each asks for itself
 
 
 def test_a_node_can_end_the_program(start):
@@ -133,3 +141,57 @@ def test_a_ray_of_its_own_ends_with_its_launcher_killed_or_not(start):
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120.0)
     wait_until(lambda: not any(each.is_running() for each in rays), f"Some of {rays} live on.")
+
+
+OWN_AGENT = """
+from rlframe.agents.ppo import PPO
+
+
+class OwnPPO(PPO):
+    '''Named by its file: no other process can import it.'''
+"""
+
+
+@pytest.fixture
+def train(cluster, tmp_path):
+    def started(*options: str) -> subprocess.Popen[str]:
+        (tmp_path / "own.py").write_text(OWN_AGENT)
+        command = [sys.executable, "-m", "rlframe", "train", "--agent", f"{tmp_path}/own.py:OwnPPO"]
+        command += ["--env", "CartPole-v1", "--num-envs", "6", "--num-actors", "3", "--engine", "ray", "--json"]
+        return subprocess.Popen(
+            [*command, "--ray-address", cluster.address, "--run-dir", str(tmp_path / "run"), *options],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    yield started
+    assert_nothing_is_left()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[dict, str]:
+    output, lines = process.communicate(timeout=400.0)
+    print(lines)
+    assert process.returncode == 0
+    return json.loads(output.splitlines()[-1]), lines
+
+
+def test_an_agent_of_a_users_own_learns_in_memory_that_nodes_share(train):
+    result, _ = ended(train("--topology", "heavy_env", "--steps", "30000"))
+    assert result["env_steps"] >= 30000 and result["return_mean"] > 100.0
+
+
+def test_a_run_over_several_ray_nodes_goes_on_when_one_of_them_is_killed(train, cluster, tmp_path):
+    process = train("--topology", "distributed", "--steps", "30000", "--hang-timeout", "10", "--eval-episodes", "2")
+    rows = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: (rows.exists() and rows.read_text()) or process.poll() is not None)
+    node = cluster.worker_nodes.pop()
+    cluster.worker_nodes.add(node)
+    cluster.remove_node(node, allow_graceful=False)
+    try:
+        result, lines = ended(process)
+    finally:
+        cluster.add_node(num_cpus=2)
+    assert result["env_steps"] >= 30000
+    assert re.search(r"restart 1 of 3", lines)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from rlframe import extras
 from rlframe.engines.launching.local_node import run_node
 from rlframe.engines.launching.node_main import node_processes
+from rlframe.engines.launching.ray_params import FetchedVersions, PublishedVersions
 from rlframe.engines.launching.running import GroupPolicy, RunningNode
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
@@ -90,10 +91,12 @@ class NodeHost:
     def __init__(self, node: HostedNode) -> None:
         ray_node = ray.get_runtime_context().get_node_id()
         station = Station(Station.path(node.token, ray_node), f"relay-{node.address.replace('/', '-')}")
-        self._relay = Relay(station, station.socket(node.address))
+        self._address = node.address
+        self._relay = Relay(station, station.socket(node.address), subscriber=node.address)
         self._relay.end_program = self._end_program
         self._path = self._relay.station.socket(node.address)
         self._client = SocketClient(self._path)
+        self._versions = PublishedVersions(self._client)
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
         self._count, self._ends, self._has_ended = 0, False, False
@@ -139,6 +142,21 @@ class NodeHost:
         except UnavailableError as error:
             return str(error)
 
+    @ray.method(concurrency_group="signal")
+    def subscribe(self, other: str) -> None:
+        """Has the node's versions offered to the host of another: see `PublishedVersions`."""
+
+        def offer(version: int, references: list[Any]) -> None:
+            if other in self._relay.others:
+                self._relay.others[other].offer.remote(self._address, version, references)
+
+        self._versions.subscribe(other, offer)
+
+    @ray.method(concurrency_group="signal")
+    def offer(self, source: str, version: int, references: list[Any]) -> None:
+        """There is this version of another node's: see `FetchedVersions`."""
+        self._relay.versions_of(source).take(version, references)
+
     def _take(self, name: str, text: str) -> None:
         del name
         with self._changed:
@@ -148,6 +166,7 @@ class NodeHost:
 
     def _end(self, running: RunningNode) -> None:
         del running
+        self._versions.close()
         with contextlib.suppress(FileNotFoundError):  # it was killed: it will be elsewhere, perhaps
             os.unlink(self._path)
         with self._changed:
@@ -166,6 +185,7 @@ class Relay:
     Args:
         station: where it is found.
         *sockets: paths that are to be gone when this process has ended, beside its own.
+        subscriber: the node beside which this is; None: none.
 
     Attributes:
         station: the same.
@@ -173,13 +193,17 @@ class Relay:
         end_program: what a node calls to end the program.
     """
 
-    def __init__(self, station: Station, *sockets: str) -> None:
+    def __init__(self, station: Station, *sockets: str, subscriber: str | None = None) -> None:
+        self._subscriber = subscriber
+        self._versions: dict[str, FetchedVersions] = {}  # by the node that has them
+        self._lock = threading.Lock()
         self.station, self.others = station, dict[str, Any]()
         self.end_program: Callable[[], None] = lambda: None
         self._close = station.open(f"{station.directory}/{station.relay}", *sockets)
         methods: dict[str, Callable[..., Any]] = {
             "relay": self._pass_on,
             "reaches": self._reaches,
+            "versions": self._answer_versions,
             "end_program": lambda: self.end_program(),
         }
         self._server = SocketServer(methods, f"{station.directory}/{station.relay}")
@@ -188,6 +212,18 @@ class Relay:
         """Passes nothing on any more."""
         self._server.stop()
         self._close()
+
+    def versions_of(self, node: str) -> FetchedVersions:
+        """The versions that a node on another Ray node has."""
+        with self._lock:
+            if node not in self._versions:
+                self._versions[node] = FetchedVersions(lambda host: host.subscribe.remote(self._subscriber))
+            return self._versions[node]
+
+    def _answer_versions(self, node: str, method: str, *args: Any) -> Any:
+        if self._subscriber is None or node not in self.others:
+            return None
+        return self.versions_of(node).answer(self.others[node], method, *args)
 
     def _pass_on(self, node: str, packed: Packed) -> Packed:
         answer = self._ask(node, "call", packed)

@@ -1,0 +1,145 @@
+"""Parameters between Ray nodes: put into Ray's store once for each version, and fetched once by each Ray node.
+
+The host beside a learner asks it for each version, once, and tells the hosts that want it where that lies. So what a
+learner does for its versions does not grow with the number of those who act. Within the learner's Ray node they are
+read from shared memory, as under every engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rlframe import extras
+from rlframe.errors import NoMethodError, RemoteError, UnavailableError
+from rlframe.params.source import LONGEST_WAIT
+from rlframe.transport import messages
+from rlframe.transport.base import CALL_TIMEOUT
+from rlframe.transport.ray import Packed, as_arrays
+from rlframe.transport.sockets import SocketClient
+
+with extras.needed("--engine ray", "ray"):
+    import ray
+
+_AGAIN = 5.0  # seconds after which a host that wants versions says so again
+_FIRST = 1.0  # seconds that the first version is waited for, before the node itself is asked
+
+Offer = Callable[[int, list[Any]], None]  # a version, and [the reference to it]
+
+
+class PublishedVersions:
+    """The side of the node that has versions (`rlframe.params.source.PackedSource`): run beside it.
+
+    Args:
+        client: of the node.
+    """
+
+    def __init__(self, client: SocketClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._wanted: dict[str, Offer] = {}  # by who wants it
+        self._newest: tuple[int, list[Any]] | None = None
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def subscribe(self, who: str, offer: Offer) -> None:
+        """Has each version offered from now on, and the newest at once. May be said again."""
+        with self._lock:
+            self._wanted[who] = offer
+            if self._newest is not None:
+                offer(*self._newest)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._follow, name="rlframe parameters", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """The node has ended."""
+        self._over = True
+
+    def _follow(self) -> None:
+        known = -1
+        while not self._over:
+            try:
+                version = self._client.call("wait_for_version", known, LONGEST_WAIT)
+                if version > known:
+                    # What comes may be newer still; who has that is not told of it twice.
+                    parts = self._client.exchange(messages.pack(("get_packed", (-1,), {})))
+                    self._publish(version, ray.put(as_arrays(parts)))
+                    known = version
+            except UnavailableError:
+                time.sleep(0.1)
+            except (NoMethodError, RemoteError):  # it has none, or no way to wait for them
+                return
+
+    def _publish(self, version: int, reference: Any) -> None:
+        with self._lock:
+            self._newest = version, [reference]
+            for offer in self._wanted.values():
+                offer(*self._newest)
+
+
+class FetchedVersions:
+    """The side of those who want a node's versions, on another Ray node.
+
+    Args:
+        subscribe: has each version given to `take`.
+    """
+
+    def __init__(self, subscribe: Callable[[Any], None]) -> None:
+        self._subscribe = subscribe
+        self._host: Any = None
+        self._asked_at = 0.0
+        self._changed = threading.Condition()
+        self._fetching = threading.Lock()
+        self._version, self._references = -1, list[Any]()
+        self._fetched: tuple[int, Packed] = (-1, [])
+
+    def take(self, version: int, references: list[Any]) -> None:
+        """There is this version, in Ray's store."""
+        with self._changed:
+            self._version, self._references = version, references
+            self._changed.notify_all()
+
+    def answer(self, host: Any, method: str, known: int, timeout: float = 0.0) -> Any:
+        """What the node would answer to `wait_for_version`, or, packed, to `get_packed`; None: it must be asked itself.
+
+        Args:
+            host: of the node.
+            method: which of the two.
+            known: the version that the caller has.
+            timeout: as of `wait_for_version`.
+
+        Raises:
+            UnavailableError: the version did not come.
+        """
+        now = time.monotonic()
+        if host is not self._host or now > self._asked_at + _AGAIN:
+            is_new, self._host, self._asked_at = host is not self._host, host, now
+            self._subscribe(host)
+            if is_new:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._version >= 0, _FIRST)
+        with self._changed:
+            if self._version < 0:
+                return None
+            if method == "wait_for_version":
+                self._changed.wait_for(lambda: self._version > known, min(timeout, LONGEST_WAIT))
+                return self._version
+            version, references = self._version, self._references
+        return _known(known) if version <= known else self._fetch(version, references)
+
+    def _fetch(self, version: int, references: list[Any]) -> Packed:
+        with self._fetching:
+            if self._fetched[0] != version:
+                try:
+                    self._fetched = version, ray.get(references[0], timeout=CALL_TIMEOUT)
+                except ray.exceptions.RayError as error:
+                    raise UnavailableError(f"version {version} did not come: {type(error).__name__}") from None
+            return self._fetched[1]
+
+
+def _known(version: int) -> Packed:
+    """The answer to `get_packed` of who is up to date."""
+    return as_arrays(messages.pack(((version, None),)))
