@@ -33,6 +33,7 @@ class RayEngine(Engine):
 
     options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators", "ray_address")
     requires = ("ray",)
+    operator = "local"  # beside the coordinator, with which the workers share memory
 
     def __init__(self, options: EngineOptions) -> None:
         with extras.needed("--engine ray", "ray"):

@@ -88,12 +88,14 @@ class SharedArrays:
         """Finds memory that this process or another has created.
 
         Raises:
-            PermissionError: its creator runs as another user.
+            PermissionError: its creator runs as another user, or on another Ray node.
             FileNotFoundError: it is closed, or holds other fields, or its creator has ended or is on another machine.
         """
         path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
-        if name.machine != os.environ.get(MACHINE, "") or not os.readlink(path).startswith(f"/memfd:{label}"):
-            raise FileNotFoundError(path)  # it is elsewhere, or closed, and its number taken by another file
+        if name.machine != os.environ.get(MACHINE, ""):
+            raise PermissionError("it is memory of another Ray node (--replay service needs none)")
+        if not os.readlink(path).startswith(f"/memfd:{label}"):
+            raise FileNotFoundError(path)  # closed, and its number taken by another file
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not name.maker.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlframe.interprocess.futex import Futex
-from rlframe.interprocess.memory import Name, Seqlock, SharedArrays, anonymous_file
+from rlframe.interprocess.memory import MACHINE, Name, Seqlock, SharedArrays, anonymous_file
 
 DEADLINE = 60.0
 LABEL = "rlframe-test"
@@ -77,6 +77,15 @@ def test_other_memory_is_not_taken_for_the_one_that_is_meant():
         with pytest.raises(FileNotFoundError):
             SharedArrays.attach(wrong, label, fields)
     SharedArrays.attach(name, LABEL, FIELDS)
+
+
+def test_memory_of_another_ray_node_is_refused_even_on_one_machine(monkeypatch):
+    monkeypatch.setenv(MACHINE, "one")
+    created = SharedArrays.create("test", FIELDS)
+    SharedArrays.attach(created.name, "test", FIELDS).close()
+    monkeypatch.setenv(MACHINE, "other")
+    with pytest.raises(PermissionError, match="another Ray node"):
+        SharedArrays.attach(created.name, "test", FIELDS)
 
 
 def test_memory_is_inherited_by_its_descriptor():
