@@ -170,7 +170,7 @@ def train(cluster, tmp_path):
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[dict, str]:
-    output, lines = process.communicate(timeout=400.0)
+    output, lines = process.communicate(timeout=600.0)
     print(lines)
     assert process.returncode == 0
     return json.loads(output.splitlines()[-1]), lines
@@ -184,7 +184,7 @@ def test_an_agent_of_a_users_own_learns_in_memory_that_nodes_share(train):
 def test_a_run_over_several_ray_nodes_goes_on_when_one_of_them_is_killed(train, cluster, tmp_path):
     process = train("--topology", "distributed", "--steps", "30000", "--hang-timeout", "10", "--eval-episodes", "2")
     rows = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: (rows.exists() and rows.read_text()) or process.poll() is not None)
+    wait_until(lambda: (rows.exists() and rows.read_text()) or process.poll() is not None, seconds=300.0)
     node = cluster.worker_nodes.pop()
     cluster.worker_nodes.add(node)
     cluster.remove_node(node, allow_graceful=False)

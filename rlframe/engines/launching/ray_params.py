@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
-from rlframe.errors import NoMethodError, RemoteError, UnavailableError
+from rlframe.errors import RlframeError, UnavailableError
 from rlframe.params.source import LONGEST_WAIT
 from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT
@@ -70,8 +70,10 @@ class PublishedVersions:
                     known = version
             except UnavailableError:
                 time.sleep(0.1)
-            except (NoMethodError, RemoteError):  # it has none, or no way to wait for them
-                return
+            except RlframeError:  # it has none, or no way to wait for them; or it stops
+                break
+        with self._lock:
+            self._thread = None  # who says again that it wants them begins anew
 
     def _publish(self, version: int, reference: Any) -> None:
         with self._lock:
