@@ -37,7 +37,7 @@ MODULES = {
 # Extras that have no wheel for each Python: the last minor version with one, and what does their work after it.
 LAST_PYTHON = {
     "launchpad": (10, "--engine local, on one machine"),
-    "reverb": (10, "--replay shared_memory, with the topology heavy_env or light_env"),
+    "reverb": (10, "--replay service"),
     "dm_control": (12, "an EnvPool task such as CartpoleSwingup-v1"),
 }
 _MINOR = sys.version_info.minor

@@ -43,7 +43,7 @@ class TrajectoryClient(BaseClient):
         StoppedError: the client was stopped or closed meanwhile.
     """
 
-    _transport = functools.partial(httpx.Client, limits=_LIMITS)
+    _transport = staticmethod(functools.partial(httpx.Client, limits=_LIMITS))
 
     def close(self) -> None:
         """Close the connections. Calls under way in other threads end with StoppedError. Twice does nothing more."""
@@ -90,7 +90,7 @@ class AsyncTrajectoryClient(BaseClient):
     Tasks may share it.
     """
 
-    _transport = functools.partial(httpx.AsyncClient, limits=_LIMITS)
+    _transport = staticmethod(functools.partial(httpx.AsyncClient, limits=_LIMITS))
 
     async def close(self) -> None:
         """Close the connections. Calls under way end with StoppedError. Twice does nothing more."""
