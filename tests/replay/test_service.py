@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import threading
 import time
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlframe.engines.threads import ThreadsEngine
 from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import Remote
+from rlframe.programs.topologies.parts import add_service
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, outbox
+from rlframe.replay.service.server import WriterId
 from rlframe.replay.service.stacks import Stage, unstacked
 from rlframe.testing.replay import play
 from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
@@ -143,6 +148,129 @@ def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch,
         taken += 0 if batch is None else len(batch.keys)
     writer.join(20.0)
     assert not writer.is_alive() and service.stats()["evicted_unsampled"] == 0
+    buffer.close()
+
+
+def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_back(monkeypatch):
+    monkeypatch.setattr(outbox, "_MOST_STEPS", 8)
+    agent = fake_agent("queue", Transition(1), 4, 40)
+    buffer = ServiceReplayBuffer(agent, [ReplayService(agent)])
+    stream, taken, added = StepStream(4, end=0.0), [], []
+    buffer.claim_rank(4)
+
+    def write() -> None:
+        with contextlib.suppress(ReplayClosedError):
+            while True:
+                buffer.add(*stream.step())
+                added.append(1)
+
+    def read() -> None:
+        while len(taken) < 100:
+            if buffer.wait_for_batch(0.2) is not None:
+                taken.append(buffer.stats()["items"])
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    wait_until(lambda: len(added) >= 18, "The queue does not fill.")  # 10 steps there, and 8 gathered
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(20.0)
+    assert not reader.is_alive(), f"only {len(taken)} batches came"
+    buffer.close()
+    writer.join(10.0)
+    assert not writer.is_alive()
+
+
+def test_a_call_of_a_writer_is_answered_in_time_however_slowly_room_is_made():
+    agent = fake_agent("queue", Transition(1), 4, 40)
+    service, answered = ReplayService(agent), []
+    stream = StepStream(4, end=0.0)
+    ids, step = stream.step()
+    stage = Stage(ids, step)
+    stage.put(step)
+    for _ in range(39):
+        step = stream.step()[1]._replace(timestep=step.next_timestep)
+        stage.put(step)
+    rank, incarnation = service.claim(1, None)
+    writer = WriterId(rank, incarnation, 4, 0)
+
+    def send() -> None:
+        arrived, why = service.add(writer, 0, [stage.stack(40)])
+        answered.append((arrived, why))
+
+    sender, began = threading.Thread(target=send), time.monotonic()
+    sender.start()
+    number = 0
+    while not answered and time.monotonic() < began + 10.0:  # there is room for a step every fifth of a second
+        sender.join(0.2)
+        number += service.sample(0, number) is not None
+    sender.join()
+    assert time.monotonic() < began + 3.0, "the call took as long as the reader did"
+    assert 10 <= answered[0][0] < 40 and "its reader is behind" in answered[0][1]
+
+
+def test_a_writer_that_begins_anew_is_not_taken_for_one_who_says_the_same_again():
+    agent = fake_agent("uniform", Transition(1), 4, 1000)
+    service = ReplayService(agent)
+    stream = StepStream(4, end=0.0)
+    for _ in range(2):  # with the same incarnation: the service that gave it has forgotten the first one
+        buffer = ServiceReplayBuffer(agent, [service])
+        service._buffer._incarnations.clear()
+        assert buffer.claim_rank(4) == (0, 0)
+        for _ in range(5):
+            buffer.add(*stream.step())
+        buffer.flush()
+        buffer.close()
+    assert service.stats()["steps"] == 2 * 5 * 4
+
+
+def test_a_shard_without_writers_does_not_hold_up_the_others():
+    agent = fake_agent("queue", Transition(1), 4, 1000)
+    buffer = ServiceReplayBuffer(agent, [ReplayService(agent), ReplayService(agent)])
+    buffer.claim_rank(4, 1)
+    stream = StepStream(4, 1, end=0.0)
+    for _ in range(21):
+        buffer.add(*stream.step())
+    began = time.monotonic()
+    for _ in range(20):
+        assert buffer.wait_for_batch(0.5) is not None
+    assert time.monotonic() < began + 2.0  # half a second for every other batch would be five
+    buffer.close()
+
+
+def test_of_a_queue_each_shard_holds_a_whole_batch(tmp_path):
+    agent = fake_agent("queue", Transition(1), 32, 1000)
+    run = types.SimpleNamespace(
+        topology=types.SimpleNamespace(replay_shards=4),
+        experiment=types.SimpleNamespace(seed=0),
+        agent=agent,
+        directory=types.SimpleNamespace(path=tmp_path),
+    )
+    buffer = add_service(ThreadsEngine(), run, 40)
+    buffer.claim_rank(4)
+    stream = StepStream(4, end=0.0)
+    for _ in range(9):
+        buffer.add(*stream.step())
+    batch = buffer.sample()
+    assert batch is not None and len(batch.keys) == 32
+    buffer.close()
+
+
+def test_a_queue_that_was_read_is_not_restored_as_it_was_before(tmp_path):
+    agent = fake_agent("queue", Transition(1), 4, 40)
+    service = ReplayService(agent, tmp_path)
+    buffer = ServiceReplayBuffer(agent, [service])
+    service._save()  # nobody has come yet: there is nothing to save, and nothing to warn of
+    assert not list(tmp_path.iterdir())
+    buffer.claim_rank(4)
+    stream = StepStream(4, end=0.0)
+    buffer.add(*stream.step())
+    buffer.flush()
+    service._save()
+    assert ReplayService(agent, tmp_path).stats()["items"] == 4
+    assert buffer.sample() is not None
+    service._save()
+    assert ReplayService(agent, tmp_path).stats()["items"] == service.stats()["items"] == 0
     buffer.close()
 
 

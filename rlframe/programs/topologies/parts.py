@@ -173,11 +173,13 @@ def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int,
 
 
 def add_service(engine: Engine, run: Run, capacity: int) -> Any:
-    """Nodes that hold a replay of `capacity` steps, in equal shares: what calls them."""
+    """Nodes that hold a replay of `capacity` steps, in equal shares (of a queue each as much): what calls them."""
     from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 
     shards, experiment, spec = run.topology.replay_shards, run.experiment, run.agent.replay_spec
-    shares = {"capacity": -(-capacity // shards), "min_size": -(-spec.min_size // shards)}
+    # A batch is of one shard: each of a queue's must hold a whole one, whatever the others have.
+    capacity = capacity if spec.kind == "queue" else -(-capacity // shards)
+    shares = {"capacity": capacity, "min_size": -(-spec.min_size // shards)}
     specs = AgentSpecs(spec, run.agent.step_spec)
     services = [
         engine.add(

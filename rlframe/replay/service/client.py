@@ -25,6 +25,7 @@ from rlframe.replay.tables import check_priorities
 from rlframe.types import AgentSpecs, Batch, Step
 
 _DEADLINE = 120.0  # seconds that a service which does not answer is waited for
+_LOOK_AGAIN = 0.01  # seconds between two looks at several shards of which none has a batch
 _WEIGH_EVERY = 0.2  # seconds between two looks at how much each shard holds
 
 
@@ -59,9 +60,9 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                 f"hold: use --replay-shards 1, got {len(self._handles)}."
             )
         self._resolved: list[Any] | None = None
-        self._lock = threading.RLock()
+        self._lock, self._reading = threading.RLock(), threading.Lock()
         self._writers: Writers[Outbox] = Writers()
-        self._last: Outbox | None = None  # that was added to
+        self._added = threading.local()  # the outbox that each thread added to last
         self._layouts = step_layouts(agent.step_spec)
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
         self._reader, self._numbers = secrets.randbits(62), [0] * len(self._handles)
@@ -92,14 +93,14 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     def open_segment(self, rank: int, num_envs: int) -> None:
         if num_envs < 1:
             raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
-        writer, service = WriterId(rank, self._claimed[rank], num_envs), self._services[rank % len(self._handles)]
+        writer = WriterId(rank, self._claimed[rank], num_envs, secrets.randbits(62))
+        service = self._services[rank % len(self._handles)]
+        before = self._writers.by_rank.get(rank)
+        if before is not None:
+            with contextlib.suppress(StoppedError):
+                before.settle()
+            before.close()
         with self._lock:
-            before = self._writers.by_rank.get(rank)
-            if before is not None:
-                with contextlib.suppress(StoppedError):
-                    before.flush()
-                before.close()
-                self._last = None
             service.open(writer)
             self._writers.put(Outbox(service, writer))
 
@@ -115,10 +116,9 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         if not outbox.checked:
             check_step(self._layouts, step, len(env_ids))
             outbox.checked = True
-        if outbox is not self._last:  # as it was added: the order among writers of one process is kept
-            if self._last is not None:
-                self._last.flush()
-            self._last = outbox
+        if outbox is not getattr(self._added, "outbox", None):  # the order among the writers of one thread is kept
+            self._settle()
+            self._added.outbox = outbox
         outbox.put(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
@@ -130,6 +130,13 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         """Waits until the services have every step that was added here. Raises as `add`."""
         for outbox in list(self._writers.by_rank.values()):
             outbox.flush()
+
+    def _settle(self) -> None:
+        """Waits until a service has, or holds back, what this thread added: not what others go on to add."""
+        outbox = getattr(self._added, "outbox", None)
+        if outbox is not None:
+            with contextlib.suppress(StoppedError):
+                outbox.settle()
 
     # --- reading
 
@@ -144,16 +151,19 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     def _sample(self, wait: float) -> Batch | None:
         if self._closed:
             return None
-        self.flush()
-        with self._lock:
+        self._settle()
+        several = len(self._handles) > 1
+        with self._reading:
             for shard in self._order():
-                batch = self._services[shard].sample(self._reader, self._numbers[shard], wait)
+                batch = self._services[shard].sample(self._reader, self._numbers[shard], 0.0 if several else wait)
                 if batch is None:
                     continue
                 self._numbers[shard] += 1
-                if len(self._handles) > 1 and self.spec.kind != "queue":
+                if several and self.spec.kind != "queue":
                     batch = batch._replace(probabilities=batch.probabilities * np.float32(self._chances[shard]))
                 return batch
+        if several and wait:  # not at one of them: a batch may come to another
+            time.sleep(min(wait, _LOOK_AGAIN))
         return None
 
     def _order(self) -> Iterator[int]:
@@ -185,8 +195,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
 
     def stats(self) -> dict[str, int]:
         """Counters of all services, see `ReplayReader`."""
-        with contextlib.suppress(StoppedError):
-            self.flush()
+        self._settle()
         found = [service.stats() for service in self._services]
         return {name: sum(each[name] for each in found) for name in found[0]}
 

@@ -72,6 +72,13 @@ class Outbox:
             if self._waiting:
                 self._wait(lambda: not self._waiting)
 
+    def settle(self) -> None:
+        """Waits until the service has everything, or holds the writer back."""
+        with self._moved:
+            self._check()
+            if self._waiting:
+                self._wait(lambda: not self._waiting or bool(self._why))
+
     def end_waits(self) -> None:
         """Ends a `put` that waits, now or later, with StoppedError."""
         with self._moved:
@@ -115,16 +122,16 @@ class Outbox:
                     if self._closed:
                         return
                     stacks = [stage.stack(stage.count) for stage in self._stages if stage.count > stage.arrived]
-                arrived, self._why = self._service.add(self._writer, self._number, stacks)
-                self._forget(arrived)
+                self._forget(*self._service.add(self._writer, self._number, stacks))
         except BaseException as error:
             with self._moved:
                 self._error = error
                 self._moved.notify_all()
 
-    def _forget(self, number: int) -> None:
-        """The steps before this number have arrived."""
+    def _forget(self, number: int, why: str) -> None:
+        """The steps before this number have arrived, and `why` the next one is held back."""
         with self._moved:
+            self._why = why
             while self._number < number:
                 stage = self._stages[0]
                 count = min(number - self._number, stage.count - stage.arrived)

@@ -35,6 +35,7 @@ class WriterId(NamedTuple):
     rank: int
     incarnation: int
     num_envs: int
+    life: int  # of no other one, even where the service that gave the incarnation has forgotten that
 
 
 class ReplayService:
@@ -112,11 +113,11 @@ class ReplayService:
         """
         with self._adding[writer.rank]:
             self._open(writer, number)
-            held = ""
+            held, until = "", time.monotonic() + _HOLD
             for stack in stacks:
                 skip = max(self._next[writer] - number, 0)  # came with a call before this one
                 for step in unstacked(stack, skip):
-                    if held := self._wait_for_room():
+                    if held := self._wait_for_room(until):
                         return self._next[writer], held
                     self._buffer.add(stack.env_ids, step)
                     self._next[writer] += 1
@@ -130,14 +131,13 @@ class ReplayService:
             raise StoppedError(f"The rank {writer.rank} was claimed anew: this writer's time is over.")
         expected = self._next.get(writer, -1)
         if number > expected:  # it is new here, or steps went with a service that died
-            self._buffer.resume_rank(*writer)
+            self._buffer.resume_rank(writer.rank, writer.incarnation, writer.num_envs)
             self._writers[writer.rank], self._next[writer] = writer.incarnation, number
 
-    def _wait_for_room(self) -> str:
-        """Waits until a step may be inserted; why it may not, after half a second."""
+    def _wait_for_room(self, until: float) -> str:
+        """Waits until a step may be inserted; why it may not, at the time `until`."""
         if not (why := self._held_back()):
             return ""
-        until = time.monotonic() + _HOLD
         with self._room:
             while (why := self._held_back()) and not self._stop.is_set() and time.monotonic() < until:
                 self._room.wait(0.1)
@@ -221,7 +221,7 @@ class ReplayService:
     def _save(self) -> float:
         """Writes a checkpoint; warns where it cannot. Returns how many seconds that took."""
         began = time.monotonic()
-        if self._path is not None and self._buffer.size:
+        if self._path is not None and self._buffer.slots:  # an empty queue, too: what it had held was learned from
             try:
                 with SAVING:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
