@@ -16,7 +16,7 @@ import pytest
 from tests.extras import needs
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 needs("ray")
 from ray.cluster_utils import Cluster
