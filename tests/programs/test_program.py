@@ -100,7 +100,7 @@ def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path
 
 
 def test_a_replay_that_does_not_suit_the_topology_is_refused():
-    with pytest.raises(UsageError, match="distributed keeps its experience in reverb, got replay='shared_memory'"):
+    with pytest.raises(UsageError, match="distributed keeps its experience in reverb or service, got"):
         experiment("impala", "distributed", replay="shared_memory")
     with pytest.raises(UsageError, match="single_process keeps its experience in local"):
         make_experiment("impala", replay="reverb")
