@@ -44,6 +44,7 @@ def test_a_program_ends_well_with_the_node_that_decides_or_when_one_ends_it(what
     assert ("[monitor] client stops" in lines) == (what == "stop")
 
 
+@pytest.mark.system  # in `make test` a whole run has it
 def test_a_node_that_raises_is_told_with_its_traceback():
     code, output, _ = finish(start("raise"))
     assert code == 1
@@ -51,6 +52,7 @@ def test_a_node_that_raises_is_told_with_its_traceback():
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 
+@pytest.mark.system  # in `make test` a whole run has it
 def test_a_killed_server_comes_back_at_its_address():
     code, output, lines = finish(start("kill server"))
     assert (code, output) == (0, "ran: None\n")
