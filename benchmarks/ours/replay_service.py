@@ -79,6 +79,14 @@ def _adder(buffer: ServiceReplayBuffer, envs: int) -> Callable[[], None]:
     return add
 
 
+def _fill(buffer: ServiceReplayBuffer, count: int) -> None:
+    """Adds so many steps, and waits until they have arrived."""
+    add = _adder(buffer, ENVS)
+    for _ in range(count // ENVS):
+        add()
+    buffer.flush()
+
+
 def _of(step: Any, envs: int) -> Any:
     import jax
 
@@ -104,10 +112,7 @@ def sample_transitions(seconds: float) -> dict[str, float]:
     """Batches of 256 transitions, by the dataset."""
     spec, _ = WORKLOADS["transitions"]
     with served(AgentSpecs(spec, STEP_SPEC)) as buffer:
-        add = _adder(buffer, ENVS)
-        for _ in range(spec.capacity // ENVS):
-            add()
-        buffer.flush()
+        _fill(buffer, spec.capacity)
         with buffer.make_dataset() as dataset:
             return rate(lambda: next(dataset), BATCH, seconds)
 
@@ -117,10 +122,7 @@ def sample_prioritised(seconds: float) -> dict[str, float]:
     spec = ReplaySpec("prioritised", Transition(1), batch_size=BATCH, capacity=20_000, min_size=1_000)
     rng = np.random.default_rng(0)
     with served(AgentSpecs(spec, STEP_SPEC)) as buffer:
-        add = _adder(buffer, ENVS)
-        for _ in range(spec.capacity // ENVS):
-            add()
-        buffer.flush()
+        _fill(buffer, spec.capacity)
         with buffer.make_dataset() as dataset:
 
             def learn() -> None:
@@ -136,10 +138,7 @@ def sample_unrolls(seconds: float, items: int = 64_000) -> dict[str, float]:
     spec, _ = WORKLOADS["unrolls"]
     spec = dataclasses.replace(spec, capacity=(items + 2 * ENVS) * LENGTH)
     with served(AgentSpecs(spec, STEP_SPEC)) as buffer:
-        add = _adder(buffer, ENVS)
-        for _ in range((items // ENVS + 1) * LENGTH):
-            add()
-        buffer.flush()
+        _fill(buffer, (items + ENVS) * LENGTH)
         with buffer.make_dataset() as dataset:
             for _ in range(10):
                 next(dataset)

@@ -7,6 +7,7 @@ same volume. A Pod that takes this one's place goes on with all of it.
 
 import argparse
 import functools
+import math
 import os
 import pathlib
 import signal
@@ -138,30 +139,17 @@ def run(coordinator):
 
 def serve_replay(agent, port, directory):
     """A Reverb server, which goes on from what was saved. Returns what saves it at the end."""
-    import reverb
-
-    from rlframe.engines.launching.reverb_server import remove_unfinished, save
+    from rlframe.engines.launching.reverb_server import ReverbServer
     from rlframe.replay.reverb import ReverbReplayBuffer
 
-    directory.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(directory)
     tables = ReverbReplayBuffer.tables(agent, block=ENVS if agent.replay_spec.kind == "queue" else 1)
-    server = reverb.Server(tables(), port, reverb.checkpointers.DefaultCheckpointer(str(directory)))
-    client = server.localhost_client()
-    ends = threading.Event()
-
-    def keep():
-        while not ends.wait(30.0):
-            save(client, directory)
-
-    saving = threading.Thread(target=keep, daemon=True)
+    server = ReverbServer(tables, directory, port, at_end=math.inf)
+    saving = threading.Thread(target=server.run, daemon=True)
     saving.start()
 
     def end():
-        ends.set()
-        saving.join()
-        save(client, directory)
         server.stop()
+        saving.join()
 
     return end
 

@@ -52,10 +52,10 @@ class LocalEngine(Engine):
         extras.require("--replay reverb", "reverb")
         from rlframe.engines.launching.reverb_server import ReverbServer
 
-        self._reverb[group] = ReverbAt(f"localhost:{pick_free_port()}")
-        port = int(self._reverb[group].address.rpartition(":")[2])
+        port = pick_free_port()
         self.add(group, ReverbServer, tables, path, port, at_end=self._asked.grace_seconds / 2.0)
-        return self._reverb[group]
+        self._reverb[group] = server = ReverbAt(f"localhost:{port}")
+        return server
 
     def own(self, resource: Any) -> Any:
         """See `Engine`."""

@@ -36,6 +36,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.replay = self.path / "replay"
         self.reverb = self.path / "reverb"
+        self.replay_service = self.path / "replay_service"
         self.learning_curve = self.path / "learning_curve.png"
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from io import BufferedReader
@@ -24,8 +26,27 @@ from rlframe.types import ReplaySpec
 _MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
+_SHARE = 0.05  # of the time may go into checkpoints that inserts and samples wait for
 _PIECE = 1 << 24  # bytes that are read, written and checked at once
 Shapes = dict[str, list[Any]]  # an array's name -> its dtype's string and its shape
+
+
+def save_now_and_then(save: Callable[[], None], stop: threading.Event, seconds: float, at_end: float) -> None:
+    """Calls `save` every `seconds` seconds until `stop` is set, and once more then.
+
+    Args:
+        save: writes a checkpoint.
+        stop: ends it.
+        seconds: between two checkpoints; longer where one takes more than a twentieth of that.
+        at_end: seconds that the last one may take: it is left out where the one before took longer.
+    """
+    took = 0.0
+    while not stop.wait(max(seconds, took / _SHARE)):
+        began = time.monotonic()
+        save()
+        took = time.monotonic() - began
+    if took < at_end:
+        save()
 
 
 def write(

@@ -69,13 +69,23 @@ class _Watcher:
         self._woken.recv(1 << 16)
         while self._new:
             wait = self._new.popleft()
-            self._waits[wait[0].fileno()] = wait
-            self._selector.register(wait[0], selectors.EVENT_READ)
+            descriptor = wait[0].fileno()
+            if descriptor in self._waits:  # somebody has read its answer already, and used the connection anew
+                self._end(descriptor)
+            if descriptor < 0:  # the same, and has closed it
+                _call(wait[2])
+                continue
+            self._waits[descriptor] = wait
+            self._selector.register(descriptor, selectors.EVENT_READ)
 
     def _end(self, descriptor: int) -> None:
-        connection, _, callback = self._waits.pop(descriptor)
-        self._selector.unregister(connection)
-        try:
-            callback()
-        except Exception:
-            _log.exception("What was to be done with an answer failed.")
+        _, _, callback = self._waits.pop(descriptor)
+        self._selector.unregister(descriptor)
+        _call(callback)
+
+
+def _call(callback: Callable[[], object]) -> None:
+    try:
+        callback()
+    except Exception:
+        _log.exception("What was to be done with an answer failed.")

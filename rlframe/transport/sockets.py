@@ -30,6 +30,7 @@ from rlframe.transport.directory import SocketDirectory
 
 _BACKLOG = 1024  # connections that wait to be taken
 _ANSWER_WITHIN = 60  # seconds that a server gives a client to read an answer
+_FULL = 0.1  # seconds before a server that has too many open files takes the next connection
 _IDLE = 16  # connections that a client keeps for calls to come
 
 
@@ -92,8 +93,8 @@ class SocketClient:
                 connection.close()
                 if is_new or isinstance(error, TimeoutError):
                     raise _unavailable(error) from None
-            else:  # the server had been restarted since it was used last
-                return SocketFuture(connection, self._idle, read)
+                continue  # the server has been restarted since this one was used
+            return SocketFuture(connection, self._idle, read)
 
     def _connect(self) -> socket.socket:
         try:
@@ -206,8 +207,9 @@ class SocketServer:
         while not self._stopped:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it was closed, or there are too many open files
-                time.sleep(0.0 if self._stopped else 0.1)
+            except OSError:
+                if not self._stopped:  # too many open files: others may be closed
+                    time.sleep(_FULL)
                 continue
             self._connections.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="rlframe calls", daemon=True).start()

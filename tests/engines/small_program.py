@@ -111,8 +111,10 @@ class Client:
                 pass
             print("client stops")
         if self._what == "kill server":
-            os.kill(self._server.pid(), 9)
-            time.sleep(0.2)
+            killed = self._server.pid()
+            os.kill(killed, 9)
+            while self._server.pid() == killed:
+                pass
             print(f"after its restart the server counts {self._server.add()}")
 
 

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 
 import psutil
 
+from tests.engines import processes
+from tests.engines.processes import finish, wait_for_nodes
 from tests.extras import needs
 from tests.waiting import wait_until
 
 needs("launchpad")
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def start(what: str, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.launched", what],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, lines = process.communicate(timeout=120.0)
-    pids = {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", lines)}
-    assert pids and not any(psutil.pid_exists(pid) for pid in pids)
-    return process.returncode, output, lines
+start = functools.partial(processes.start, "tests.engines.launched")
 
 
 def test_a_program_ends_well_with_the_node_that_decides():
@@ -83,12 +65,7 @@ def test_a_killed_server_comes_back_at_its_address():
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path):
     process = start("wait", TMPDIR=str(tmp_path))
-    assert process.stderr is not None
-    pids: set[int] = set()
-    for line in process.stderr:
-        pids |= {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", line)}
-        if len(pids) == 3:
-            break
+    pids = wait_for_nodes(process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60.0)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"Some of {pids} live on.")

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
 
+from tests.engines import processes
+from tests.engines.processes import finish, wait_for_nodes
 from tests.waiting import wait_until
 
-ROOT = pathlib.Path(__file__).parents[2]
 
-
-def start(what: str, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.small_program", what, "local"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, lines = process.communicate(timeout=120.0)
-    pids = {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", lines)}
-    assert pids and not any(psutil.pid_exists(pid) for pid in pids)
-    return process.returncode, output, lines
+def start(what: str) -> subprocess.Popen[str]:
+    return processes.start("tests.engines.small_program", what, "local")
 
 
 @pytest.mark.parametrize("what", ["once", "stop"])
@@ -59,15 +43,6 @@ def test_a_killed_server_comes_back_at_its_address():
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
     assert len(set(re.findall(r"server (\d+) ", lines))) == 2
     assert re.search(r"^\[monitor\] after its restart the server counts 1$", lines, re.M)
-
-
-def wait_for_nodes(process: subprocess.Popen[str]) -> set[int]:
-    """The numbers of all three nodes, which have said who they are."""
-    pids: set[int] = set()
-    assert process.stderr is not None
-    while len(pids) < 3:
-        pids |= {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", process.stderr.readline())}
-    return pids
 
 
 def test_nobody_listens_on_a_network_and_ctrl_c_ends_all():

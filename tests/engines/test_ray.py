@@ -7,12 +7,13 @@ import pathlib
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 
 import psutil
 import pytest
 
+from tests.engines import processes
+from tests.engines.processes import ROOT, finish, wait_for_nodes
 from tests.extras import needs
 from tests.waiting import wait_until
 
@@ -20,8 +21,6 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 needs("ray")
 from ray.cluster_utils import Cluster
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +42,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def start(cluster):
     def started(what: str, own: bool = False) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.small_program", what, "ray", *([] if own else [cluster.address])],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        address = [] if own else [cluster.address]
+        return processes.start("tests.engines.small_program", what, "ray", *address)
 
     yield started
     assert_nothing_is_left()
@@ -58,25 +52,6 @@ def start(cluster):
 def assert_nothing_is_left() -> None:
     place = pathlib.Path(tempfile.gettempdir())
     wait_until(lambda: not list(place.glob("rlframe-*")), f"{list(place.glob('rlframe-*'))} are left.")
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, lines = process.communicate(timeout=240.0)
-    print(lines)
-    pids = {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", lines)}
-    assert pids and not any(psutil.pid_exists(pid) for pid in pids)
-    return process.returncode, output, lines
-
-
-def wait_for_nodes(process: subprocess.Popen[str], count: int = 3) -> set[int]:
-    """The numbers of all nodes, which have said who they are."""
-    pids: set[int] = set()
-    assert process.stderr is not None
-    while len(pids) < count:
-        line = process.stderr.readline()
-        assert line, process.communicate()
-        pids |= {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", line)}
-    return pids
 
 
 def test_nodes_call_each_other_from_one_ray_node_to_another(start):
@@ -155,15 +130,9 @@ class OwnPPO(PPO):
 def train(cluster, tmp_path):
     def started(*options: str) -> subprocess.Popen[str]:
         (tmp_path / "own.py").write_text(OWN_AGENT)
-        command = [sys.executable, "-m", "rlframe", "train", "--agent", f"{tmp_path}/own.py:OwnPPO"]
-        command += ["--env", "CartPole-v1", "--num-envs", "6", "--num-actors", "3", "--engine", "ray", "--json"]
-        return subprocess.Popen(
-            [*command, "--ray-address", cluster.address, "--run-dir", str(tmp_path / "run"), *options],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        arguments = ["train", "--agent", f"{tmp_path}/own.py:OwnPPO", "--env", "CartPole-v1", "--num-envs", "6"]
+        arguments += ["--num-actors", "3", "--engine", "ray", "--ray-address", cluster.address, "--json"]
+        return processes.start("rlframe", *arguments, "--run-dir", str(tmp_path / "run"), *options, cwd=tmp_path)
 
     yield started
     assert_nothing_is_left()

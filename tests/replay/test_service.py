@@ -16,6 +16,7 @@ import pytest
 from rlframe.engines.threads import ThreadsEngine
 from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import Remote
+from rlframe.programs.run_dir import RunDir
 from rlframe.programs.topologies.parts import add_service
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, outbox
@@ -241,10 +242,10 @@ def test_a_shard_without_writers_does_not_hold_up_the_others():
 def test_of_a_queue_each_shard_holds_a_whole_batch(tmp_path):
     agent = fake_agent("queue", Transition(1), 32, 1000)
     run = types.SimpleNamespace(
-        topology=types.SimpleNamespace(replay_shards=4),
+        topology=types.SimpleNamespace(replay_shards=4, grace_seconds=8.0),
         experiment=types.SimpleNamespace(seed=0),
         agent=agent,
-        directory=types.SimpleNamespace(path=tmp_path),
+        directory=RunDir(tmp_path),
     )
     buffer = add_service(ThreadsEngine(), run, 40)
     buffer.claim_rank(4)
@@ -290,7 +291,7 @@ def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
             stopped.set()
 
     threading.Thread(target=write, daemon=True).start()
-    time.sleep(0.3)
+    wait_until(lambda: buffer._writers.by_rank[rank]._why, "Nothing holds it back.")
     assert not stopped.is_set() and buffer._services[0].stats()["added"] <= 20
     buffer.end_waits(rank)
     assert stopped.wait(10.0)

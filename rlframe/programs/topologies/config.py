@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Topology = Callable[[Any, Any], Any]
 
 Accelerated = Literal["learner", "inferencer", "policy"]
+INLINE = "rlframe.engines.inline:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -74,8 +75,8 @@ class TopologyConfig:
 
     @property
     def engine_name(self) -> str:
-        """What runs its nodes: a name, or `file.py:Class`."""
-        raise NotImplementedError
+        """What runs its nodes, a name or `file.py:Class`: of one that names no engines, its one node runs here."""
+        return INLINE
 
     @property
     def engine_class(self) -> type[Engine]:
@@ -124,13 +125,13 @@ class ProgramConfig(TopologyConfig):
             if value != default and name not in read:
                 by = [each for each in naming.ENGINES if name in naming.engine_class(each).options]
                 raise UsageError(
-                    f"{name}={value} is for the engine {' or '.join(by)}: the engine {self.engine} does not read it. "
+                    f"{name}={value} is for the engine {' or '.join(by)}: {self.engine_name} does not read it. "
                     f"Leave it at {default}, or choose another engine."
                 )
 
     @property
     def engine_name(self) -> str:
-        """What runs the nodes, where nobody says it too: processes of this machine."""
+        """See `TopologyConfig`: processes of this machine, unless another engine is asked for."""
         return "local" if self.engine == "auto" else self.engine
 
     @property

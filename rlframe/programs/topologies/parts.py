@@ -186,9 +186,9 @@ def add_service(engine: Engine, run: Run, capacity: int) -> Any:
             "replay",
             ReplayService,
             specs,
-            str(run.directory.path.absolute() / f"replay_service-{shard}-of-{shards}"),
+            str(run.directory.replay_service.absolute() / f"{shard}-of-{shards}"),
             seed=experiment.seed + shard,
-            at_end=getattr(run.topology, "grace_seconds", 8.0) / 2.0,
+            at_end=run.topology.grace_seconds / 2.0,
             **shares,
         )
         for shard in range(shards)

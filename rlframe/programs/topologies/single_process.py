@@ -24,7 +24,6 @@ class SingleProcess(GameConfig):
     """What single_process can be told."""
 
     replays = ("local",)
-    engine_name = "rlframe.engines.inline:InlineEngine"
 
     name: str = "single_process"
     replay_checkpoint_every: int = 1_000_000  # of a single process: the same for a replay too large to go into each

@@ -16,13 +16,13 @@ import numpy as np
 from rlframe.errors import CheckpointError, StoppedError
 from rlframe.interprocess.progress import SAVING
 from rlframe.program_end import stopped_by_program
+from rlframe.replay import checkpoint
 from rlframe.replay.base import override
 from rlframe.replay.local import ReplayBuffer
 from rlframe.replay.rate_limiter import RateLimiter, default_run_ahead, items_kept
 from rlframe.replay.service.stacks import Stack, unstacked
 from rlframe.types import AgentSpecs, Batch
 
-_SHARE = 0.05  # of the time may go into checkpoints: inserts and samples wait meanwhile
 _HOLD = 0.5  # seconds that a call waits for room, or for a batch, before it is answered
 _READERS = 8  # whose last answer is kept for a repeated call
 
@@ -70,7 +70,7 @@ class ReplayService:
         spec = override(agent.replay_spec, overrides)
         self._path = None if directory is None else pathlib.Path(directory) / "replay"
         self._seconds, self._at_end = seconds, at_end
-        self._limiter, self._kind = RateLimiter(spec), spec.kind
+        self._limiter = RateLimiter(spec)
         ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
         self._run_ahead = (spec.samples_per_insert or 0.0) * ahead
         self._most = items_kept(spec) if spec.kind == "queue" and waits else None
@@ -201,12 +201,8 @@ class ReplayService:
 
     def run(self) -> None:
         """Saves now and then, until the program ends or `stop` is called, and once more then."""
-        took = 0.0
         with stopped_by_program(self.stop):
-            while not self._stop.wait(max(self._seconds, took / _SHARE)):
-                took = self._save()
-        if took < self._at_end:
-            self._save()
+            checkpoint.save_now_and_then(self._save, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
         """Ends `run`, and the waiting of writers."""
@@ -218,9 +214,8 @@ class ReplayService:
         """Lets go of the memory."""
         self._buffer.close()
 
-    def _save(self) -> float:
-        """Writes a checkpoint; warns where it cannot. Returns how many seconds that took."""
-        began = time.monotonic()
+    def _save(self) -> None:
+        """Writes a checkpoint; warns where it cannot."""
         if self._path is not None and self._buffer.slots:  # an empty queue, too: what it had held was learned from
             try:
                 with SAVING:
@@ -228,4 +223,3 @@ class ReplayService:
                     self._buffer.save(self._path)
             except (CheckpointError, OSError) as error:  # it still has everything in memory: better than to end here
                 _log.warning("The replay service could not write a checkpoint: %s", error)
-        return time.monotonic() - began

@@ -9,22 +9,10 @@ import pytest
 
 from rlframe.language.model import transformer
 from rlframe.language.model.tokenizers import ByteTokenizer
-from tests.language.server.serving import DEADLINE, TINY, client_of, params_of, serving_policy
+from tests.language.server.serving import DEADLINE, TINY, params_of
 
 PROMPT = [72, 101, 108, 108, 111]
 AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving_policy() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with client_of(server) as one:
-        yield one
 
 
 def forward(tokens):

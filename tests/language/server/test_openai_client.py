@@ -11,22 +11,10 @@ import pytest
 from rlframe.language import SamplingParams, generate
 from rlframe.language.model import transformer
 from rlframe.language.model.tokenizers import ByteTokenizer
-from tests.language.server.serving import TINY, client_of, params_of, serving_policy
+from tests.language.server.serving import TINY, params_of
 
 TOKENIZER = ByteTokenizer()
 PROMPT = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving_policy() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with client_of(server) as one:
-        yield one
 
 
 def greedy(prompt, count):
