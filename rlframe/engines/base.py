@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
+from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import TIMEOUT
 
 GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
@@ -71,6 +72,19 @@ class Engine(Protocol):
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """Adds a Reverb server of `tables`, whose checkpoints lie in `path`."""
+
+    def add_workers(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
+        """Adds groups whose nodes come and go while the program runs: what an operator asks for them.
+
+        Args:
+            makers: by role, what makes the object of a node, given (its name, its index, its incarnation).
+            most: by role, how many there may be at a time.
+
+        Raises:
+            UsageError: this engine starts nothing while a program runs.
+        """
+        del makers, most
+        raise UsageError(f"{type(self).__name__} starts no nodes while a program runs. The engine ray does.")
 
     def own(self, resource: Any) -> Any:
         """Returns `resource`, whose `close()` is called when the program is over."""

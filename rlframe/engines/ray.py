@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rlframe import extras
 from rlframe.engines.base import Engine, EngineOptions, Watch
@@ -24,8 +24,15 @@ from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport.ray import RayTransport
 
+if TYPE_CHECKING:
+    from rlframe.engines.launching.ray_workers import Make, RayWorkers
+
 _TRANSPORT = RayTransport()
-_BUSY = ("actor", "inferencer")  # groups whose nodes are at work all the time: each has a CPU, if there are enough
+_BUSY = (
+    "actor",
+    "inferencer",
+    "collector",
+)  # groups whose nodes are at work all the time: each has a CPU, if there are enough
 
 
 class RayEngine(Engine):
@@ -33,7 +40,7 @@ class RayEngine(Engine):
 
     options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators", "ray_address")
     requires = ("ray",)
-    operator = "local"  # beside the coordinator, with which the workers share memory
+    operator = "ray"
 
     def __init__(self, options: EngineOptions) -> None:
         with extras.needed("--engine ray", "ray"):
@@ -43,6 +50,7 @@ class RayEngine(Engine):
         self._resources = contextlib.ExitStack()
         self._owned: list[Any] = []
         self._nodes: dict[str, list[LocalNode]] = collections.defaultdict(list)  # by group
+        self._workers: list[RayWorkers] = []
         self._cluster = RayCluster(options.ray_address)
         self._resources.callback(self._cluster.close)
 
@@ -55,6 +63,23 @@ class RayEngine(Engine):
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `Engine`: there is none."""
         raise UsageError("The engine ray runs no Reverb server: use --replay shared_memory, or the engine launchpad.")
+
+    def add_workers(self, makers: Mapping[str, Make], most: Mapping[str, int]) -> RayWorkers:
+        """See `Engine`. Nodes that are given it are on the Ray node of this process."""
+        from rlframe.engines.launching.ray_workers import RayWorkers, WorkerGroup, pickled_make
+
+        policy_of = policies(most, self._asked)
+        are_bound = {role: refers_to(make, self._owned) for role, make in makers.items()}
+        cpus, gpus = self._shares(most, any(are_bound.values()))
+        groups = {
+            role: WorkerGroup(
+                pickled_make(role, make), policy_of[role], cpus.get(role, 0.0), gpus.get(role, 0.0), are_bound[role]
+            )
+            for role, make in makers.items()
+        }
+        workers: RayWorkers = self.own(RayWorkers(self._cluster, groups))
+        self._workers.append(workers)
+        return workers
 
     def own(self, resource: Any) -> Any:
         """See `Engine`. Nodes that refer to it share memory with this process: they are on its Ray node."""
@@ -76,6 +101,8 @@ class RayEngine(Engine):
         with self._resources:
             supervisor = Supervisor([], None, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace)
             supervisor.add(*self._placed(supervisor.stop))
+            for workers in self._workers:
+                workers.take_line = supervisor.take_line
             return supervisor.run()
 
     def _placed(self, end_program: Callable[[], None]) -> Iterator[SupervisedNode]:
@@ -86,20 +113,21 @@ class RayEngine(Engine):
         groups = {group: len(nodes) for group, nodes in self._nodes.items()}
         policy_of = policies(groups, asked)
         pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
-        cpus = cluster.cpus(sum(groups.get(group, 0) for group in _BUSY), any(bound for _, bound in pickled.values()))
-        gpus = cluster.gpus(sum(count for group, count in groups.items() if group in asked.accelerators))
+        cpus, gpus = self._shares(groups, any(bound for _, bound in pickled.values()))
         for group, nodes in self._nodes.items():
             for node in nodes:
                 content, is_bound = pickled[node.address]
                 name = node.address if len(nodes) > 1 else group
                 hosted = HostedNode(name, node.address, content, policy_of[group], cluster.token, asked.hang_timeout)
-                yield cluster.place(
-                    hosted,
-                    cpus if group in _BUSY else 0.0,
-                    gpus if group in asked.accelerators else 0.0,
-                    is_bound,
-                    end_program,
-                )
+                yield cluster.place(hosted, cpus.get(group, 0.0), gpus.get(group, 0.0), is_bound, end_program)
+
+    def _shares(self, groups: Mapping[str, int], is_bound: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """(CPUs, accelerators) that each node has to itself, by group; of other groups none."""
+        busy = [group for group in groups if group in _BUSY]
+        served = [group for group in groups if group in self._asked.accelerators]
+        cpus = self._cluster.cpus(sum(groups[group] for group in busy), is_bound)
+        gpus = self._cluster.gpus(sum(groups[group] for group in served))
+        return dict.fromkeys(busy, cpus), dict.fromkeys(served, gpus)
 
     def _pickled(self, node: LocalNode) -> tuple[bytes, bool]:
         """(the node, whether it shares memory with this process)."""

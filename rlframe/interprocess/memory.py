@@ -93,7 +93,7 @@ class SharedArrays:
         """
         path = f"/proc/{name.maker.pid}/fd/{name.descriptor}"
         if name.machine != os.environ.get(MACHINE, ""):
-            raise PermissionError("it is memory of another Ray node (--replay service needs none)")
+            raise PermissionError("it is memory of another Ray node, be that on this machine")
         if not os.readlink(path).startswith(f"/memfd:{label}"):
             raise FileNotFoundError(path)  # closed, and its number taken by another file
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

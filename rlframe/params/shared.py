@@ -259,10 +259,16 @@ class _Memory:
     def __init__(self, plan: _Plan) -> None:
         try:
             self.arrays = SharedArrays.attach(plan.name, _LABEL, _fields(plan.packing, len(plan.policy_ids), plan.kept))
+        except PermissionError as error:
+            raise UsageError(
+                f"The param store of process {plan.name.maker.pid} cannot be opened: {error}. All its processes must "
+                "run as the same user, in the same container or on the same Ray node; a FileParamStore needs no such "
+                "memory."
+            ) from None
         except OSError as error:
             raise UnavailableError(
                 f"The param store of process {plan.name.maker.pid} cannot be opened: that process has ended or closed "
-                f"it, or runs as another user or on another machine ({type(error).__name__}). Start the program anew."
+                f"it, or runs on another machine ({type(error).__name__}). Start the program anew."
             ) from None
         arrays = self.arrays.arrays
         self.changed, self.wanted = (Futex(self.arrays.rows(name)[0]) for name in ("changed", "wanted"))

@@ -91,7 +91,8 @@ class Block:
         except PermissionError as error:
             raise UsageError(
                 f"The shared replay buffer of process {name.maker.pid} cannot be opened: {error}. "
-                "All its processes must run as the same user, in the same container or on the same Ray node."
+                "All its processes must run as the same user, in the same container or on the same Ray node; --replay "
+                "service needs no such memory."
             ) from None
         except OSError:
             raise self._gone() from None

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import CheckpointError, FencedError, PeerError, StoppedError, UnavailableError, UsageError
+from rlframe.interprocess.memory import MACHINE
 from rlframe.params import Attempt, FileParamStore, PackedParams, ParamStore, SharedParamStore
 from rlframe.params import store as store_module
 from rlframe.params.store import HPARAMS_BYTES
@@ -405,6 +406,17 @@ def test_a_store_whose_maker_has_closed_it_says_so() -> None:
     assert numbers_in(early.get("main").params) == {1}  # who has it open can still read
     with pytest.raises(UnavailableError, match="has ended or closed it"):
         pickle.loads(copy).get("main")
+
+
+def test_memory_of_another_ray_node_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MACHINE, "one")
+    store = SharedParamStore(params(0))
+    elsewhere = pickle.dumps(store)
+    monkeypatch.setenv(MACHINE, "other")
+    with pytest.raises(UsageError, match=r"memory of another Ray node.* a FileParamStore needs no such memory"):
+        pickle.loads(elsewhere).get("main")
+    monkeypatch.setenv(MACHINE, "one")
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,9 @@ class LocalNode:
 
 
 def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
-    """Makes the object of a node in its process, serves it and runs it, until SIGTERM where it has no `run`.
+    """Makes the object of a node in its process, serves it and runs it.
+
+    Where it has no `run`, it is served until SIGTERM, and closed then if it has `close`.
 
     Args:
         pickled: see `LocalNode.pickled`.
@@ -58,6 +60,8 @@ def run_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
                 pass
     finally:
         server.stop()
+        if not hasattr(made, "run") and hasattr(made, "close"):
+            made.close()
 
 
 def public_methods(target: Any) -> dict[str, Callable[..., Any]]:

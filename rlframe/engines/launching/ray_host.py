@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -53,6 +54,7 @@ class Seen(NamedTuple):
         pid: its number there.
         code: as `RunningNode.code`.
         ends: whether it has asked for the end of the program.
+        serves: whether it takes calls.
     """
 
     lines: list[str]
@@ -62,6 +64,7 @@ class Seen(NamedTuple):
     pid: int | None
     code: int | None
     ends: bool
+    serves: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +125,8 @@ class NodeHost:
             pulse, running = self._node.pulse, self._node
             page = pulse.page if pulse is not None else None
             code = running.code if self._has_ended else None
-            return Seen(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends)
+            serves = os.path.exists(self._path)
+            return Seen(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends, serves)
 
     @ray.method(concurrency_group="signal")
     def send(self, number: int) -> None:
@@ -165,7 +169,7 @@ class NodeHost:
             self._changed.notify_all()
 
     def _end(self, running: RunningNode) -> None:
-        del running
+        running.send(signal.SIGKILL)  # to what it had started, and has left
         self._versions.close()
         with contextlib.suppress(FileNotFoundError):  # it was killed: it will be elsewhere, perhaps
             os.unlink(self._path)

@@ -74,7 +74,13 @@ class RayNode:
 
 
 class RunningActor(RunningNode):
-    """An actor, and the thread that watches it."""
+    """An actor, and the thread that watches it.
+
+    Attributes:
+        serves_at: the address at which the node takes calls; None until it does.
+    """
+
+    serves_at: str | None = None
 
     def __init__(self, node: RayNode, pulse: HeartbeatMonitor | None, has_ended: HasEnded, take_line: TakeLine) -> None:
         super().__init__(node.name, pulse, take_line)
@@ -126,6 +132,7 @@ class RunningActor(RunningNode):
 
     def _take_in(self, seen: Seen) -> None:
         self.pid, self.host = seen.pid, seen.host
+        self.serves_at = self._node.hosted.address if seen.serves else None
         for line in seen.lines:
             self._take(line)
         if self.pulse is not None and seen.page is not None:

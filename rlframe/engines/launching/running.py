@@ -87,6 +87,11 @@ class RunningNode(abc.ABC):
         kept = lines[starts[-1] :] if starts else lines[-5:]
         return "" if not kept else " Its last lines:\n" + "\n".join(kept)
 
+    @property
+    def last_line(self) -> str:
+        """The last line that says something; of a traceback, the error."""
+        return next((line for line in reversed(self._lines.copy()) if line.strip()), "")
+
     def _take(self, text: str) -> None:
         self._lines.append(text)
         self._take_line(self.name, text)

@@ -83,6 +83,11 @@ class Supervisor:
         """Ends the program, and well. Any thread may call it."""
         self._events.put(self._stop)
 
+    def take_line(self, name: str, text: str) -> None:
+        """Shows and keeps a line of a process, be it started from here or not. Any thread may call it."""
+        self._logs.write(name, text)
+        self._show(name, text)
+
     def run(self) -> int | None:
         """Runs to the end.
 
@@ -206,7 +211,7 @@ class Supervisor:
         # From this thread, which lives as long as the program: a parent-death signal is about the parent's thread.
         self._starts[node.name] += 1
         pulse = HeartbeatMonitor(self._hang_timeout, self._clock()) if self._hang_timeout else None
-        self._running[node.name] = node.start(pulse, self._has_ended, self._take_line)
+        self._running[node.name] = node.start(pulse, self._has_ended, self.take_line)
 
     def _stop(self) -> None:
         if self._stopping_since is None:
@@ -251,10 +256,6 @@ class Supervisor:
 
     def _say(self, name: str, text: str) -> None:
         self._logs.warn(name, text)
-        self._show(name, text)
-
-    def _take_line(self, name: str, text: str) -> None:
-        self._logs.write(name, text)
         self._show(name, text)
 
     def _show(self, name: str, text: str) -> None:

@@ -12,16 +12,19 @@ import math
 import os
 import pathlib
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, Union
 
 from rlframe.actors import Actor
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
+from rlframe.coordinator.operators.base import Operator
+from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.coordinator.workers.process import SILENCE
-from rlframe.coordinator.workers.records import save_workers
+from rlframe.coordinator.workers.records import MakeWorker, save_workers
 from rlframe.engines import Engine
 from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
 from rlframe.errors import UsageError
@@ -75,6 +78,11 @@ class Elastic(GameProgram):
                 "another engine."
             )
 
+    @property
+    def operator_name(self) -> str:
+        """Where workers come from: what the engine says."""
+        return self.engine_class.operator or "local"
+
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
         super().check(experiment)
@@ -89,11 +97,60 @@ def elastic(engine: Engine, run: Run) -> None:
     """Add a coordinator, which has collectors come and go as the learner needs them."""
     replay_buffer = add_replay(engine, run)
     param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
+    makers = make_workers(run, replay_buffer, param_store)
+    engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, add_operator(engine, run, makers))
+
+
+def add_operator(engine: Engine, run: Run, makers: Mapping[str, MakeWorker]) -> Callable[[], Operator]:
+    """What makes, in the coordinator's process, the operator of workers that these make."""
+    config = run.topology
+    if config.operator_name == "ray":
+        most = {"learner": 1, "collector": config.max_actors, "evaluator": 0}  # evaluators work now and then
+        return functools.partial(RayOperator, engine.add_workers(makers, most))
     # The learner's, as this process has them; the coordinator is without.
     variables = {name: os.environ.get(name) for name in ON_CPU}
-    if "learner" not in run.topology.accelerators:
+    if "learner" not in config.accelerators:
         variables |= NO_ACCELERATOR
-    engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, this_process(), variables)
+    return functools.partial(make_operator, run, makers, this_process(), variables)
+
+
+def make_operator(
+    run: Run, makers: Mapping[str, MakeWorker], owner: ProcessId, learner_env: dict[str, str | None]
+) -> Operator:
+    """An operator of processes of this machine.
+
+    Args:
+        run: the session.
+        makers: of the workers, by role.
+        owner: the launcher, with which all workers end.
+        learner_env: environment variables of the learner that this process has not, or has others of.
+    """
+    config, path = run.topology, coordinator_dir(run.path)
+    save_workers(path, makers)
+    silence = SILENCE + 2.0 * config.hang_timeout  # a coordinator that hangs, and is started again, finds them yet
+    operator_cls = naming.operator_class(config.operator_name)
+    operator: Operator = operator_cls(
+        path, owner=owner, silence=silence, env={"learner": learner_env}, logs=run.directory.logs
+    )
+    return operator
+
+
+def make_workers(run: Run, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
+    """What makes the workers of each role, in their processes."""
+    experiment, agent = run.experiment, run.agent
+    return {
+        "learner": functools.partial(LearnerWorker, learner_config(run), agent, replay_buffer, param_store),
+        "collector": functools.partial(
+            CollectorWorker,
+            functools.partial(make_actor, experiment, replay_buffer, run.actor_seed),
+            agent,
+            param_store,
+            seed=experiment.seed,
+        ),
+        "evaluator": functools.partial(
+            CollectorWorker, None, agent, param_store, evaluations=functools.partial(Evaluations, experiment)
+        ),
+    }
 
 
 def add_replay(engine: Engine, run: Run) -> Any:
@@ -113,7 +170,7 @@ def add_replay(engine: Engine, run: Run) -> Any:
 
 
 def make_coordinator(
-    run: Run, replay_buffer: Any, param_store: Any, owner: ProcessId, learner_env: dict[str, str | None]
+    run: Run, replay_buffer: Any, param_store: Any, make_operator: Callable[[], Operator]
 ) -> Coordinator:
     """The node of the program: in the launcher's first try, and whenever it is started again.
 
@@ -121,27 +178,9 @@ def make_coordinator(
         run: the session.
         replay_buffer: in the launcher's memory.
         param_store: the same.
-        owner: the launcher, with which all workers end.
-        learner_env: environment variables of the learner that this node has not, or has others of.
+        make_operator: see `add_operator`.
     """
-    experiment, agent, path = run.experiment, run.agent, coordinator_dir(run.path)
-    config = run.topology
-    save_workers(
-        path,
-        {
-            "learner": functools.partial(LearnerWorker, learner_config(run), agent, replay_buffer, param_store),
-            "collector": functools.partial(
-                CollectorWorker,
-                functools.partial(make_actor, experiment, replay_buffer, run.actor_seed),
-                agent,
-                param_store,
-                seed=experiment.seed,
-            ),
-            "evaluator": functools.partial(
-                CollectorWorker, None, agent, param_store, evaluations=functools.partial(Evaluations, experiment)
-            ),
-        },
-    )
+    experiment, path, config = run.experiment, coordinator_dir(run.path), run.topology
     counts = ActorCounts(run.directory.progress, run.session)
     cfg = CoordinatorConfig(
         path=str(path),
@@ -169,11 +208,7 @@ def make_coordinator(
         eval_return=config.until_return,
         eval_every=experiment.eval_every,
     )
-    silence = SILENCE + 2.0 * config.hang_timeout  # a coordinator that hangs, and is started again, finds them yet
-    logs = run.directory.logs
-    operator_cls = naming.operator_class(config.engine_class.operator or "local")
-    operator = operator_cls(path, owner=owner, silence=silence, env={"learner": learner_env}, logs=logs)
-    return Coordinator(commander, operator, replay_buffer, param_store, cfg, _Records(run, counts))
+    return Coordinator(commander, make_operator(), replay_buffer, param_store, cfg, _Records(run, counts))
 
 
 def limits_of(experiment: Experiment) -> Limits:

@@ -1,43 +1,55 @@
-"""Workers as actors of a real Ray on this machine, which takes tens of seconds to start."""
+"""Workers beside actors of a real Ray on this machine, which takes tens of seconds to start."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
+import pickle
 import signal
-import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from rlframe import handles
 from rlframe.coordinator.operators.ray import RayOperator
+from rlframe.engines.launching.running import GroupPolicy
+from rlframe.errors import UsageError
 from tests.coordinator.operators import workers
 from tests.coordinator.operators.driven import Driven
 from tests.extras import needs
+from tests.waiting import wait_until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 needs("ray")
-import ray
 
 
 @pytest.fixture
-def cluster():
-    path = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), *sys.path])
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}},
-    )
-    yield
-    ray.shutdown()
+def hosted(tmp_path, monkeypatch):
+    """What starts the workers, and the lines that they write."""
+    from rlframe.engines.launching.ray_cluster import RayCluster
+    from rlframe.engines.launching.ray_workers import RayWorkers, WorkerGroup, pickled_make
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[3]))
+    cluster, lines = RayCluster(None), []
+    makes = {"collector": workers.quiet, "learner": workers.broken, "evaluator": workers.never_closes}
+    groups = {
+        role: WorkerGroup(pickled_make(role, make), GroupPolicy(env={"WHERE": role}), is_bound=True)
+        for role, make in makes.items()
+    }
+    made = RayWorkers(cluster, groups)
+    made.take_line = lambda name, line: lines.append(f"[{name}] {line}")
+    yield made, lines
+    made.close()
+    cluster.close()
 
 
 def serving(operator, *keys):
-    deadline = time.monotonic() + 100.0
+    deadline = time.monotonic() + 200.0
     while True:
         infos = operator.list()
         if [info.key for info in infos] == list(keys) and all(info.address for info in infos):
@@ -46,18 +58,29 @@ def serving(operator, *keys):
         threading.Event().wait(0.1)
 
 
-def test_actors_are_workers_that_are_replaced_adopted_and_ended(cluster, tmp_path):
-    def make() -> Driven:
-        options = {"collector": {"num_cpus": 0}}
-        return Driven(RayOperator("test", {"collector": workers.quiet}, options), tmp_path)
+def called(info):
+    return handles.Remote([info.address], info.worker_id, transport=RayOperator.transport)
 
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_workers_are_replaced_adopted_and_ended(hosted, tmp_path):
+    started, lines = hosted
+    # As a coordinator's process has it: a handle.
+    make = functools.partial(Driven, RayOperator(pickle.loads(pickle.dumps(started))), tmp_path)
     operator = make()
     assert operator.connect() == []
     operator.request("collector", 2)
     first, second = serving(operator, ("collector/0", 0), ("collector/1", 0))
-    assert handles.Remote([first.address], "collector").ping().progress == first.pid
+    assert called(first).ping().progress == first.pid
+    assert called(second).resources()["WHERE"] == "collector"
+    child = psutil.Process(first.pid).children()[0]
     os.kill(first.pid, signal.SIGKILL)
     serving(operator, ("collector/0", 1), ("collector/1", 0))
+    wait_until(lambda: is_gone(child.pid))  # and what it had started
+    assert any(line.startswith("[collector/0] (incarnation 0) was killed by SIGKILL.") for line in lines)
     os.kill(second.pid, signal.SIGSTOP)
     operator.report_failed([second.key])
     operator.report_failed([second.key])
@@ -69,5 +92,26 @@ def test_actors_are_workers_that_are_replaced_adopted_and_ended(cluster, tmp_pat
     assert serving(successor, ("collector/0", 1), ("collector/1", 1)) == before
     successor.release([before[0].key])
     assert [info.key for info in successor.list()] == [before[1].key]
+    wait_until(lambda: is_gone(before[0].pid))
+    assert "[collector/0] closed" in lines
+    successor.request("evaluator", 1)
+    *_, stubborn = serving(successor, before[1].key, ("evaluator/0", 0))
     successor.disconnect()
-    assert ray.util.list_named_actors(all_namespaces=True) == []
+    assert is_gone(before[1].pid) and is_gone(stubborn.pid)  # one that does not close is killed
+    assert started.list() == []
+
+
+def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(hosted, tmp_path):
+    started, _ = hosted
+    operator = Driven(RayOperator(started), tmp_path)
+    operator.connect()
+    operator.request("learner", 1)
+    wait_until(
+        lambda: "No environment is called 'learner/0'." in operator.problems().get("learner/0", ""), seconds=200.0
+    )
+    assert "failed with exit code 4. It would fail again." in operator.problems()["learner/0"]
+    operator.disconnect()
+    from rlframe.coordinator.messages import WorkerInfo
+
+    with pytest.raises(UsageError, match="no workers of the role 'cook', only collector, learner, evaluator"):
+        RayOperator(started).start(WorkerInfo("cook", 0, 0))  # type: ignore[arg-type]

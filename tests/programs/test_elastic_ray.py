@@ -1,0 +1,52 @@
+"""Elastic runs on a Ray of their own, whose workers Ray places."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tests.extras import needs
+from tests.programs.elastic import ElasticProgram, last_status
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+needs("ray")
+needs("trajectories")
+
+PPO = ("--agent", "ppo", "--env", "CartPole-v1", "--engine", "ray", "--max-actors", "2", "--eval-episodes", "2")
+LONG = ("--steps", "100000000", "--log-every", "500")
+
+
+@pytest.fixture
+def ray_home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray keeps its token
+
+
+def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path: pathlib.Path, ray_home: None) -> None:
+    with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
+        program.wait_for_collectors(2)
+        assert sorted(program.nodes()) == ["collector 0", "collector 1", "coordinator", "learner 0"]
+        program.strike("collector/0")
+        program.strike("learner/0")
+        program.kill_coordinator()
+        assert program.worker("collector/1")["incarnation"] == 0  # it went on, and was found by the successor
+        before = len(program.rows())
+        program.wait_until(lambda: any(row.get("episode_return", 0.0) > 100.0 for row in program.rows()[before:]))
+        program.ask(lambda client: client.cancel("seen enough"))
+        code, result = program.finish()
+    assert code == 0, program.errors()
+    assert result is not None
+    status = last_status(program.run_dir)
+    assert (status["job"]["state"], status["job"]["coordinator_restarts"]) == ("CLOSED", 1)
+    assert status["job"]["restarts"] >= 2
+    program.check_counters(status)
+    assert "was killed by SIGKILL" in program.errors()
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path, ray_home: None) -> None:
+    with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
+        program.wait_for_collectors(2)
+        program.process.kill()
+        program.process.wait()
+        program.check_nothing_is_left()
