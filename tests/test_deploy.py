@@ -1,4 +1,4 @@
-"""Queues of runs: the files of deploy/ for Slurm, Kubernetes and Ray."""
+"""Queues of runs, and what they run in: the files of deploy/ for Slurm, Kubernetes, Ray and Docker."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from tests.extras import needs
+from rlframe import extras
+from tests.extras import import_or_skip, needs
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -28,6 +31,9 @@ class Queue:
         path: of the folder.
         command: the script, with what comes before the run's options.
         env: what the queue sets.
+
+    Attributes:
+        env: the environment of what it starts.
     """
 
     def __init__(self, path: pathlib.Path, command: list[str], env: dict[str, str]) -> None:
@@ -36,24 +42,32 @@ class Queue:
         self._commands = path / "bin"
         self._commands.mkdir()
         self.replace_rlframe(f'exec "{sys.executable}" -m rlframe "$@"')
-        self._add("scontrol", f'echo "$@" >> "{self.requeued}"')
+        self.add("scontrol", f'echo "$@" >> "{self.requeued}"')
         self._command = command
-        self._env = {**os.environ, **env, "RUNS": str(path), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        self._env["PATH"] = f"{self._commands}:{self._env['PATH']}"
+        self.env = {**os.environ, **env, "RUNS": str(path), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        self.env["PATH"] = f"{self._commands}:{self.env['PATH']}"
         self._started: list[subprocess.Popen] = []
 
     def replace_rlframe(self, script: str) -> None:
         """Has the command `rlframe` be this."""
-        self._add("rlframe", script)
+        self.add("rlframe", script)
 
-    def _add(self, name: str, script: str) -> None:
+    def add(self, name: str, script: str) -> None:
+        """Has the command of that name be this."""
         path = self._commands / name
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
 
+    def has_nodes(self, count: int) -> None:
+        """Has the queue give the run so many nodes, which are all this machine."""
+        self.env |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": str(count), "SLURM_CPUS_PER_TASK": "2"}
+        self.env["SLURMD_NODENAME"] = "node-1"
+        self.add("python", f'exec "{sys.executable}" "$@"')
+        self.add("srun", 'echo "$@" >> "$RUNS/srun"; while [[ $1 == --* ]]; do shift; done; exec "$@"')
+
     def start(self, *options: str) -> subprocess.Popen:
         command = [*self._command, *ENDLESS, *options]
-        self._started.append(subprocess.Popen(command, env=self._env, start_new_session=True))
+        self._started.append(subprocess.Popen(command, env=self.env, start_new_session=True))
         return self._started[-1]
 
     def begins(self, *options: str) -> subprocess.Popen:
@@ -144,6 +158,49 @@ def test_slurm_queues_a_run_again_unless_it_was_done_or_its_options_are_wrong(sl
     assert process.wait(120.0) == code and slurm.requeued.exists() == requeued
 
 
+def test_slurm_gives_a_run_of_several_nodes_a_ray_and_ends_it(slurm):
+    needs("ray")
+    slurm.has_nodes(3)
+    runs = slurm.run_dir.parent
+    starts = 'echo $$ >> "$RUNS/rays"; echo "$* ${#RAY_AUTH_TOKEN}" >> "$RUNS/starts"; exec sleep 60'
+    answers = 'test $(cat "$RUNS/rays" | wc -l) = 2 && printf " 1 node_a\\n 1 node_b\\n 1 node_c\\n"'
+    slurm.add("ray", f"case $1 in start) {starts};; status) {answers};; esac")
+    slurm.replace_rlframe('echo "$@" > "$RUNS/given"; exit 3')
+    assert slurm.start().wait(60.0) == 3
+    head, others = sorted((runs / "starts").read_text().splitlines(), key=lambda line: "--head" not in line)
+    given = (runs / "given").read_text().split()
+    assert given[:4] == ["train", "--engine", "ray", "--ray-address"] and given[5 : 5 + len(ENDLESS)] == ENDLESS
+    ip, port = given[4].split(":")
+    assert f"--node-ip-address={ip} --port={port} " in head and f"--address={given[4]} " in others
+    assert head.endswith(" 64") and others.endswith(" 64")  # the token's length, in hexadecimal digits
+    assert (runs / "srun").read_text().startswith("--nodes=2 --ntasks-per-node=1 --cpus-per-task=2 --exclude=node-1 ")
+    for pid in (runs / "rays").read_text().split():
+        assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.system
+def test_a_run_of_several_nodes_trains_on_slurm_s_and_leaves_no_ray(slurm):
+    needs("ray")
+    slurm.has_nodes(2)
+    slurm.add("ray", f'exec "{sys.executable}" -m ray.scripts.scripts "$@"')
+    slurm.replace_rlframe(f'echo "$5" > "$RUNS/address"; exec "{sys.executable}" -m rlframe "$@"')
+    with tempfile.TemporaryDirectory(prefix="ray-") as files:  # a socket's path is at most 107 bytes long
+        slurm.env["RAY_TMPDIR"] = files
+        process = slurm.start("--topology", "distributed", "--num-actors", "2", "--stop-at", "500")
+        assert process.wait(400.0) == 0
+    assert json.loads((slurm.run_dir / "result.json").read_text())["env_steps"] >= 500
+    address = (slurm.run_dir.parent / "address").read_text().strip()
+    assert not any(address in " ".join(cmdline(each)) for each in psutil.process_iter())
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    """What a process was started with; nothing where it has gone."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 @pytest.mark.system
 def test_a_run_that_was_killed_before_it_had_saved_begins_again(replacing):
     process = replacing.start()
@@ -187,3 +244,72 @@ def test_the_environment_of_a_ray_job_is_one_that_ray_takes():
 
     given = yaml.safe_load((DEPLOY / "ray/runtime-env.yaml").read_text())
     assert RuntimeEnv(**given).env_vars() == given["env_vars"]  # it checks types and names
+
+
+def test_the_ray_job_is_one_that_kuberay_takes():
+    needs("kubernetes")
+    jsonschema = import_or_skip("jsonschema", "pip install 'rlframe[test]'")
+    import kubernetes
+    import yaml
+
+    schema = yaml.safe_load((ROOT / "tests/rayjob-schema.yaml").read_text())
+    claim, found = yaml.safe_load_all((DEPLOY / "kubernetes/rayjob.yaml").read_text())
+    spec, cluster = found["spec"], found["spec"]["rayClusterSpec"]
+    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", "RayJob")
+    jsonschema.validate(spec, schema)
+    client = kubernetes.client.ApiClient()
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        template = group["template"]
+        parsed = kubernetes.client.V1PodTemplateSpec.from_dict(template)
+        assert client.sanitize_for_serialization(parsed) == template  # every field is known
+        (volume,) = template["spec"]["volumes"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        (container,) = template["spec"]["containers"]
+        runs = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RUNS"]
+        assert [mount["mountPath"] for mount in container["volumeMounts"]] == [runs]
+    # Not one version that is older than its image's, and no option that `rlframe train` refuses.
+    for name in ("py310", "modern"):
+        assert f"ray=={cluster['rayVersion']}" in (ROOT / f"constraints/{name}.txt").read_text().split()
+    shell, script, _, seed, *options = spec["entrypoint"].split()
+    assert (shell, pathlib.Path(script).name, seed) == ("bash", "train.sh", "1")
+    arguments = options_of(options)
+    assert (arguments["--engine"], arguments["--ray-address"]) == ("ray", "auto")
+    wrong = {**spec, "rayClusterSpec": {**cluster, "headGroup": {}}}
+    with pytest.raises(jsonschema.ValidationError, match="'headGroup' was unexpected"):
+        jsonschema.validate(wrong, schema)
+
+
+def options_of(arguments: list[str]) -> dict[str, str]:
+    """Options with one value each, which the inventory of `rlframe train` has."""
+    found = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    known = (ROOT / "tests/inventory.txt").read_text()
+    assert [option for option in found if option not in known] == []
+    return found
+
+
+def test_the_image_has_what_its_jobs_run_and_another_user_than_root():
+    dockerfile_parse = import_or_skip("dockerfile_parse", "pip install 'rlframe[test]'")
+    with (DEPLOY / "Dockerfile").open("rb") as file:
+        parsed = dockerfile_parse.DockerfileParser(fileobj=file).structure
+    steps = [(each["instruction"], each["value"]) for each in parsed if each["instruction"] != "COMMENT"]
+    assert {name for name, _ in steps} <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "CMD"}
+    defaults = dict(value.split("=") for name, value in steps if name == "ARG")
+    assert [value for name, value in steps if name == "FROM"] == ["python:${PYTHON}-slim"]
+    assert defaults["PYTHON"] == "3.12" and (ROOT / f"constraints/{defaults['CONSTRAINTS']}.txt").exists()
+    assert set(defaults["EXTRAS"].split(",")) <= set(extras.MODULES)
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    workdir, copied = "", {}
+    for name, value in steps:
+        if name == "WORKDIR":
+            workdir = value
+        elif name == "COPY":
+            *sources, target = value.split()
+            for source in sources:
+                assert (ROOT / source).exists() and f"!{source}" in ignored
+                copied[f"{workdir}/{target}"] = source
+        elif name == "RUN":
+            subprocess.run(["sh", "-n", "-c", value], check=True)
+    entrypoint = (DEPLOY / "kubernetes/rayjob.yaml").read_text().partition("entrypoint: >-")[2].split()
+    assert copied[entrypoint[1]] == "deploy/ray/train.sh"
+    users = [value for name, value in steps if name == "USER"]
+    assert users and users[-1].isdigit() and users[-1] != "0"
