@@ -214,7 +214,7 @@ def complete(experiment: Experiment) -> Experiment:
 
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
 _CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
-_CHANGEABLE |= {"engine", "ray_address", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"}
+_CHANGEABLE |= {"engine", "operator", "ray_address", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"}
 _CHANGEABLE |= {"checkpoint_every", "replay_checkpoint_every", "answer_timeout", "check_finite"}
 _CHANGEABLE |= {"min_actors", "mean_staleness", "until_learner_steps", "until_seconds", "until_return"}
 _CHANGEABLE |= {"slots", "service_port", "policy_port"}
@@ -254,7 +254,7 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 # --- config.json
 
-_NAMES = ("agent", "env", "network", "topology", "engine", "replay")  # of what may be a file's
+_NAMES = ("agent", "env", "network", "topology", "engine", "operator", "replay")  # of what may be a file's
 
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:

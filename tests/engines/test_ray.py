@@ -163,3 +163,18 @@ def test_a_run_over_several_ray_nodes_goes_on_when_one_of_them_is_killed(train, 
         cluster.add_node(num_cpus=2)
     assert result["env_steps"] >= 30000
     assert re.search(r"restart 1 of 3", lines)
+
+
+def test_workers_of_elastic_that_share_no_memory_are_on_several_ray_nodes(train, tmp_path):
+    process = train("--topology", "elastic", "--replay", "service", "--steps", "30000", "--eval-episodes", "2")
+
+    def raylets() -> set[int]:
+        titles = ((each, each.info["cmdline"]) for each in psutil.process_iter(["cmdline"]))
+        collectors = [each for each, title in titles if title and title[0].startswith("rlframe: collector")]
+        # Each beside an actor, which is its Ray node's.
+        return {host.ppid() for each in collectors if (host := each.parent()) is not None}
+
+    wait_until(lambda: len(raylets()) > 1 or process.poll() is not None, seconds=300.0)
+    result, _ = ended(process)
+    assert result["env_steps"] >= 30000
+    assert list((tmp_path / "run" / "params" / "main").glob("*.params"))

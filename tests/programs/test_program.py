@@ -109,6 +109,25 @@ def test_a_replay_that_does_not_suit_the_topology_is_refused():
     assert experiment("impala", "heavy_env", replay="store.py:Mine").topology.replay_kind == "store.py:Mine"
 
 
+def test_where_the_workers_of_elastic_come_from_is_what_the_engine_says_or_refused():
+    def elastic(**options):
+        return make_experiment("impala", **{"topology": "elastic", **options}).topology
+
+    assert elastic().operator_name == "local" and elastic(engine="ray").operator_name == "ray"
+    assert elastic(engine="ray", operator="local").operator_name == "local"
+    assert elastic(operator="mine.py:Operator").operator_name == "mine.py:Operator"
+    assert elastic(engine="ray", replay="service").crosses_machines
+    assert not elastic(engine="ray").crosses_machines and not elastic(replay="service").crosses_machines
+    with pytest.raises(UsageError, match=r"operator ray is for the engine ray.* this one is local. Add --engine ray"):
+        elastic(operator="ray")
+    with pytest.raises(UsageError, match="operator kubernetes is given to a Coordinator in a program of your own"):
+        elastic(operator="kubernetes")
+    with pytest.raises(UsageError, match="no operator 'locale'; .* Did you mean 'local'"):
+        elastic(operator="locale")
+    with pytest.raises(UsageError, match="The engine threads has no operator"):
+        elastic(engine="threads")
+
+
 def test_environments_are_shared_out_evenly_among_actors_and_their_pools():
     assert experiment("impala", "light_env", num_envs=8, num_pools=2).envs_per_pool == 2
     assert experiment("impala", "heavy_env", num_envs=8, num_actors=4).envs_per_actor == 2

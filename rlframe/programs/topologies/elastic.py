@@ -29,6 +29,7 @@ from rlframe.engines import Engine
 from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
+from rlframe.params import FileParamStore, ParamStore
 from rlframe.params.shared import SharedParamStore
 from rlframe.programs import naming
 from rlframe.programs.actor_counts import ActorCounts
@@ -39,6 +40,7 @@ from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (
     add_reverb,
+    add_service,
     add_shared_memory,
     env_builder,
     learner_config,
@@ -52,11 +54,14 @@ POLICY = "main"
 class Elastic(GameProgram):
     """What elastic can be told."""
 
-    replays = ("shared_memory", "reverb")
+    replays = ("shared_memory", "service", "reverb")
     control = "coordinator"
     takes_own_replay = False  # its learner takes what the coordinator grants, by keys that ours have
 
     name: str = "elastic"
+    operator: str = (
+        "auto"  # of elastic: where workers come from: local, ray, or file.py:Class; auto: as the engine says
+    )
     min_actors: int = 1  # of elastic: there are never fewer
     max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
     until_learner_steps: Union[int, None] = None  # of elastic: updates at which it ends, if not before
@@ -77,11 +82,30 @@ class Elastic(GameProgram):
                 f"The engine {self.engine_name} has no operator, which starts the workers of elastic: choose "
                 "another engine."
             )
+        if self.operator == "ray" and self.engine_class.operator != "ray":
+            raise UsageError(
+                f"The operator ray is for the engine ray, which has Ray place the workers; this one is "
+                f"{self.engine_name}. Add --engine ray (and --ray-address for a cluster that is there), or leave "
+                "--operator out."
+            )
+        if self.operator in ("kubernetes", "static"):
+            raise UsageError(
+                f"The operator {self.operator} is given to a Coordinator in a program of your own, as "
+                "deploy/kubernetes/coordinator.py does: its workers are on machines that this command's replay does "
+                "not reach. Use local, or ray with --engine ray."
+            )
+        if self.operator_name not in naming.OPERATORS and ":" not in self.operator:
+            naming.operator_class(self.operator)
 
     @property
     def operator_name(self) -> str:
-        """Where workers come from: what the engine says."""
-        return self.engine_class.operator or "local"
+        """Where workers come from, as `naming.operator_class` takes it."""
+        return self.operator if self.operator != "auto" else self.engine_class.operator or "local"
+
+    @property
+    def crosses_machines(self) -> bool:
+        """Whether workers may be on machines that share no memory with the launcher's, but the run's directory."""
+        return self.operator_name == "ray" and self.replay_kind == "service"
 
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
@@ -96,7 +120,10 @@ class Elastic(GameProgram):
 def elastic(engine: Engine, run: Run) -> None:
     """Add a coordinator, which has collectors come and go as the learner needs them."""
     replay_buffer = add_replay(engine, run)
-    param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
+    if run.topology.crosses_machines:
+        param_store: ParamStore = FileParamStore(run.directory.params)
+    else:
+        param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
     makers = make_workers(run, replay_buffer, param_store)
     engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, add_operator(engine, run, makers))
 
@@ -164,6 +191,8 @@ def add_replay(engine: Engine, run: Run) -> Any:
 
         add_reverb(engine, run, capacity)
         return ReverbReplayBuffer(run.agent, engine.address_of("replay"))
+    if run.topology.replay_kind == "service":
+        return add_service(engine, run, capacity)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see. Run ahead: keys for one call.
     options: dict[str, Any] = {"timeout": math.inf, "run_ahead": Limits.grant, "come_and_go": True}
     return add_shared_memory(engine, run, most, capacity, **options)
