@@ -23,8 +23,10 @@ FEW = ("--num-actors", "1", "--min-actors", "1", "--max-actors", "2", "--eval-ep
 LONG = ("--steps", "100000000", "--log-every", "500")
 
 
-def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path) -> None:
-    with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG) as program:  # it cannot end before all is seen
+@pytest.mark.parametrize("replay", ["auto", pytest.param("service", marks=pytest.mark.system)])
+def test_a_collector_and_the_coordinator_may_be_killed(tmp_path: pathlib.Path, replay: str) -> None:
+    # It cannot end before all is seen.
+    with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG, "--replay", replay) as program:
         program.wait_for_collectors(1)
         program.scale(2)
         os.kill(program.worker("collector/0")["pid"], signal.SIGKILL)

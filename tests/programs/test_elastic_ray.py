@@ -44,6 +44,16 @@ def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path:
     assert "was killed by SIGKILL" in program.errors()
 
 
+def test_workers_beside_the_coordinator_outlive_it_too(tmp_path: pathlib.Path, ray_home: None) -> None:
+    with ElasticProgram(tmp_path / "run", *PPO, *LONG, "--operator", "local") as program:
+        program.wait_for_collectors(2)
+        program.kill_coordinator()
+        assert [program.worker(name)["incarnation"] for name in ("learner/0", "collector/0", "collector/1")] == [0] * 3
+        program.ask(lambda client: client.cancel("seen enough"))
+        code, _ = program.finish()
+    assert code == 0, program.errors()
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path, ray_home: None) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
         program.wait_for_collectors(2)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from rlframe import handles
+from rlframe.coordinator.messages import WorkerInfo
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.engines.launching.running import GroupPolicy
 from rlframe.errors import UsageError
@@ -27,15 +28,24 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 needs("ray")
 
 
-@pytest.fixture
-def hosted(tmp_path, monkeypatch):
-    """What starts the workers, and the lines that they write."""
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
     from rlframe.engines.launching.ray_cluster import RayCluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[3]))
+        made = RayCluster(None)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def hosted(cluster):
+    """What starts the workers, and the lines that they write."""
     from rlframe.engines.launching.ray_workers import RayWorkers, WorkerGroup, pickled_make
 
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[3]))
-    cluster, lines = RayCluster(None), []
+    lines = []
     makes = {"collector": workers.quiet, "learner": workers.broken, "evaluator": workers.never_closes}
     groups = {
         role: WorkerGroup(pickled_make(role, make), GroupPolicy(env={"WHERE": role}), is_bound=True)
@@ -45,7 +55,6 @@ def hosted(tmp_path, monkeypatch):
     made.take_line = lambda name, line: lines.append(f"[{name}] {line}")
     yield made, lines
     made.close()
-    cluster.close()
 
 
 def serving(operator, *keys):
@@ -111,7 +120,5 @@ def test_one_that_cannot_be_made_says_why_and_one_of_no_role_is_refused(hosted, 
     )
     assert "failed with exit code 4. It would fail again." in operator.problems()["learner/0"]
     operator.disconnect()
-    from rlframe.coordinator.messages import WorkerInfo
-
     with pytest.raises(UsageError, match="no workers of the role 'cook', only collector, learner, evaluator"):
         RayOperator(started).start(WorkerInfo("cook", 0, 0))  # type: ignore[arg-type]
