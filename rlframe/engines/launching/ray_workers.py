@@ -19,7 +19,7 @@ from rlframe.engines.launching.node_main import pickle_node
 from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, TakeLine
 from rlframe.engines.logs import show
 from rlframe.handles import Remote
-from rlframe.transport.ray import RayTransport
+from rlframe.transport.ray import RayTransport, here
 
 if TYPE_CHECKING:
     from rlframe.engines.launching.ray_cluster import RayCluster
@@ -96,6 +96,7 @@ class RayWorkers:
             "start": self.start,
             "stop": self.stop,
         }
+        self._remove = here().open(here().socket(_ADDRESS))  # even where this process is killed
         self._server = RayTransport().serve(methods, _ADDRESS)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -153,6 +154,7 @@ class RayWorkers:
             each.send(signal.SIGKILL)
         for each in running:
             each.wait()
+        self._remove()
 
     def _take(self, name: str, line: str) -> None:
         self.take_line(name, line)
