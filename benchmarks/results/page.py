@@ -24,7 +24,8 @@ Each run is one command, `rlframe train --agent AGENT --env ENV --seed SEED`, wi
 environment and nothing set by seed. Where a preset departs from its source because of what was found here (lambda of
 PPO on CartPole, the annealed rates of DQN on CartPole and PPO on Pendulum, most of DQN on MountainCar), these seeds
 were among those that it was chosen on. Where a seed misses its target, the table says so. `make results` repeats all
-runs and writes this page; `python -m benchmarks.results NAME` does one task.
+runs and writes this page; `python -m benchmarks.results NAME` does one task. [engines.md](engines.md)
+has CartPole under every engine and topology.
 
 - **return**: of the final policy, greedy, over 20 episodes with seeds that training never used: mean ± deviation
   over the episodes.
