@@ -7,6 +7,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 
 import psutil
@@ -105,6 +106,40 @@ def test_nothing_outlives_a_launcher_that_is_killed(start):
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120.0)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"Some of {pids} live on.")
+
+
+LOOK = """
+import json, sys, ray
+from ray._private.state import actors
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(json.dumps({
+    "nodes": sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]),
+    "resources": {key: value for key, value in ray.cluster_resources().items() if key in ("CPU", "GPU")},
+    "free": {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")},
+    "actors": [actor["Name"] for actor in actors().values() if actor["State"] != "DEAD"],
+    "groups": [one["state"] for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"],
+}))
+"""
+
+
+def look_at(address: str) -> dict:
+    looked = subprocess.run([sys.executable, "-c", LOOK, address], check=True, capture_output=True, text=True)
+    return json.loads(looked.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("how", ["ends", "killed"])
+def test_a_ray_that_was_there_before_is_left_as_it_was(start, cluster, how):
+    before = look_at(cluster.address)
+    assert len(before["nodes"]) == 3 and before["free"] == before["resources"] and not before["actors"]
+    process = start("once" if how == "ends" else "wait")
+    if how == "ends":
+        assert finish(process)[:2] == (0, "ran: None\n")
+    else:
+        wait_for_nodes(process)
+        assert look_at(cluster.address)["actors"]
+        process.kill()
+        process.communicate(timeout=120.0)
+    wait_until(lambda: look_at(cluster.address) == before, "Ray is not as it was before.", seconds=60.0)
 
 
 def test_a_ray_of_its_own_ends_with_its_launcher_killed_or_not(start):

@@ -24,7 +24,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2"]
 
 
-# What carries the nodes, and how they are wired: under Launchpad distributed has Reverb, else the replay service.
+# What carries the nodes, and how they are wired: under Launchpad distributed has Reverb, else the replay service. Ray is
+# one of the program's own here; tests/engines/test_ray.py has a cluster.
 PROGRAMS = (
     "local heavy_env",
     "local light_env",
@@ -32,6 +33,9 @@ PROGRAMS = (
     "launchpad heavy_env",
     "launchpad light_env",
     "launchpad distributed",
+    "ray heavy_env",
+    "ray light_env",
+    "ray distributed",
 )
 # Those in `make test` are of the first; the whole grid is in `make test-system`.
 GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system) for one in PROGRAMS]
@@ -42,6 +46,8 @@ def options_of(program: str) -> list[str]:
     engine, topology = program.split()
     if engine == "launchpad":
         needs("launchpad", *(["reverb"] if topology == "distributed" else []))
+    if engine == "ray":
+        needs("ray")
     return ["--engine", engine, "--topology", topology]
 
 
@@ -58,6 +64,7 @@ class RunningProgram:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlframe", "train", *arguments, "--run-dir", str(run_dir), "--json"],
             cwd=ROOT,
+            env={**os.environ, "HOME": str(run_dir.parent)},  # Ray, and others, write there
             stdout=subprocess.PIPE,
             stderr=(run_dir.parent / "stderr").open("w"),
             text=True,
