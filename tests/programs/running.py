@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2"]
 
 
-# What carries the nodes, and how they are wired: under Launchpad distributed has Reverb, else the replay service. Ray is
-# one of the program's own here; tests/engines/test_ray.py has a cluster.
+# What carries the nodes, and how they are wired: under Launchpad distributed has Reverb, else the replay service. Ray
+# is one of the program's own here; tests/engines/test_ray.py has a cluster.
 PROGRAMS = (
     "local heavy_env",
     "local light_env",
