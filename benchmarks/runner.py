@@ -24,6 +24,7 @@ BENCHMARKS = {
     "inference": "the inference service, against its jitted call alone and against unbatched calls",
     "calls": "a call to another process, against Courier and the standard library's connections",
     "engines": "programs of several processes under each engine",
+    "scaling": "a model of programs of 1 to 1,000 actors, against a simulation of them",
     "shared_memory": "replay between processes, against the buffer in one process",
     "replay_service": "the replay service, against Reverb",
     "reverb": "Reverb through rlframe's buffer, against Reverb alone; shared memory against its inserts",

@@ -1,4 +1,6 @@
-"""Times IMPALA on EnvPool's Pong: a whole program, or its parts alone on the same cores. Prints one JSON object.
+"""Times IMPALA on EnvPool's Pong: a whole program, or its parts alone on the same cores (of any environment, too).
+
+Prints one JSON object.
 
 python -m benchmarks.ours.impala program heavy_env --seconds 60
 python -m benchmarks.ours.impala part learner --processes 2 --threads 1 --seconds 10
@@ -43,11 +45,12 @@ def main() -> None:
     command.add_argument("--processes", type=int, default=1, help="which do not communicate; rates are of all")
     command.add_argument("--threads", type=int, default=2, help="of each, for the environments and for XLA")
     command.add_argument("--seconds", type=float, default=10.0)
+    command.add_argument("--env", default=ENV)
     args = parser.parse_args()
     if args.command == "program":
         print(json.dumps(program(args.topology, args.seconds, args.options)))
     else:
-        print(json.dumps({"steps_per_second": parts(args.part, args.processes, args.threads, args.seconds)}))
+        print(json.dumps({"steps_per_second": parts(args.part, args.processes, args.threads, args.seconds, args.env)}))
 
 
 # The program
@@ -111,12 +114,12 @@ def _last_row(path: pathlib.Path) -> dict[str, Any] | None:
 # Its parts
 
 
-def parts(part: str, processes: int, threads: int, seconds: float) -> float:
+def parts(part: str, processes: int, threads: int, seconds: float, env: str = ENV) -> float:
     """Environment steps per second of so many processes that each do `part` over and over."""
     os.environ.update(NPROC=str(threads), OMP_NUM_THREADS=str(threads))
     context = multiprocessing.get_context("spawn")
     ready, rates = context.Barrier(processes), context.SimpleQueue()
-    arguments = (part, processes, threads, seconds, ready, rates)
+    arguments = (part, processes, threads, seconds, env, ready, rates)
     children = [context.Process(target=_measure, args=arguments, daemon=True) for _ in range(processes)]
     for child in children:
         child.start()
@@ -127,8 +130,8 @@ def parts(part: str, processes: int, threads: int, seconds: float) -> float:
     return sum(rates.get() for _ in children)
 
 
-def _measure(part: str, processes: int, threads: int, seconds: float, ready: Any, rates: Any) -> None:
-    call, steps = PARTS[part](processes, threads)
+def _measure(part: str, processes: int, threads: int, seconds: float, env: str, ready: Any, rates: Any) -> None:
+    call, steps = PARTS[part](processes, threads, env)
     for _ in range(3):  # the first compile
         call()
     ready.wait(START_WITHIN)
@@ -139,22 +142,22 @@ def _measure(part: str, processes: int, threads: int, seconds: float, ready: Any
     rates.put(calls * steps / (now - began))
 
 
-def _objects(processes: int, threads: int) -> tuple[Any, Any, Any, Any]:
+def _objects(processes: int, threads: int, env: str) -> tuple[Any, Any, Any, Any]:
     """(agent, pool of a process's share of the environments, learner, inferencer), as the preset says."""
     from rlframe.inferencers import Inferencer, InferencerConfig
     from rlframe.learners import Learner, LearnerConfig
     from rlframe.programs import make_experiment
     from rlframe.programs.topologies.parts import make_agent, make_pool
 
-    described = make_experiment("impala", ENV, num_workers=threads, steps=FOREVER)
+    described = make_experiment("impala", env, num_workers=threads, steps=FOREVER)
     pool = make_pool(described, described.num_envs // processes, described.env_kwargs, seed=0)
     agent = make_agent(described, pool.observation_spec, pool.action_spec)
     learner = Learner(LearnerConfig(), agent, None)
     return agent, pool, learner, Inferencer(InferencerConfig(), agent, learner)
 
 
-def _env(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
-    _, pool, _, _ = _objects(processes, threads)
+def _env(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int]:
+    _, pool, _, _ = _objects(processes, threads, env)
     pool.reset()
     # Not always the same action: the game goes on as it does when it is learned.
     actions = np.random.default_rng(0).integers(0, pool.action_spec.num_values, (97, pool.num_envs), np.int32)
@@ -168,22 +171,22 @@ def _env(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
     return step, pool.num_envs
 
 
-def _inference(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
+def _inference(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int]:
     """Batches of an actor's environments, however many processes there are."""
-    _, pool, _, inferencer = _objects(ACTORS, threads)
+    _, pool, _, inferencer = _objects(ACTORS, threads, env)
     timestep, env_ids = pool.reset(), np.arange(pool.num_envs)
     return lambda: inferencer.inference(env_ids, timestep, ()), pool.num_envs
 
 
-def _learner(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
-    agent, pool, learner, inferencer = _objects(processes, threads)
+def _learner(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int]:
+    agent, pool, learner, inferencer = _objects(processes, threads, env)
     batch, steps = _Unrolls(agent, pool, inferencer).next()
     return lambda: float(learner.step(batch)["loss"]), steps
 
 
-def _loop(processes: int, threads: int) -> tuple[Callable[[], Any], int]:
+def _loop(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int]:
     """All three in turns: what a program would do that had nothing to send or to wait for."""
-    agent, pool, learner, inferencer = _objects(processes, threads)
+    agent, pool, learner, inferencer = _objects(processes, threads, env)
     unrolls = _Unrolls(agent, pool, inferencer)
 
     def turn() -> None:
