@@ -39,8 +39,9 @@ class Costs:
     update: float = 300e-6  # a learner's update, with the new version that comes of it
     update_step: float = 1.6e-6  # for each environment step in the batch
     call: float = 107e-6  # a request of 64 rows and its answer, on their way
-    batch: float = 130e-6  # the service's call for as many requests as wait
-    batch_row: float = 1.6e-6
+    batch: float = 60e-6  # the service's call of the network, for as many requests as wait
+    batch_row: float = 0.5e-6
+    request: float = 120e-6  # and what it does for each request: read it, put it with others, answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,11 @@ class Program:
         own = self.costs.remote if self.service else self.costs.step
         return own + self.envs * (self.costs.step_env + self.env_seconds)
 
+    def answering(self, rows: int) -> float:
+        """Seconds of the service for so many rows, an actor's in each request."""
+        costs = self.costs
+        return costs.batch + costs.batch_row * rows + costs.request * rows / self.envs
+
     @property
     def inserting(self) -> float:
         """Seconds of a shard for a message."""
@@ -126,10 +132,8 @@ def limits(program: Program) -> dict[str, float]:
     a_step = program.stepping  # of an actor, in seconds
     found = {}
     if program.service:
-        # A closed loop: the service's call takes whoever waits, at most `rows`; an actor waits for its own call and,
-        # on average, half of the one before it.
-        found["inference"] = program.rows / (costs.batch + costs.batch_row * program.rows)
-        a_step += costs.call + costs.batch + costs.batch_row * program.envs
+        found["inference"] = program.rows / program.answering(program.rows)
+        a_step += costs.call + program.answering(program.envs)
     found["actors"] = program.actors * program.envs / a_step
     found["shards"] = program.shards / (program.inserting / program.message + program.drawing / program.steps)
     found["draws"] = program.steps / (program.drawing + program.arriving)
@@ -138,7 +142,7 @@ def limits(program: Program) -> dict[str, float]:
         core = program.stepping / program.envs + program.inserting / program.message
         core += (program.drawing + program.updating) / program.steps
         if program.service:
-            core += (costs.batch + costs.call) / program.envs + costs.batch_row
+            core += (program.answering(program.envs) + costs.call) / program.envs
         found["cores"] = program.cores / core
     return found
 
@@ -241,7 +245,7 @@ class _Simulation:
             while self._asked.items and len(taken) < most:
                 taken.append((yield self._asked.get()))
             rows = len(taken) * program.envs
-            yield from self._work(program.costs.batch + program.costs.batch_row * rows)
+            yield from self._work(program.answering(rows))
             for answered in taken:
                 answered.succeed()
 
@@ -292,9 +296,10 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
     "an environment of 1 ms": Program,
     "batches of 16 unrolls, not 64": functools.partial(Program, batch=16),
     "inference by a service": functools.partial(Program, service=True),
+    "the same, 64 environments an actor": functools.partial(Program, service=True, envs=64, env_seconds=125e-6),
     "40 MB of parameters, not 40 kB": functools.partial(Program, param_bytes=40e6),
     "28 kB a step, one shard": _FRAMES,
-    "28 kB a step, four shards": functools.partial(_FRAMES, shards=4),
+    "the same, four shards, 100 Gbit/s": functools.partial(_FRAMES, shards=4, bandwidth=12.5e9),
 }
 
 

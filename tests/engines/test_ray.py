@@ -31,6 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
         patch.setenv("HOME", str(home))
         patch.setenv("TMPDIR", directory)
         patch.setenv("PYTHONPATH", str(ROOT))  # which rlframe the machines of the cluster have
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # however busy this machine is
         patch.setattr(tempfile, "tempdir", None)
         there = {"num_cpus": 2, "include_dashboard": False}
         started = Cluster(initialize_head=True, head_node_args={**there, "temp_dir": f"{directory}/ray"})

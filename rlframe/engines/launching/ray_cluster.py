@@ -102,10 +102,11 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
                 ray.init(address=address, **quiet)
             else:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # on a busy machine
                 directory = SocketDirectory()  # removed with all that Ray writes, even where this process is killed
                 opened.callback(directory.close)
                 cpus = max(1, len(os.sched_getaffinity(0)))
-                ray.init(num_cpus=cpus, include_dashboard=False, _temp_dir=directory.path, **quiet)
+                ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=directory.path, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"Ray cannot be reached (--ray-address {address}): {error}") from error
         opened.callback(ray.shutdown)
