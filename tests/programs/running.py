@@ -61,10 +61,11 @@ class RunningProgram:
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         self.run_dir = run_dir
+        home = {"HOME": str(run_dir.parent)} if "ray" in arguments else {}  # where Ray keeps its token
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlframe", "train", *arguments, "--run-dir", str(run_dir), "--json"],
             cwd=ROOT,
-            env={**os.environ, "HOME": str(run_dir.parent)},  # Ray, and others, write there
+            env={**os.environ, **home},
             stdout=subprocess.PIPE,
             stderr=(run_dir.parent / "stderr").open("w"),
             text=True,

@@ -18,12 +18,7 @@ PPO = ("--agent", "ppo", "--env", "CartPole-v1", "--engine", "ray", "--max-actor
 LONG = ("--steps", "100000000", "--log-every", "500")
 
 
-@pytest.fixture
-def ray_home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray keeps its token
-
-
-def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path: pathlib.Path, ray_home: None) -> None:
+def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
         program.wait_for_collectors(2)
         assert sorted(program.nodes()) == ["collector 0", "collector 1", "coordinator", "learner 0"]
@@ -44,7 +39,7 @@ def test_ppo_learns_while_collector_learner_and_coordinator_are_killed(tmp_path:
     assert "was killed by SIGKILL" in program.errors()
 
 
-def test_workers_beside_the_coordinator_outlive_it_too(tmp_path: pathlib.Path, ray_home: None) -> None:
+def test_workers_beside_the_coordinator_outlive_it_too(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG, "--operator", "local") as program:
         program.wait_for_collectors(2)
         program.kill_coordinator()
@@ -54,7 +49,7 @@ def test_workers_beside_the_coordinator_outlive_it_too(tmp_path: pathlib.Path, r
     assert code == 0, program.errors()
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path, ray_home: None) -> None:
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG) as program:
         program.wait_for_collectors(2)
         program.process.kill()
