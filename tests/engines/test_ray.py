@@ -16,6 +16,7 @@ import pytest
 from tests.engines import processes
 from tests.engines.processes import ROOT, finish, wait_for_nodes
 from tests.extras import needs
+from tests.ray_home import ray_home
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -25,10 +26,9 @@ from ray.cluster_utils import Cluster
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory):
-    home = tmp_path_factory.mktemp("home")
+def cluster():
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
-        patch.setenv("HOME", str(home))
+        patch.setenv("HOME", ray_home())
         patch.setenv("TMPDIR", directory)
         patch.setenv("PYTHONPATH", str(ROOT))  # which rlframe the machines of the cluster have
         patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # however busy this machine is

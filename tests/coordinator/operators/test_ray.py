@@ -21,6 +21,7 @@ from rlframe.errors import UsageError
 from tests.coordinator.operators import workers
 from tests.coordinator.operators.driven import Driven
 from tests.extras import needs
+from tests.ray_home import ray_home
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -29,11 +30,11 @@ needs("ray")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster():
     from rlframe.engines.launching.ray_cluster import RayCluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("HOME", ray_home())
         patch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parents[3]))
         made = RayCluster(None)
         yield made
