@@ -28,20 +28,20 @@ ACTORS = (1, 3, 10, 30, 100, 180, 300, 560, 1000)
 class Costs:
     """Seconds that a core is busy: CartPole, two layers of 64. docs/scaling.md says how each was measured."""
 
-    step: float = 136e-6  # an actor's step: the pool, inference on a CPU, replay, itself
+    step: float = 316e-6  # an actor's step: the pool, inference on a CPU, replay, itself
     step_env: float = 2.1e-6  # and for each environment in it
-    remote: float = 60e-6  # the first without inference, which a service does
+    remote: float = 300e-6  # the first where a service has inference: the call takes as long
     insert: float = 30e-6  # a message of unrolls, at the shard that takes it
     insert_step: float = 0.163e-6
     draw: float = 30e-6  # a batch of unrolls, at the shard that gives it
     draw_step: float = 0.26e-6
     byte: float = 0.2e-9  # for each byte of either
-    update: float = 300e-6  # a learner's update, with the new version that comes of it
-    update_step: float = 1.6e-6  # for each environment step in the batch
+    update: float = 1.5e-3  # a learner's update, with the draw's end and the new version
+    update_step: float = 0.75e-6  # for each environment step in the batch
     call: float = 107e-6  # a request of 64 rows and its answer, on their way
-    batch: float = 60e-6  # the service's call of the network, for as many requests as wait
-    batch_row: float = 0.5e-6
-    request: float = 120e-6  # and what it does for each request: read it, put it with others, answer
+    batch: float = 20e-6  # the service's call of the network, for as many requests as wait
+    batch_row: float = 0.2e-6
+    request: float = 190e-6  # and what it does for each request: read it, put it with others, answer
 
 
 @dataclasses.dataclass(frozen=True)
