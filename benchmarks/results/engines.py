@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -64,7 +63,7 @@ def _train(python: str, directory: Any, engine: str, topology: str, agent: str, 
     arguments = ["train", "--engine", engine, "--topology", topology, "--agent", agent, "--env", "CartPole-v1"]
     arguments += ["--num-actors", "2", "--json", "--seed", str(seed)]
     print("$ rlframe", *arguments, file=sys.stderr, flush=True)
-    began, processor = time.monotonic(), _processor()
+    began = time.monotonic()
     command = [python, "-m", "rlframe", *arguments, "--quiet", "--run-dir", str(directory)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
@@ -74,7 +73,7 @@ def _train(python: str, directory: Any, engine: str, topology: str, agent: str, 
     if done.returncode:
         print(f"  exit code {done.returncode}: {done.stderr.strip()[-2000:]}", file=sys.stderr, flush=True)
         return
-    result = {**json.loads(done.stdout.strip().splitlines()[-1]), "processor": _processor() - processor}
+    result = json.loads(done.stdout.strip().splitlines()[-1])
     write_record(directory, result, time.monotonic() - began, ["rlframe", *arguments])
     print(f"  {result['return_mean']:.1f}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
@@ -89,7 +88,7 @@ def write() -> None:
     pythons = sorted({cell[3] for cell in records}, key=lambda version: [int(part) for part in version.split(".")])
     lines = [
         _INTRO,
-        f"Machine: {machine()}. Return, seconds of the whole command (other work ran beside it), of a processor.\n",
+        f"Machine: {machine()}. Return, seconds of the whole command (other work ran beside it).\n",
     ]
     for python, engine in itertools.product(pythons, ENGINES):
         lines += [f"## Python {python}, engine {engine}\n", "| | " + " | ".join(AGENTS) + " |"]
@@ -102,25 +101,19 @@ def write() -> None:
 
 
 def _shown(seeds: dict[str, dict[str, Any]], asked: float) -> str:
-    """`500.0, 31 s, 40 s`; a return that misses what is asked for is said to."""
+    """`500.0, 31 s`; a return that misses what is asked for is said to."""
     shown = []
     for name, record in seeds.items():
         value = _return(record)
         seed = "" if name == "seed1" else " (seed 2)"
         missed = "" if value >= asked else " **missed**"
-        shown.append(f"{value:.1f}{missed}, {record['seconds']:.0f} s, {record['result']['processor']:.0f} s{seed}")
+        shown.append(f"{value:.1f}{missed}, {record['seconds']:.0f} s{seed}")
     return "; ".join(shown) or "not run"
 
 
 def _return(record: dict[str, Any]) -> float:
     value = record["result"]["return_mean"]
     return -1.0 if value is None else float(value)
-
-
-def _processor() -> float:
-    """Seconds that all processes took which this one has waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _said(command: list[str]) -> str:
