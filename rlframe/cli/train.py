@@ -157,7 +157,7 @@ def _flat_class(defaults: Experiment, arguments: list[str]) -> Any:
     choices: dict[str, Iterable[str]] = {
         "topology": classes,
         "engine": ("auto", *naming.ENGINES),
-        "operator": ("auto", "local", "ray"),  # the others are for programs of one's own
+        "operator": ("auto", *naming.OPERATORS),
         "replay": ("auto", *naming.REPLAYS),
     }
     hidden = Annotated[Any, tyro.conf.Suppress]

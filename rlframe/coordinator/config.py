@@ -49,6 +49,7 @@ class CoordinatorConfig:
     min_collectors: int = 1
     max_collectors: int = 8
     collectors: int = 0  # to begin with; 0: the least
+    cores: int | None = None  # that collectors share: no more of them than these, but by hand; None: this machine's
     max_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
     stop_within: float = 6.0  # seconds for tasks to close when the program is told to end
     describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status

@@ -114,7 +114,8 @@ class Coordinator:
             ev.Row: self._write_row,
             ev.Over: self._finish,
         }
-        self._watch = Watch(Scaling(cfg.min_collectors, cfg.max_collectors, cores_here(), cfg.max_staleness))
+        cores = cores_here() if cfg.cores is None else cfg.cores
+        self._watch = Watch(Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.max_staleness))
         self._rates = Rates(2)
         self._published = self._job.accounts.to_json()
         self._journaled_at = 0.0

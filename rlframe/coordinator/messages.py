@@ -180,6 +180,7 @@ class CallRefused(WorkerReply):
     """The call is of another attempt, incarnation or number than this worker is at: it changed nothing."""
 
     why: str = ""
+    is_another: bool = False  # this is not the worker, or not the incarnation, that the call is for
 
 
 @dataclasses.dataclass(frozen=True)

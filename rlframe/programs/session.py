@@ -168,7 +168,7 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, listen: int |
         listen: port of the first of the nodes that other machines may call, whose ports follow each other.
     """
     config = experiment.topology
-    ports = {} if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
+    ports = config.ports if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
     told = {name: getattr(config, name) for name in ENGINE_OPTIONS if name in vars(config)}
     return config.engine_class(EngineOptions(**told, ports=ports, logs=logs))
 

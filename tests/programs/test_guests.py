@@ -211,7 +211,7 @@ def test_a_port_in_use_is_named_with_its_option(host):
         pytest.skip(f"This machine has no {host}.")
     with listener:
         port = listener.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"--listen: the learner cannot listen at port {port}: .*in use"):
+        with pytest.raises(UsageError, match=rf"The learner cannot listen at port {port}: .*in use"):
             check_free({"learner": port})
     check_free({"learner": port})
 

@@ -233,7 +233,7 @@ def test_a_port_in_use_ends_the_command_before_anything_starts(launch, tmp_path)
     with socket.create_server(("", port + 1)):
         a = train(launch, port, 1000, tmp_path / "run")
         assert a.end(60.0) == 2, a
-    assert f"--listen: the learner cannot listen at port {port + 1}" in a.err.read_text()
+    assert f"The learner cannot listen at port {port + 1}" in a.err.read_text()
     assert not (tmp_path / "run").exists()
 
 

@@ -146,6 +146,8 @@ def replied(job: TrainingJob, event: ev.Replied) -> None:
         workers.answered_ping(job, worker, event.reply)
     elif worker.call is None or worker.call.header != event.header:
         job.accounts.stale += 1  # and no sign of life: it may have been on its way for long
+    elif isinstance(event.reply, CallRefused) and event.reply.is_another:
+        workers.lose(job, worker, workers.REPLACED)
     else:
         workers.hear(job, worker)
         _answered(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)

@@ -13,6 +13,7 @@ from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerIn
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
 _NEEDED: tuple[Role, ...] = ("learner", "collector")  # without any of which a job makes no progress
+REPLACED = "its process was replaced"  # why a worker is lost at whose address, or of whose index, is another
 _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 
 # --- coming
@@ -53,7 +54,7 @@ def _see(job: TrainingJob, seen: WorkerInfo) -> None:
         return
     else:
         if newest is not None and not is_over(newest.state):
-            lose(job, newest, "its process was replaced")
+            lose(job, newest, REPLACED)
         worker = job.roster.add(seen, job.now)
         if _here(job, worker.role) > job.wanted[worker.role] and job.ending is None:
             remove(job, worker)
@@ -71,6 +72,10 @@ def _here(job: TrainingJob, role: Role) -> int:
 
 def answered_ping(job: TrainingJob, worker: KnownWorker, reply: WorkerReply) -> None:
     """Takes the answer to a call that is of no task: `ping` or `resources`."""
+    if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != (worker.worker_id, worker.incarnation):
+        if not is_over(worker.state):
+            lose(job, worker, REPLACED)
+        return
     hear(job, worker)
     if isinstance(reply, Alive):
         worker.ping_out, worker.overdue = False, reply.overdue

@@ -84,7 +84,8 @@ class KubernetesOperator:
     """
 
     transport: Transport = DEFAULT
-    grace, starts = _GRACE, True
+    grace: float = _GRACE
+    starts = True
 
     def __init__(self, config: KubernetesConfig, *, api: Any = None, every: float = _EVERY) -> None:
         self.every = every

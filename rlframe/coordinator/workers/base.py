@@ -172,7 +172,7 @@ class TaskWorker:
             with self._lock:
                 refusal = self._refusal(header, name)
                 if refusal:
-                    return CallRefused(refusal)
+                    return CallRefused(refusal, not self._is_meant(header))
                 work = self._accept(header, name, do)
             if not work.is_done.wait(max(0.0, deadline - time.monotonic())):
                 if work.seq != header.seq:
@@ -182,12 +182,15 @@ class TaskWorker:
                 assert work.reply is not None
                 return work.reply
 
+    def _is_meant(self, header: Header) -> bool:
+        return (header.worker_id, header.incarnation) == (self.worker_id, self.incarnation)
+
     def _refusal(self, header: Header, name: str) -> str:
         """Why a call is not for this worker as it is now; empty where it is."""
         task, work = self._task, self._work
         if self._closed:
             return f"{self.worker_id} is closed."
-        if (header.worker_id, header.incarnation) != (self.worker_id, self.incarnation):
+        if not self._is_meant(header):
             there, here = f"{header.worker_id}, incarnation {header.incarnation}", self.incarnation
             return f"The call is for {there}; this is {self.worker_id}, incarnation {here}."
         if work is not None and header.seq < work.seq:

@@ -22,15 +22,15 @@ def check_free(ports: Mapping[str, int]) -> None:
     """
     for name, port in ports.items():
         if not 0 < port < 2**16:
-            raise UsageError(f"--listen: the {name}'s port would be {port}; ports are 1 to 65535.")
+            raise UsageError(f"The {name}'s port would be {port}; ports are 1 to 65535.")
         for family in (socket.AF_INET, socket.AF_INET6) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
             try:
                 socket.create_server(("", port), family=family).close()
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 raise UsageError(
-                    f"--listen: the {name} cannot listen at port {port}: {reason}. Choose another: of --listen PORT, "
-                    f"{len(ports)} ports from PORT on must be free."
+                    f"The {name} cannot listen at port {port}: {reason}. Choose another: {len(ports)} from --listen "
+                    "PORT on, or that of --replay-at, must be free."
                 ) from error
 
 

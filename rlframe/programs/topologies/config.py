@@ -83,6 +83,11 @@ class TopologyConfig:
         """The class that runs its nodes."""
         return naming.engine_class(self.engine_name)
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """By group, the port of its first node, where who is no node of the program has to know it before."""
+        return {}
+
     def __post_init__(self) -> None:
         check_least(self)
 

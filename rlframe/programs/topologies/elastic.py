@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Union
 
 from rlframe.actors import Actor
@@ -20,15 +18,11 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import CoordinatorConfig, Limits
 from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators.base import Operator
-from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.workers.collector import CollectorWorker
 from rlframe.coordinator.workers.learner import LearnerWorker
-from rlframe.coordinator.workers.process import SILENCE
-from rlframe.coordinator.workers.records import MakeWorker, save_workers
+from rlframe.coordinator.workers.records import MakeWorker
 from rlframe.engines import Engine
-from rlframe.engines.launching.placement import NO_ACCELERATOR, ON_CPU
 from rlframe.errors import UsageError
-from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.params import FileParamStore, ParamStore
 from rlframe.params.shared import SharedParamStore
 from rlframe.programs import naming
@@ -38,6 +32,13 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
+from rlframe.programs.topologies.operators import (
+    ELSEWHERE,
+    add_operator,
+    address_parts,
+    check_elsewhere,
+    coordinator_dir,
+)
 from rlframe.programs.topologies.parts import (
     add_reverb,
     add_service,
@@ -59,9 +60,12 @@ class Elastic(GameProgram):
     takes_own_replay = False  # its learner takes what the coordinator grants, by keys that ours have
 
     name: str = "elastic"
-    operator: str = (
-        "auto"  # of elastic: where workers come from: local, ray, or file.py:Class; auto: as the engine says
-    )
+    # Of elastic: where workers come from: local, ray, kubernetes, static, or file.py:Class; auto: as the engine says.
+    operator: str = "auto"
+    # Of the operators kubernetes, a directory with a Pod's manifest ROLE.yaml for each role, and static, a JSON file
+    # {"learner": ["HOST:PORT"], "collector": [...], "evaluator": [...]} of workers that somebody else starts.
+    workers: Union[str, None] = None
+    replay_at: Union[str, None] = None  # of these two: HOST:PORT by which workers reach the replay, a server here
     min_actors: int = 1  # of elastic: there are never fewer
     max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
     until_learner_steps: Union[int, None] = None  # of elastic: updates at which it ends, if not before
@@ -88,14 +92,9 @@ class Elastic(GameProgram):
                 f"{self.engine_name}. Add --engine ray (and --ray-address for a cluster that is there), or leave "
                 "--operator out."
             )
-        if self.operator in ("kubernetes", "static"):
-            raise UsageError(
-                f"The operator {self.operator} is given to a Coordinator in a program of your own, as "
-                "deploy/kubernetes/coordinator.py does: its workers are on machines that this command's replay does "
-                "not reach. Use local, or ray with --engine ray."
-            )
         if self.operator_name not in naming.OPERATORS and ":" not in self.operator:
             naming.operator_class(self.operator)
+        check_elsewhere(self)
 
     @property
     def operator_name(self) -> str:
@@ -103,9 +102,32 @@ class Elastic(GameProgram):
         return self.operator if self.operator != "auto" else self.engine_class.operator or "local"
 
     @property
+    def engine_name(self) -> str:
+        """See `TopologyConfig`: workers on other machines are called as the nodes of a Launchpad program are."""
+        return "launchpad" if self.engine == "auto" and self.operator in ELSEWHERE else super().engine_name
+
+    @property
+    def replay_kind(self) -> str:
+        """See `GameConfig`: a server that other machines reach, where workers are there."""
+        return "reverb" if self.replay == "auto" and self.operator in ELSEWHERE else super().replay_kind
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """See `TopologyConfig`."""
+        return {} if self.replay_at is None else {"replay": address_parts(self.replay_at)[1]}
+
+    @property
     def crosses_machines(self) -> bool:
         """Whether workers may be on machines that share no memory with the launcher's, but the run's directory."""
-        return self.operator_name == "ray" and self.replay_kind == "service"
+        return self.operator in ELSEWHERE or (self.operator_name == "ray" and self.replay_kind == "service")
+
+    def requires(self, experiment: Experiment) -> list[str]:
+        """See `TopologyConfig`."""
+        return [*super().requires(experiment), *(["kubernetes"] if self.operator == "kubernetes" else [])]
+
+    def asked_by(self, experiment: Experiment) -> str:
+        """See `TopologyConfig`."""
+        return f"--operator {self.operator}" if self.operator in ELSEWHERE else super().asked_by(experiment)
 
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
@@ -124,42 +146,9 @@ def elastic(engine: Engine, run: Run) -> None:
         param_store: ParamStore = FileParamStore(run.directory.params)
     else:
         param_store = engine.own(SharedParamStore.of(run.agent, (POLICY,)))
-    makers = make_workers(run, replay_buffer, param_store)
+    theirs = replay_buffer if run.topology.replay_at is None else _reverb(run, run.topology.replay_at)
+    makers = make_workers(run, theirs, param_store)
     engine.add("coordinator", make_coordinator, run, replay_buffer, param_store, add_operator(engine, run, makers))
-
-
-def add_operator(engine: Engine, run: Run, makers: Mapping[str, MakeWorker]) -> Callable[[], Operator]:
-    """What makes, in the coordinator's process, the operator of workers that these make."""
-    config = run.topology
-    if config.operator_name == "ray":
-        most = {"learner": 1, "collector": config.max_actors, "evaluator": 0}  # evaluators work now and then
-        return functools.partial(RayOperator, engine.add_workers(makers, most))
-    # The learner's, as this process has them; the coordinator is without.
-    variables = {name: os.environ.get(name) for name in ON_CPU}
-    if "learner" not in config.accelerators:
-        variables |= NO_ACCELERATOR
-    return functools.partial(make_operator, run, makers, this_process(), variables)
-
-
-def make_operator(
-    run: Run, makers: Mapping[str, MakeWorker], owner: ProcessId, learner_env: dict[str, str | None]
-) -> Operator:
-    """An operator of processes of this machine.
-
-    Args:
-        run: the session.
-        makers: of the workers, by role.
-        owner: the launcher, with which all workers end.
-        learner_env: environment variables of the learner that this process has not, or has others of.
-    """
-    config, path = run.topology, coordinator_dir(run.path)
-    save_workers(path, makers)
-    silence = SILENCE + 2.0 * config.hang_timeout  # a coordinator that hangs, and is started again, finds them yet
-    operator_cls = naming.operator_class(config.operator_name)
-    operator: Operator = operator_cls(
-        path, owner=owner, silence=silence, env={"learner": learner_env}, logs=run.directory.logs
-    )
-    return operator
 
 
 def make_workers(run: Run, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
@@ -187,15 +176,19 @@ def add_replay(engine: Engine, run: Run) -> Any:
     # another topology, and many keep more.
     capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology.num_actors
     if run.topology.replay_kind == "reverb":
-        from rlframe.replay.reverb import ReverbReplayBuffer
-
         add_reverb(engine, run, capacity)
-        return ReverbReplayBuffer(run.agent, engine.address_of("replay"))
+        return _reverb(run, engine.address_of("replay"))
     if run.topology.replay_kind == "service":
         return add_service(engine, run, capacity)
     # A pause takes as long as it takes: a learner that hangs is the coordinator's to see. Run ahead: keys for one call.
     options: dict[str, Any] = {"timeout": math.inf, "run_ahead": Limits.grant, "come_and_go": True}
     return add_shared_memory(engine, run, most, capacity, **options)
+
+
+def _reverb(run: Run, address: str) -> Any:
+    from rlframe.replay.reverb import ReverbReplayBuffer
+
+    return ReverbReplayBuffer(run.agent, address)
 
 
 def make_coordinator(
@@ -218,6 +211,7 @@ def make_coordinator(
         collectors=min(max(config.num_actors, config.min_actors), config.max_actors),
         min_collectors=config.min_actors,
         max_collectors=config.max_actors,
+        cores=config.max_actors if config.crosses_machines else None,
         max_staleness=config.mean_staleness,
         stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
         describes={
@@ -267,11 +261,6 @@ def make_actor(
     """The Actor of a collector; `env_kwargs` are its task's own options of the environments, over the experiment's."""
     experiment = dataclasses.replace(experiment, env_kwargs={**experiment.env_kwargs, **(env_kwargs or {})})
     return Actor(env_builder(experiment), inferencer, replay_buffer, rank, seed=seed)
-
-
-def coordinator_dir(run_dir: pathlib.Path) -> pathlib.Path:
-    """Where the coordinator of a run keeps its journal, and its workers their logs."""
-    return run_dir / "coordinator"
 
 
 class _Records:

@@ -10,7 +10,7 @@ import pytest
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import Failed, StartTask
+from rlframe.coordinator.messages import Alive, CallRefused, Failed, StartTask
 from rlframe.coordinator.states import JobState, TaskState, WorkerState
 from tests.coordinator.core.world import LIMITS, World
 
@@ -97,6 +97,21 @@ def test_a_worker_that_dies_or_hangs_is_replaced_at_its_index(role: str, how: st
     world.resume(worker)  # the old one changes nothing any more
     world.run(5.0)
     assert world.m.roster.newest(worker.worker_id) is new
+
+
+@pytest.mark.parametrize("method", ["get_data", "ping"])
+def test_a_worker_at_whose_address_another_answers_is_lost_and_its_task_has_not_failed(method: str) -> None:
+    world = running(1)
+    (worker,) = (known for known in world.m.roster if known.role == "collector")
+    (task,) = world.m.tasks.open("collect")
+    key = (worker.worker_id, worker.incarnation)
+    assert worker.call is not None
+    header, reply = worker.call.header, CallRefused("The call is for another.", is_another=True)
+    if method == "ping":
+        header, reply = None, Alive(worker.worker_id, worker.incarnation + 1, "idle")
+    world.deliver(ev.Replied(*key, method, header, reply))
+    assert worker.state is WorkerState.LOST and (task.failures, world.m.accounts.restarts) == (0, 1)
+    assert world.run(30.0, lambda: at_work(world) == 1)
 
 
 def test_a_worker_that_hangs_is_suspect_first_and_comes_back() -> None:

@@ -77,7 +77,9 @@ class Kubelet:
                 pod["status"]["podIP"] = self._ends[name].ip
 
     def _start(self, name: str, container: dict[str, Any]) -> None:
-        ip, port = f"127.0.0.{next(self._numbers)}", free_port()
+        # Other tests of this machine have Pods too, at the same port.
+        number = os.getpid() % 65_536
+        ip, port = f"127.{number // 256}.{number % 256}.{next(self._numbers)}", free_port()
         command = [*container["command"], *container["args"]]
         at = command.index("--address") + 1
         host, _, listened = command[at].rpartition(":")

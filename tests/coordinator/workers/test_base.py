@@ -210,7 +210,8 @@ def test_a_late_number_is_refused(worker, call):
 def test_a_call_for_another_worker_or_incarnation_is_refused(worker, worker_id, incarnation):
     reply = worker.start_task(Header("task", 0, worker_id, incarnation, 1), COLLECT)
     assert reply == CallRefused(
-        f"The call is for {worker_id}, incarnation {incarnation}; this is collector/1, incarnation 2."
+        f"The call is for {worker_id}, incarnation {incarnation}; this is collector/1, incarnation 2.",
+        is_another=True,
     )
     assert worker.did == []
 
