@@ -24,7 +24,7 @@ PYTHON ?= $(or $(call find,10),$(call find,13 12 11))
 PYENV := "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.$$v.*/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system test-compat compat chromium newest results lint format bench clean
+.PHONY: help setup demo test test-system test-learning test-compat compat chromium newest results lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
 
 test-system: $(ALL) ## the tests that run whole programs
 	$(BIN)/python -m pytest -m system $(PYTEST_ARGS)
+
+test-learning: $(ALL) ## four of the runs of docs/engines.md, which must solve CartPole
+	$(BIN)/python -m pytest -m system tests/programs/test_learning.py $(PYTEST_ARGS)
 
 test-compat: $(ALL) $(COMPAT) ## environments of the package atroposlib, unchanged, against the trajectory service
 	RLFRAME_COMPAT_PYTHON="$(abspath $(COMPAT_VENV))/bin/python" $(BIN)/python -m pytest -m compat $(PYTEST_ARGS)
