@@ -1,7 +1,8 @@
 """`rlframe bench NAME --against CHECKOUT`: runs another checkout and this one in turns, and compares them.
 
-Both run with this interpreter and its packages, so that what differs is the code. Both are measured by this checkout's
-benchmarks where they run with the old code, else each by its own.
+Both run with this interpreter and its packages, so that what differs is the code, unless the old is given another one:
+with `--against .` what differs is that. Both are measured by this checkout's benchmarks where they run with the old
+code, else each by its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ from rlframe.errors import UsageError
 TURN_SECONDS = 3600.0  # after which a turn of a benchmark, which takes minutes, has failed
 
 
-def run(names: Iterable[str], against: str, turns: int, quick: bool, as_json: bool, say: Callable[[str], None]) -> int:
-    """Compares in the named benchmarks, and prints what it finds.
+def run(
+    names: Iterable[str],
+    against: str,
+    turns: int,
+    quick: bool,
+    as_json: bool,
+    say: Callable[[str], None],
+    old_python: str = sys.executable,
+) -> int:
+    """Compares in the named benchmarks, and prints what it finds. `old_python` is the interpreter of the old.
 
     Returns:
         0: no row is slower by more than the old differs from itself. 1: one is, or no row could be compared.
@@ -38,7 +47,9 @@ def run(names: Iterable[str], against: str, turns: int, quick: bool, as_json: bo
     missing: list[str] = []
     with checkout(against) as old, tempfile.TemporaryDirectory(prefix="rlframe-bench-") as folder:
         for name in names:
-            compared, lacking = compare(Sides(name, ROOT, old, Path(folder, name), say).take_turns(turns, quick))
+            compared, lacking = compare(
+                Sides(name, ROOT, old, Path(folder, name), say, old_python).take_turns(turns, quick)
+            )
             print("", *compared, sep="\n\n" if len(compared) > 1 else "\n", flush=True)
             found, missing = found + compared, missing + [f"{name}: {line}" for line in lacking]
     slower = [one for one in found if one.is_slower]
@@ -91,9 +102,12 @@ class Failed(Exception):
 class Sides:
     """The old and the new of one benchmark, each in a folder that has the code and the programs that measure it."""
 
-    def __init__(self, name: str, new: Path, old: Path, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, new: Path, old: Path, folder: Path, say: Callable[[str], None], old_python: str
+    ) -> None:
         self._name = name
         self._say = say
+        self._old_python = old_python
         self._new = _lay_out(folder / "new", new, new)
         self._old = _lay_out(folder / "old", old, new)
         self._old_alone = _lay_out(folder / "old_alone", old, old)
@@ -124,7 +138,7 @@ class Sides:
         """No rows where it fails, and says so."""
         self._say(f"{self._name}, {what}")
         try:
-            return _run(tree, self._name, quick)
+            return _run(sys.executable if tree is self._new else self._old_python, tree, self._name, quick)
         except Failed as why:
             self._say(f"{self._name}, {what}: {why}")
             return {}
@@ -141,12 +155,12 @@ def _lay_out(folder: Path, code: Path, programs: Path) -> Path:
     return folder
 
 
-def _run(tree: Path, name: str, quick: bool) -> Rows:
+def _run(python: str, tree: Path, name: str, quick: bool) -> Rows:
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     # Not pipes: what it left behind might hold them open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.turn", name, *(["--quick"] if quick else [])],
+            [python, "-m", "benchmarks.turn", name, *(["--quick"] if quick else [])],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": path},
             stdout=out,

@@ -96,7 +96,8 @@ def _can_run(name: str, is_named: bool) -> bool:
 def _against(args: argparse.Namespace, names: list[str]) -> int:
     print(machine(), flush=True)
     try:
-        return against.run(names, args.against, args.turns or 5, args.quick, args.json, _say)
+        python = args.old_python or sys.executable
+        return against.run(names, args.against, args.turns or 5, args.quick, args.json, _say, python)
     except UsageError as error:
         print(f"rlframe bench: {error}", file=sys.stderr)
         return 2
@@ -124,10 +125,11 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short turn: shows that everything runs")
     parser.add_argument("--against", metavar="CHECKOUT", help="compare with another checkout, or a git revision")
     parser.add_argument("--turns", type=int, help="with --against: turns of the old, the new, and the old (default: 5)")
+    parser.add_argument("--old-python", help="with --against: the Python that runs the old, of another version, say")
     parser.add_argument("--json", action="store_true", help="with --against: the last line is one JSON object")
     args = parser.parse_args(list(arguments))
-    if args.against is None and (args.turns is not None or args.json):
-        parser.error("--turns and --json go with --against.")
+    if args.against is None and (args.turns is not None or args.json or args.old_python):
+        parser.error("--turns, --json and --old-python go with --against.")
     if args.against is not None and (args.peers_python or args.cleanrl):
         parser.error("--against leaves the peers out: --peers-python and --cleanrl do not go with it.")
     if args.turns is not None and args.turns < 1:

@@ -288,8 +288,8 @@ def test_what_is_neither_a_checkout_nor_a_revision_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--turns", "3"], "--turns and --json go with --against"),
-        (["--json"], "--turns and --json go with --against"),
+        (["--turns", "3"], "--turns, --json and --old-python go with --against"),
+        (["--json"], "--turns, --json and --old-python go with --against"),
         (["--against", ".", "--turns", "0"], "it takes at least one"),
         (["--against", ".", "--cleanrl", "."], "leaves the peers out"),
     ],
