@@ -100,6 +100,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("train --preset ppo/cartpol", "Did you mean 'ppo/cartpole'?"),
         ("train --env CartPol-v1", "Unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'?"),
         ("train --agent dqn --env Pendulum-v1 --preset none", "DQN needs Discrete actions"),
+        ("train --agent sac", "SAC needs continuous actions, a Box of floats; got the action spec DiscreteArray"),
         ("train --config nothing.json", "Cannot read nothing.json: No such file or directory."),
         ("train --resume", "--resume needs --run-dir"),
         ("train --resume --run-dir nothing", "There is no run in nothing"),

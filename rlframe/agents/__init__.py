@@ -8,16 +8,22 @@ from rlframe.agents.grpo import GRPO
 from rlframe.agents.grpo_config import GRPOConfig
 from rlframe.agents.impala import IMPALA, IMPALAConfig
 from rlframe.agents.ppo import PPO, PPOConfig
+from rlframe.agents.sac import SAC, SACConfig
+from rlframe.agents.td3 import TD3, TD3Config
 
 __all__ = [
     "DQN",
     "GRPO",
     "IMPALA",
     "PPO",
+    "SAC",
+    "TD3",
     "Agent",
     "DQNConfig",
     "GRPOConfig",
     "IMPALAConfig",
     "LearnerState",
     "PPOConfig",
+    "SACConfig",
+    "TD3Config",
 ]

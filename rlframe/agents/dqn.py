@@ -125,7 +125,7 @@ class DQN(Agent):
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
-            raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use PPO.")
+            raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self._num_actions = action_spec.num_values
         plain, dueling = (Head(self._num_actions),), (Head(self._num_actions), Head(1))
         heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)

@@ -123,3 +123,53 @@ def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) ->
     """
     weights = jnp.power(probabilities, -exponent)
     return weights / jnp.max(weights)
+
+
+def twin_td_error(values: jax.Array, targets: jax.Array) -> jax.Array:
+    """[B]: half the squared errors of both critics, added (Haarnoja et al. 2018, equation 5; Fujimoto et al. 2018).
+
+    Args:
+        values: [2, B], one row for each critic.
+        targets: [B], the same for both; no gradient flows through them.
+    """
+    return 0.5 * jnp.sum(jnp.square(values - jax.lax.stop_gradient(targets)), axis=0)
+
+
+def soft_targets(
+    rewards: jax.Array,
+    discounts: jax.Array,
+    next_values: jax.Array,
+    next_log_probs: jax.Array | float,
+    temperature: jax.Array | float,
+) -> jax.Array:
+    """[B]: rewards and the soft value of what follows, by the lower of two critics (Haarnoja et al. 2018, equation 3).
+
+    Args:
+        rewards: [B].
+        discounts: [B], gamma; 0 where the episode terminated.
+        next_values: [2, B], of the target critics for the policy's next action.
+        next_log_probs: [B], of that action; with a temperature of 0 these are the targets of TD3.
+        temperature: [], what entropy is worth.
+    """
+    return rewards + discounts * (jnp.min(next_values, axis=0) - temperature * next_log_probs)
+
+
+def soft_policy_loss(values: jax.Array, log_probs: jax.Array, temperature: jax.Array | float) -> jax.Array:
+    """[B]: what the policy is to lower (Haarnoja et al. 2018, equation 7).
+
+    Args:
+        values: [2, B], of the critics for the policy's own action; gradients flow through the action.
+        log_probs: [B], of that action.
+        temperature: [], what entropy is worth.
+    """
+    return temperature * log_probs - jnp.min(values, axis=0)
+
+
+def temperature_loss(log_temperature: jax.Array, log_probs: jax.Array, target_entropy: float) -> jax.Array:
+    """[B]: it rises with the temperature where the entropy is above its target (Haarnoja et al. 2018, equation 18)."""
+    return -jnp.exp(log_temperature) * jax.lax.stop_gradient(log_probs + target_entropy)
+
+
+def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:
+    """An action in units of half its range, moved by noise of at most `clip` (Fujimoto et al. 2018, section 5.3)."""
+    return jnp.clip(action + jnp.clip(noise, -clip, clip), -1.0, 1.0)

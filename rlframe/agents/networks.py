@@ -177,11 +177,12 @@ def build_network(
             f"got {network!r}."
         )
     name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
-    _check_outputs(name, network, observation_spec, [heads] if other_heads is None else [heads, other_heads])
+    check_outputs(name, network, observation_spec, [heads] if other_heads is None else [heads, other_heads])
     return network
 
 
-def _check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Sequence[Sequence[Head]]) -> None:
+def check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Sequence[Sequence[Head]]) -> None:
+    """Raises UsageError unless the outputs of the network called `name` are one of `accepted`."""
     batch_size = 5
     zeros = jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), observation_spec)
     outputs = jax.eval_shape(lambda rng: network.apply(network.init(rng, zeros), zeros), jax.random.PRNGKey(0))

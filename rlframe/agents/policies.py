@@ -111,6 +111,34 @@ class MultiCategorical:
         return jnp.split(params, self._splits, axis=-1)
 
 
+class ActionRange:
+    """The actions of a box, and the same in units of half its range, flattened: -1 is the lower bound and 1 the upper.
+
+    Where the spec is not bounded on both sides the units are the action's own.
+    """
+
+    def __init__(self, spec: specs.BoundedArray) -> None:
+        self.size = int(np.prod(spec.shape))
+        self._shape = tuple(spec.shape)
+        self._dtype = spec.dtype
+        self._low = np.broadcast_to(np.asarray(spec.minimum, np.float32), self._shape)
+        self._high = np.broadcast_to(np.asarray(spec.maximum, np.float32), self._shape)
+        bounded = np.isfinite(self._low) & np.isfinite(self._high)
+        low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
+        self._scale = (0.5 * (high - low)).astype(np.float32)
+        self._middle = (0.5 * (high + low)).astype(np.float32)
+
+    def to_action(self, units: jax.Array) -> jax.Array:
+        """[B, *shape] in the spec's dtype, clipped to the bounds, of units [B, size]."""
+        action = units.reshape(*units.shape[:-1], *self._shape) * self._scale + self._middle
+        return jnp.clip(action, self._low, self._high).astype(self._dtype)
+
+    def to_units(self, action: jax.Array) -> jax.Array:
+        """[B, size] float32 of actions [B, *shape]."""
+        units = (jnp.asarray(action, jnp.float32) - self._middle) / self._scale
+        return units.reshape(len(units), self.size)
+
+
 class ClippedGaussian:
     """A diagonal Gaussian whose samples are clipped to the bounds on their way to the environment.
 
@@ -123,17 +151,9 @@ class ClippedGaussian:
     clips = True
 
     def __init__(self, spec: specs.BoundedArray) -> None:
-        size = int(np.prod(spec.shape))
-        self.num_params = 2 * size
-        self.num_free = size
-        self._shape = tuple(spec.shape)
-        self._dtype = spec.dtype
-        self._low = np.broadcast_to(np.asarray(spec.minimum, np.float32), self._shape)
-        self._high = np.broadcast_to(np.asarray(spec.maximum, np.float32), self._shape)
-        bounded = np.isfinite(self._low) & np.isfinite(self._high)
-        low, high = np.where(bounded, self._low, -1.0), np.where(bounded, self._high, 1.0)
-        self._scale = (0.5 * (high - low)).astype(np.float32)
-        self._middle = (0.5 * (high + low)).astype(np.float32)
+        self._range = ActionRange(spec)
+        self.num_params = 2 * self._range.size
+        self.num_free = self._range.size
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
         mean, log_std = self._split(params)
@@ -152,12 +172,41 @@ class ClippedGaussian:
         return jnp.sum(log_std, axis=-1) + 0.5 * math.log(2.0 * math.pi * math.e) * log_std.shape[-1]
 
     def to_action(self, sample: jax.Array) -> jax.Array:
-        action = sample.reshape(*sample.shape[:-1], *self._shape) * self._scale + self._middle
-        return jnp.clip(action, self._low, self._high).astype(self._dtype)
+        return self._range.to_action(sample)
 
     def _split(self, params: jax.Array) -> tuple[jax.Array, jax.Array]:
         mean, log_std = jnp.split(params, 2, axis=-1)
         return mean, log_std
+
+
+class SquashedGaussian(ClippedGaussian):
+    """A diagonal Gaussian through tanh, so that every action lies within the bounds (Haarnoja et al. 2018, appendix C).
+
+    A sample is what goes into the tanh; `log_prob` is of the action, in units of half the range. The parameters are
+    means and log deviations, both of the observation; the latter are held within `min_log_std` and `max_log_std`.
+    `entropy` is that of the Gaussian: behind the tanh it has no closed form.
+
+    Raises:
+        UsageError: an action has no bound on some side.
+    """
+
+    def __init__(self, spec: specs.BoundedArray, min_log_std: float = -20.0, max_log_std: float = 2.0) -> None:
+        super().__init__(spec)
+        check_bounds("A SquashedGaussian", spec)
+        self.num_free = 0
+        self._bounds = min_log_std, max_log_std
+
+    def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
+        # log(1 - tanh(x)^2), in a form that stays exact where tanh(x) rounds to 1.
+        log_slope = 2.0 * (math.log(2.0) - sample - jax.nn.softplus(-2.0 * sample))
+        return super().log_prob(params, sample) - jnp.sum(log_slope, axis=-1)
+
+    def to_action(self, sample: jax.Array) -> jax.Array:
+        return super().to_action(jnp.tanh(sample))
+
+    def _split(self, params: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean, log_std = super()._split(params)
+        return mean, jnp.clip(log_std, *self._bounds)
 
 
 def default_policy(action_spec: Tree) -> Policy:
@@ -177,6 +226,18 @@ def default_policy(action_spec: Tree) -> Policy:
         f"No policy for the action spec {action_spec!r}. Actions may be Discrete, MultiDiscrete or a Box of floats; "
         "for others give a policy_factory."
     )
+
+
+def check_bounds(owner: str, action_spec: Tree) -> None:
+    """Raises UsageError unless the actions are a box of floats with bounds on both sides."""
+    if not (isinstance(action_spec, specs.BoundedArray) and np.issubdtype(action_spec.dtype, np.floating)):
+        raise UsageError(f"{owner} needs continuous actions, a Box of floats; got the action spec {action_spec!r}.")
+    low, high = np.asarray(action_spec.minimum), np.asarray(action_spec.maximum)
+    if not (np.all(np.isfinite(low)) and np.all(np.isfinite(high)) and np.all(low < high)):
+        raise UsageError(
+            f"{owner} needs actions with a lower bound and a higher one above it, got {action_spec!r}. Bound them in "
+            "the environment."
+        )
 
 
 def is_multi_discrete(action_spec: Tree) -> bool:

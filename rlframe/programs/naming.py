@@ -24,6 +24,8 @@ AGENTS = {
     "grpo": "rlframe.agents.grpo:GRPO",
     "impala": "rlframe.agents.impala:IMPALA",
     "ppo": "rlframe.agents.ppo:PPO",
+    "sac": "rlframe.agents.sac:SAC",
+    "td3": "rlframe.agents.td3:TD3",
 }
 ENGINES = {
     "launchpad": "rlframe.engines.launchpad:LaunchpadEngine",

@@ -11,9 +11,22 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.agents import DQN, IMPALA, PPO, Agent, DQNConfig, IMPALAConfig, PPOConfig
+from rlframe.agents import (
+    DQN,
+    IMPALA,
+    PPO,
+    SAC,
+    TD3,
+    Agent,
+    DQNConfig,
+    IMPALAConfig,
+    PPOConfig,
+    SACConfig,
+    TD3Config,
+)
+from rlframe.agents.networks import MLPConfig
 from rlframe.errors import UsageError
-from rlframe.types import AgentOutput
+from rlframe.types import AgentOutput, Transition
 from tests.agents import batches
 from tests.agents.batches import BOX, DISCRETE, IMAGE, MULTI, SMALL_CNN, VECTOR, learn, started
 
@@ -21,6 +34,10 @@ DICT = {"image": IMAGE, "vector": VECTOR, "kind": specs.DiscreteArray(4, name="k
 PPO_CONFIG = PPOConfig(unroll_length=8, num_epochs=2, num_minibatches=2)
 DQN_CONFIG = DQNConfig(batch_size=16, min_replay_size=16)
 IMPALA_CONFIG = IMPALAConfig(unroll_length=8, batch_size=4)
+SAC_CONFIG = SACConfig(batch_size=16, min_replay_size=16)
+TD3_CONFIG = TD3Config(batch_size=16, min_replay_size=16)
+MATRIX = specs.BoundedArray((2, 1), np.float32, np.array([[-2.0], [0.0]]), np.array([[2.0], [1.0]]), "action")
+SMALL_MLP = MLPConfig((8,), "relu")
 
 
 def make(name: str) -> Agent:
@@ -39,18 +56,24 @@ def make(name: str) -> Agent:
         "impala continuous": lambda: IMPALA(dataclasses.replace(IMPALA_CONFIG, optimizer="adam"), VECTOR, BOX),
         "impala images": lambda: IMPALA(IMPALA_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
         "impala dict": lambda: IMPALA(IMPALA_CONFIG, DICT, DISCRETE, SMALL_CNN),
+        "sac": lambda: SAC(SAC_CONFIG, VECTOR, BOX, SMALL_MLP),
+        "sac matrix": lambda: SAC(SAC_CONFIG, {"a": VECTOR, "b": VECTOR}, MATRIX, SMALL_MLP),
+        "sac images": lambda: SAC(SAC_CONFIG, DICT, BOX, SMALL_CNN),
+        "td3": lambda: TD3(TD3_CONFIG, VECTOR, BOX, SMALL_MLP),
+        "td3 matrix": lambda: TD3(TD3_CONFIG, {"a": VECTOR, "b": VECTOR}, MATRIX, SMALL_MLP),
     }[name]()
 
 
 AGENTS = ["ppo", "ppo multi-discrete", "ppo continuous", "ppo images", "ppo dict"]
 AGENTS += ["dqn", "dqn prioritised", "dqn images", "dqn dict"]
 AGENTS += ["impala", "impala multi-discrete", "impala continuous", "impala images", "impala dict"]
+AGENTS += ["sac", "sac matrix", "sac images", "td3", "td3 matrix"]
 
-ONE_OF_EACH = ["ppo", "ppo continuous", "dqn images", "impala"]
+ONE_OF_EACH = ["ppo", "ppo continuous", "dqn images", "impala", "sac", "td3"]
 
 
 def batch_for(agent, params, learner_state):
-    if isinstance(agent, DQN):
+    if isinstance(agent.replay_spec.item, Transition):
         return batches.transitions(agent)
     return batches.sequences(agent, params, learner_state)
 

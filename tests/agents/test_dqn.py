@@ -211,7 +211,7 @@ def test_it_learns_the_rewards_of_a_bandit(optimizer):
 
 @pytest.mark.parametrize("spec", [BOX, MULTI])
 def test_actions_that_are_not_discrete_are_refused(spec):
-    with pytest.raises(UsageError, match=r"DQN needs Discrete actions, got .*BoundedArray.*Use PPO"):
+    with pytest.raises(UsageError, match=r"DQN needs Discrete actions, got .*BoundedArray.*Use SAC or PPO"):
         DQN(DQNConfig(), VECTOR, spec)
 
 

@@ -132,3 +132,39 @@ def test_importance_weights_by_hand():
 
 def test_importance_weights_without_correction_are_one():
     np.testing.assert_allclose(losses.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
+
+
+def test_soft_targets_by_hand():
+    rewards, discounts = jnp.array([1.0, 2.0]), jnp.array([0.9, 0.0])
+    next_values, next_log_probs = jnp.array([[3.0, 5.0], [4.0, 6.0]]), jnp.array([-2.0, 7.0])
+    targets = losses.soft_targets(rewards, discounts, next_values, next_log_probs, temperature=0.5)
+    np.testing.assert_allclose(targets, [1.0 + 0.9 * (3.0 + 0.5 * 2.0), 2.0])
+
+
+def test_both_critics_err_by_half_a_square_each():
+    values = jnp.array([[1.0, 2.0], [3.0, 2.0]])
+    np.testing.assert_allclose(losses.twin_td_error(values, jnp.array([2.0, 5.0])), [0.5 + 0.5, 4.5 + 4.5])
+
+
+def test_no_gradient_flows_through_the_targets_of_twin_critics():
+    grads = jax.grad(lambda targets: losses.twin_td_error(jnp.ones((2, 3)), targets).sum())(jnp.zeros(3))
+    np.testing.assert_array_equal(grads, np.zeros(3))
+
+
+def test_soft_policy_loss_by_hand():
+    loss = losses.soft_policy_loss(jnp.array([[3.0], [4.0]]), jnp.array([-2.0]), 0.5)
+    np.testing.assert_allclose(loss, [0.5 * -2.0 - 3.0])
+
+
+@pytest.mark.parametrize(("log_prob", "sign"), [(3.0, -1.0), (1.0, 1.0)])
+def test_the_temperature_rises_where_there_is_too_little_entropy(log_prob, sign):
+    def loss(log_temperature):
+        return losses.temperature_loss(log_temperature, jnp.array([log_prob]), -2.0).sum()
+
+    np.testing.assert_allclose(loss(jnp.log(0.5)), -0.5 * (log_prob - 2.0), rtol=1e-6)
+    assert np.sign(jax.grad(loss)(jnp.float32(0.0))) == sign  # an entropy of -3 nats is below -2: downhill is up
+
+
+def test_noise_is_clipped_and_then_the_action():
+    action, noise = jnp.array([0.9, 0.0, -0.8]), jnp.array([0.3, -0.9, 0.1])
+    np.testing.assert_allclose(losses.smoothed_action(action, noise, clip=0.5), [1.0, -0.5, -0.7], rtol=1e-6)

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.agents.policies import Categorical, ClippedGaussian, MultiCategorical, default_policy
+from rlframe.agents.policies import (
+    ActionRange,
+    Categorical,
+    ClippedGaussian,
+    MultiCategorical,
+    SquashedGaussian,
+    default_policy,
+)
 from rlframe.errors import UsageError
 from tests.extras import import_or_skip
 
@@ -101,3 +108,54 @@ def test_default_policies():
 def test_other_action_specs_are_refused_by_name(spec):
     with pytest.raises(UsageError, match=r"No policy for the action spec .*policy_factory"):
         default_policy(spec)
+
+
+def test_squashed_gaussian_agrees_with_distrax():
+    params = 0.3 * jax.random.normal(RNG, (6, 4))  # further out the oracle loses digits in the inverse of tanh
+    policy = SquashedGaussian(box([-1.0, -1.0], [1.0, 1.0], (2,)))
+    samples = policy.sample(RNG, params)
+    gaussian = distrax.MultivariateNormalDiag(params[:, :2], jnp.exp(params[:, 2:]))
+    oracle = distrax.Transformed(gaussian, distrax.Block(distrax.Tanh(), 1))
+    np.testing.assert_allclose(policy.log_prob(params, samples), oracle.log_prob(jnp.tanh(samples)), rtol=1e-4)
+
+
+def test_squashed_gaussian_by_hand():
+    policy = SquashedGaussian(box(0.0, 4.0))
+    params, sample = jnp.array([[0.0, 0.0]]), jnp.array([[1.0]])
+    slope = 1.0 - np.tanh(1.0) ** 2
+    expected = -0.5 - 0.5 * np.log(2 * np.pi) - np.log(slope)
+    np.testing.assert_allclose(policy.log_prob(params, sample), [expected], rtol=1e-6)
+    np.testing.assert_allclose(policy.to_action(sample), [[2.0 + 2.0 * np.tanh(1.0)]], rtol=1e-6)
+
+
+def test_squashed_gaussian_has_finite_log_probabilities_and_gradients_where_tanh_is_one():
+    policy = SquashedGaussian(box(-1.0, 1.0))
+    assert np.tanh(np.float32(20.0)) == 1.0
+
+    def log_prob(sample):
+        return policy.log_prob(jnp.zeros((1, 2)), sample.reshape(1, 1))[0]
+
+    for sample in (20.0, -20.0):
+        # log N(20) + 2 (20 - log 2): the slope of tanh is 4 exp(-40) there.
+        np.testing.assert_allclose(log_prob(jnp.float32(sample)), -200.0 - 0.9189385 + 40.0 - 1.3862944, rtol=1e-5)
+        assert np.isfinite(jax.grad(log_prob)(jnp.float32(sample)))
+
+
+def test_squashed_gaussian_holds_its_deviations_within_their_bounds():
+    policy = SquashedGaussian(box(-1.0, 1.0), min_log_std=-5.0, max_log_std=2.0)
+    for given, held in ((-9.0, -5.0), (9.0, 2.0)):
+        params, within = jnp.array([[0.3, given]]), jnp.array([[0.3, held]])
+        np.testing.assert_array_equal(policy.sample(RNG, params), policy.sample(RNG, within))
+
+
+def test_actions_and_their_units_are_each_others_inverse():
+    actions = ActionRange(box([[-2.0], [0.0]], [[2.0], [1.0]], (2, 1)))
+    units = jnp.array([[-1.0, 1.0], [0.5, 0.0]])
+    np.testing.assert_allclose(actions.to_action(units)[:, :, 0], [[-2.0, 1.0], [1.0, 0.5]])
+    np.testing.assert_allclose(actions.to_units(actions.to_action(units)), units)
+
+
+@pytest.mark.parametrize("spec", [box(-np.inf, np.inf), box(0.0, np.inf), box(1.0, 1.0), specs.DiscreteArray(3)])
+def test_a_squashed_gaussian_needs_bounds(spec):
+    with pytest.raises(UsageError, match=r"A SquashedGaussian needs (actions with a lower bound|continuous actions)"):
+        SquashedGaussian(spec)

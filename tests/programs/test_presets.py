@@ -37,6 +37,7 @@ def test_every_preset_fits_the_configs_and_names_its_sources(preset):
         *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("mountain_car", "pendulum")),
         ("dqn/atari", "agent.huber_threshold", 1.0, "CleanRL squares all of them"),
         ("dqn/atari", "agent.epsilon_decay_steps", 1_000_000, "from the first update on"),
+        ("sac/mujoco", "agent.min_log_std", -5.0, "which scales a tanh to these bounds; here they clip"),
     ],
 )
 def test_a_preset_says_where_it_does_otherwise_than_its_source(name, field, value, said):
@@ -58,6 +59,11 @@ def test_a_preset_says_where_it_does_otherwise_than_its_source(name, field, valu
         ("impala", "CartPole-v1", "impala/cartpole"),
         ("impala", "Pong-v5", "impala/atari"),
         ("impala", "HalfCheetah-v5", None),
+        ("sac", "Pendulum-v1", "sac/pendulum"),
+        ("sac", "gymnasium:HalfCheetah-v4", "sac/mujoco"),
+        ("sac", "dm_control:cheetah-run", None),
+        ("td3", "Pendulum-v1", "td3/pendulum"),
+        ("td3", "Hopper-v4", "td3/mujoco"),
         ("grpo", "examples/llm/reverse.py:Reverse", "grpo/reverse"),
         ("grpo", "examples/llm/guess.py:Guess", "grpo/guess"),
         ("grpo", "examples/llm/calculator.py:Calculator", None),

@@ -1,0 +1,62 @@
+"""Networks of agents for continuous control that learn off-policy: a policy, and twin critics of its actions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.agents.networks import Head, NatureCNNConfig, Network, check_outputs, has_images
+from rlframe.errors import UsageError
+from rlframe.types import Params, Tree, specs
+
+
+def build_policy_and_critics(
+    net_factory: Any, default: Any, observation_spec: Tree, num_actions: int, num_policy_params: int
+) -> tuple[Network, Network]:
+    """(the policy's network, that of both critics).
+
+    The policy's `apply` takes observations and gives `[B, num_policy_params]`; the critics' takes `{"observation": ...,
+    "action": [B, num_actions]}`, actions in units of half their range, and gives two `[B, 1]`.
+
+    Args:
+        net_factory: a `NetworkConfig`, whose layers each of the three has for itself; or `f(observation_spec,
+            action_spec)` that gives the two as a pair; None: `default`, or convolutions for images.
+        default: the config for vectors.
+        observation_spec: of one environment.
+        num_actions: numbers in an action.
+        num_policy_params: numbers that the policy is made of.
+
+    Raises:
+        UsageError: the function gives no such pair.
+    """
+    action = specs.BoundedArray((num_actions,), np.float32, -1.0, 1.0, "action")
+    critics_spec = {"action": action, "observation": observation_spec}
+    heads, critic_heads = (Head(num_policy_params),), (Head(1), Head(1))
+    config: Any = net_factory or (NatureCNNConfig(orthogonal=False) if has_images(observation_spec) else default)
+    if hasattr(config, "build"):
+        own = dataclasses.replace(config, separate=True) if hasattr(config, "separate") else config
+        return config.build(observation_spec, heads), own.build(critics_spec, critic_heads)
+    pair = config(observation_spec, action)
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(each, "apply") for each in pair)):
+        raise UsageError(
+            f"net_factory must give a pair for this agent, (policy, critics), each with init and apply; got {pair!r}."
+        )
+    name = getattr(config, "__qualname__", type(config).__name__)
+    check_outputs(f"{name}, its policy", pair[0], observation_spec, [heads])
+    check_outputs(f"{name}, its critics", pair[1], critics_spec, [critic_heads])
+    return Network(pair[0].init, pair[0].apply), Network(pair[1].init, pair[1].apply)
+
+
+def critic_values(critics: Network, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
+    """[2, B]: what both critics give for actions [B, n] in units of half their range."""
+    first, second = critics.apply(params, {"action": action, "observation": observation})
+    return jnp.stack([first.reshape(len(action)), second.reshape(len(action))])
+
+
+def first_output(outputs: Any) -> jax.Array:
+    """The output of a network that has one, which may come in a tuple."""
+    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs

@@ -1,0 +1,215 @@
+"""Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) for continuous control."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlframe.agents import losses
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory, zeros_like_spec
+from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
+from rlframe.agents.networks import MLPConfig
+from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
+from rlframe.errors import UsageError
+from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class SACConfig:
+    """Defaults: Haarnoja et al. 2018, table 1; where it is silent, their code (softlearning)."""
+
+    batch_size: int = 256
+    replay_capacity: int = 1_000_000  # environment steps
+    min_replay_size: int = 1_000  # items there are before learning begins; until then actions are uniform
+    update_period: int = 1  # environment steps for each learner step
+    discount: float = 0.99
+    learning_rate: float = 3e-4
+    critic_learning_rate: float | None = None  # None: the same
+    target_update_rate: float = 0.005  # tau: of each update, the share that goes into the target critics
+    initial_temperature: float = 1.0  # alpha: what entropy is worth
+    learn_temperature: bool = True  # False: it stays what it is
+    target_entropy: float | None = None  # nats, of actions in units of half their range; None: minus their dimension
+    min_log_std: float = -20.0  # of the policy, before tanh
+    max_log_std: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "min_replay_size", "update_period"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"SACConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("discount", "target_update_rate"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"SACConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("learning_rate", "critic_learning_rate", "initial_temperature"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:  # NaN is not
+                raise UsageError(f"SACConfig.{name} must be above 0, got {value}.")
+        if self.min_replay_size > self.replay_capacity:
+            raise UsageError(
+                f"SACConfig.min_replay_size ({self.min_replay_size}) is above replay_capacity "
+                f"({self.replay_capacity}): learning would never begin."
+            )
+        if not self.min_log_std < self.max_log_std:
+            raise UsageError(
+                f"SACConfig.min_log_std ({self.min_log_std}) must be below max_log_std ({self.max_log_std})."
+            )
+
+
+class SACParams(NamedTuple):
+    """What a SAC learner learns."""
+
+    policy: Params
+    critics: Params
+    log_temperature: Any  # [] float32
+
+
+class ActorParams(NamedTuple):
+    """What a SAC actor acts by."""
+
+    policy: Params
+    uniform: Any  # [] float32: 1 until the first update, while actions are uniform
+
+
+class SACState(NamedTuple):
+    """A `LearnerState`, with the parameters of the target critics."""
+
+    opt_state: Any
+    steps: Any
+    rng: Any
+    target_critics: Params
+
+
+class SAC(Agent):
+    """Soft actor-critic with twin critics and a temperature that it learns, for bounded continuous actions.
+
+    A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
+    means and log deviations `[B, 2 n]`, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
+    `[B, 1]`. Actions are in units of half their range there.
+    """
+
+    config_cls = SACConfig
+
+    def __init__(
+        self,
+        cfg: SACConfig,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        check_bounds("SAC", action_spec)
+        self.policy = SquashedGaussian(action_spec, cfg.min_log_std, cfg.max_log_std)
+        self._range = ActionRange(action_spec)
+        default = MLPConfig((256, 256), "relu", orthogonal=False)
+        self.network, self.critics = build_policy_and_critics(
+            net_factory, default, observation_spec, self._range.size, self.policy.num_params
+        )
+        self._target_entropy = -float(self._range.size) if cfg.target_entropy is None else cfg.target_entropy
+
+    def initial_params(self, rng: jax.Array) -> SACParams:
+        policy_rng, critics_rng = jax.random.split(rng)
+        observation = zeros_like_spec(self.observation_spec, 1)
+        critics_input = {"action": np.zeros((1, self._range.size), np.float32), "observation": observation}
+        return SACParams(
+            self.network.init(policy_rng, observation),
+            self.critics.init(critics_rng, critics_input),
+            jnp.asarray(math.log(self.cfg.initial_temperature), jnp.float32),
+        )
+
+    # Acting
+
+    def actor_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        action = self.policy.to_action(self.policy.sample(rng, self._logits(params.policy, timestep.observation)))
+        shape = (len(action), self._range.size)
+        uniform = self._range.to_action(jax.random.uniform(jax.random.fold_in(rng, 1), shape, minval=-1.0))
+        return AgentOutput(jnp.where(params.uniform > 0.0, uniform, action), {}), state
+
+    def eval_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        mode = self.policy.mode(self._logits(params.policy, timestep.observation))
+        return AgentOutput(self.policy.to_action(mode), {}), state
+
+    def actor_params(self, params: SACParams, learner_state: SACState) -> ActorParams:
+        return ActorParams(params.policy, (learner_state.steps == 0).astype(jnp.float32))
+
+    # Learning
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        cfg = self.cfg
+        return ReplaySpec(
+            kind="uniform",
+            item=Transition(1, cfg.discount),
+            batch_size=cfg.batch_size,
+            capacity=cfg.replay_capacity,
+            min_size=cfg.min_replay_size,
+            samples_per_insert=cfg.batch_size / cfg.update_period,
+        )
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        policy, critics = (optax.adam(rate) for rate in (self.cfg.learning_rate, self._critic_learning_rate))
+        temperature = optax.adam(self._critic_learning_rate) if self.cfg.learn_temperature else optax.set_to_zero()
+        return optax.multi_transform(
+            {"policy": policy, "critics": critics, "temperature": temperature},
+            SACParams("policy", "critics", "temperature"),
+        )
+
+    @property
+    def _critic_learning_rate(self) -> float:
+        return self.cfg.critic_learning_rate or self.cfg.learning_rate
+
+    def initial_learner_state(self, params: SACParams) -> SACState:
+        opt_state, steps, rng = super().initial_learner_state(params)
+        return SACState(opt_state, steps, rng, target_critics=params.critics)
+
+    def loss(self, params: SACParams, learner_state: SACState, batch: Batch) -> tuple[jax.Array, Logs]:
+        """The losses of critics, policy and temperature, added: no parameter is in two of them, so one step serves."""
+        data = batch.data
+        rng, next_rng = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps))
+        temperature = jnp.exp(jax.lax.stop_gradient(params.log_temperature))
+
+        next_action, next_log_prob = self._act(next_rng, params.policy, data.next_observation)
+        next_values = self._values(learner_state.target_critics, data.next_observation, next_action)
+        targets = losses.soft_targets(data.reward, data.discount, next_values, next_log_prob, temperature)
+        values = self._values(params.critics, data.observation, self._range.to_units(data.action))
+        critic_loss = jnp.mean(losses.twin_td_error(values, targets))
+
+        action, log_prob = self._act(rng, params.policy, data.observation)
+        action_values = self._values(jax.lax.stop_gradient(params.critics), data.observation, action)
+        policy_loss = jnp.mean(losses.soft_policy_loss(action_values, log_prob, temperature))
+        temperature_loss = jnp.mean(losses.temperature_loss(params.log_temperature, log_prob, self._target_entropy))
+        logs = {
+            "critic_loss": critic_loss,
+            "policy_loss": policy_loss,
+            "value": jnp.mean(values),
+            "entropy": -jnp.mean(log_prob),
+            "temperature": temperature,
+        }
+        return critic_loss + policy_loss + temperature_loss, logs
+
+    def update_learner_state(self, params: SACParams, opt_state: Any, learner_state: SACState) -> SACState:
+        learner_state = super().update_learner_state(params, opt_state, learner_state)
+        rate = self.cfg.target_update_rate
+        target = optax.incremental_update(params.critics, learner_state.target_critics, rate)
+        return learner_state._replace(target_critics=target)
+
+    def _act(self, rng: jax.Array, policy_params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
+        """(actions [B, n] in units of half their range, their log-probabilities [B]), differentiable."""
+        logits = self._logits(policy_params, observation)
+        sample = self.policy.sample(rng, logits)
+        return jnp.tanh(sample), self.policy.log_prob(logits, sample)
+
+    def _values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
+        return critic_values(self.critics, params, observation, action)
+
+    def _logits(self, policy_params: Params, observation: Tree) -> jax.Array:
+        return first_output(self.network.apply(policy_params, observation))

@@ -1,0 +1,198 @@
+"""Twin delayed deep deterministic policy gradient (TD3; Fujimoto et al. 2018, arXiv:1802.09477)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlframe.agents import losses
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory, zeros_like_spec
+from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
+from rlframe.agents.networks import MLPConfig
+from rlframe.agents.policies import ActionRange, check_bounds
+from rlframe.errors import UsageError
+from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class TD3Config:
+    """Defaults: Fujimoto et al. 2018, section 6.1 and appendix C. Noises are in units of half an action's range."""
+
+    batch_size: int = 100
+    replay_capacity: int = 1_000_000  # environment steps
+    # Items there are before learning begins; until then actions are uniform. The paper has 1,000 for the tasks whose
+    # episodes end early.
+    min_replay_size: int = 10_000
+    update_period: int = 1  # environment steps for each learner step
+    discount: float = 0.99
+    learning_rate: float = 1e-3
+    target_update_rate: float = 0.005  # tau: of each policy update, the share that goes into the targets
+    policy_period: int = 2  # learner steps for each update of the policy and the targets
+    exploration_noise: float = 0.1  # standard deviation
+    smoothing_noise: float = 0.2  # standard deviation, of the target policy's actions
+    smoothing_clip: float = 0.5  # that noise at most
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "min_replay_size", "update_period", "policy_period"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"TD3Config.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("discount", "target_update_rate"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"TD3Config.{name} must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("exploration_noise", "smoothing_noise", "smoothing_clip"):
+            if not getattr(self, name) >= 0.0:  # NaN is not
+                raise UsageError(f"TD3Config.{name} must be at least 0, got {getattr(self, name)}.")
+        if not self.learning_rate > 0.0:
+            raise UsageError(f"TD3Config.learning_rate must be above 0, got {self.learning_rate}.")
+        if self.min_replay_size > self.replay_capacity:
+            raise UsageError(
+                f"TD3Config.min_replay_size ({self.min_replay_size}) is above replay_capacity "
+                f"({self.replay_capacity}): learning would never begin."
+            )
+
+
+class TD3Params(NamedTuple):
+    """What a TD3 learner learns."""
+
+    policy: Params
+    critics: Params
+
+
+class ActorParams(NamedTuple):
+    """What a TD3 actor acts by."""
+
+    policy: Params
+    uniform: Any  # [] float32: 1 until the first update, while actions are uniform
+    noise: Any  # [] float32: standard deviation
+
+
+class TD3State(NamedTuple):
+    """A `LearnerState`, with the parameters of the targets."""
+
+    opt_state: Any  # of the two, a `TD3Params`
+    steps: Any
+    rng: Any
+    target: TD3Params
+
+
+class TD3(Agent):
+    """Deterministic policy gradient with twin critics and a delayed policy, for bounded continuous actions.
+
+    A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
+    `[B, n]`, which go through tanh, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
+    `[B, 1]`. Actions are in units of half their range there.
+    """
+
+    config_cls = TD3Config
+
+    def __init__(
+        self,
+        cfg: TD3Config,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        check_bounds("TD3", action_spec)
+        self._range = ActionRange(action_spec)
+        default, size = MLPConfig((400, 300), "relu", orthogonal=False), self._range.size
+        self.network, self.critics = build_policy_and_critics(net_factory, default, observation_spec, size, size)
+
+    def initial_params(self, rng: jax.Array) -> TD3Params:
+        policy_rng, critics_rng = jax.random.split(rng)
+        observation = zeros_like_spec(self.observation_spec, 1)
+        critics_input = {"action": np.zeros((1, self._range.size), np.float32), "observation": observation}
+        return TD3Params(self.network.init(policy_rng, observation), self.critics.init(critics_rng, critics_input))
+
+    # Acting
+
+    def actor_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        action = self._act(params.policy, timestep.observation)
+        action += params.noise * jax.random.normal(rng, action.shape)
+        uniform = jax.random.uniform(jax.random.fold_in(rng, 1), action.shape, minval=-1.0)
+        action = self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action))
+        return AgentOutput(action, {}), state
+
+    def eval_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        return AgentOutput(self._range.to_action(self._act(params.policy, timestep.observation)), {}), state
+
+    def actor_params(self, params: TD3Params, learner_state: TD3State) -> ActorParams:
+        uniform = (learner_state.steps == 0).astype(jnp.float32)
+        return ActorParams(params.policy, uniform, jnp.float32(self.cfg.exploration_noise))
+
+    # Learning
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        cfg = self.cfg
+        return ReplaySpec(
+            kind="uniform",
+            item=Transition(1, cfg.discount),
+            batch_size=cfg.batch_size,
+            capacity=cfg.replay_capacity,
+            min_size=cfg.min_replay_size,
+            samples_per_insert=cfg.batch_size / cfg.update_period,
+        )
+
+    def initial_learner_state(self, params: TD3Params) -> TD3State:
+        _, steps, rng = super().initial_learner_state(params)
+        opt_state = TD3Params(self.optimizer.init(params.policy), self.optimizer.init(params.critics))
+        return TD3State(opt_state, steps, rng, target=params)
+
+    def learner_step(
+        self, params: TD3Params, learner_state: TD3State, batch: Batch
+    ) -> tuple[TD3Params, TD3State, Logs]:
+        """The critics learn; every `policy_period`-th time the policy does too, and the targets follow."""
+        logs, grads = self.compute_gradients(params, learner_state, batch)
+        critics, opt_state = self._descend(params.critics, grads.critics, learner_state.opt_state.critics)
+        params, steps = params._replace(critics=critics), learner_state.steps
+        state = learner_state._replace(opt_state=learner_state.opt_state._replace(critics=opt_state), steps=steps + 1)
+
+        def delayed(params: TD3Params, state: TD3State) -> tuple[TD3Params, TD3State]:
+            grads = jax.grad(self.policy_loss)(params.policy, params.critics, batch.data.observation)
+            policy, opt_state = self._descend(params.policy, grads, state.opt_state.policy)
+            params = params._replace(policy=policy)
+            target = optax.incremental_update(params, state.target, self.cfg.target_update_rate)
+            return params, state._replace(opt_state=state.opt_state._replace(policy=opt_state), target=target)
+
+        is_due = steps % self.cfg.policy_period == 0
+        params, state = jax.lax.cond(is_due, delayed, lambda *unchanged: unchanged, params, state)
+        return params, state, logs
+
+    def loss(self, params: TD3Params, learner_state: TD3State, batch: Batch) -> tuple[jax.Array, Logs]:
+        """The loss of the critics."""
+        data, cfg, target = batch.data, self.cfg, learner_state.target
+        rng = jax.random.fold_in(learner_state.rng, learner_state.steps)
+        next_action = self._act(target.policy, data.next_observation)
+        noise = cfg.smoothing_noise * jax.random.normal(rng, next_action.shape)
+        next_action = losses.smoothed_action(next_action, noise, cfg.smoothing_clip)
+        next_values = self._values(target.critics, data.next_observation, next_action)
+        targets = losses.soft_targets(data.reward, data.discount, next_values, 0.0, 0.0)
+        values = self._values(params.critics, data.observation, self._range.to_units(data.action))
+        logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(targets - values))}
+        return jnp.mean(losses.twin_td_error(values, targets)), logs
+
+    def policy_loss(self, policy_params: Params, critic_params: Params, observation: Tree) -> jax.Array:
+        """[]: minus the first critic's value of the policy's actions (algorithm 1)."""
+        return -jnp.mean(self._values(critic_params, observation, self._act(policy_params, observation))[0])
+
+    def _descend(self, params: Params, grads: Params, opt_state: Any) -> tuple[Params, Any]:
+        updates, opt_state = self.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def _act(self, policy_params: Params, observation: Tree) -> jax.Array:
+        """[B, n], in units of half the actions' range."""
+        return jnp.tanh(first_output(self.network.apply(policy_params, observation)))
+
+    def _values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
+        return critic_values(self.critics, params, observation, action)

@@ -1,0 +1,73 @@
+"""Whole runs of the agents for continuous control: in one process, in every topology, on every kind of robot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import rlframe
+from rlframe.agents.networks import MLPConfig
+from rlframe.programs import evaluate, make_experiment, train
+from rlframe.programs.experiment import Experiment
+from tests.extras import import_or_skip
+from tests.programs.running import PROGRAMS, RunningProgram, options_of
+from tests.programs.test_single_process import assert_same_arrays
+
+OPTIONS = {"network": "mlp", "network_config": MLPConfig((16,), "relu"), "eval_episodes": 1, "env_type": "loop"}
+OPTIONS |= {"preset": "none", "min_replay_size": 100, "batch_size": 16, "learning_rate": 1e-3}
+
+
+def experiment(agent: str, env: str = "Pendulum-v1", **fields) -> Experiment:
+    return make_experiment(agent, env, **{**OPTIONS, "num_envs": 2, "steps": 500, "log_every": 100, **fields})
+
+
+@pytest.mark.parametrize("agent", ["sac", "td3"])
+def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path):
+    described = experiment(agent)
+    whole = train(described, run_dir=tmp_path / "whole")
+    train(described, run_dir=tmp_path / "parts", stop_at=315)  # an odd number of updates, in the middle of an episode
+    train(described, run_dir=tmp_path / "parts", resume=True)
+    assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
+    assert 380 <= whole.learner_steps <= 402
+    assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
+    policy = rlframe.load(tmp_path / "whole")
+    action = policy.act(np.zeros(3, np.float32))
+    assert action.shape == (1,) and np.all(np.abs(action) <= 2.0)
+
+
+@pytest.mark.parametrize(("agent", "topology"), [("sac", "heavy_env"), ("td3", "light_env")])
+def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, tmp_path):
+    described = experiment(agent, topology=topology, engine="threads", num_envs=4, update_period=4, steps=1_000)
+    result = train(described, run_dir=tmp_path / "run")
+    due = (result.env_steps - 100) / 4
+    assert 0.8 * due <= result.learner_steps <= 1.1 * due
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("agent", ["sac", "td3"])
+@pytest.mark.parametrize("which", [*(one for one in PROGRAMS if not one.startswith("ray")), "local elastic"])
+def test_processes_of_every_topology_learn_the_pendulum(agent, which, tmp_path):
+    options = ["--agent", agent, "--env", "Pendulum-v1", "--min-replay-size", "500", "--network", "mlp"]
+    options += ["--network.hidden", "64", "64", "--network.activation", "relu", "--batch-size", "64"]
+    options += ["--steps", "6000", "--num-envs", "2", "--num-actors", "2", "--learning-rate", "1e-3"]
+    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+        code, result = program.finish(300.0)
+    assert code == 0 and result is not None
+    assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500)
+    assert result["return_mean"] > -600.0  # at random -1,200
+
+
+@pytest.mark.parametrize(
+    ("env", "type", "package"),
+    [
+        ("envpool:HalfCheetah-v4", "envpool", "envpool"),
+        pytest.param("gymnasium:HalfCheetah-v5", "loop", "mujoco", marks=pytest.mark.system),
+        # A dict of observations.
+        pytest.param("dm_control:cheetah-run", "loop", "dm_control", marks=pytest.mark.system),
+    ],
+)
+def test_robots_of_every_library(env, type, package, tmp_path):
+    import_or_skip(package, "pip install 'rlframe[envs]'")
+    described = experiment("sac", env, env_type=type, num_envs=1, steps=120)
+    result = train(described, run_dir=tmp_path / "run")
+    assert result.learner_steps >= 15
