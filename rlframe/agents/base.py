@@ -109,7 +109,13 @@ class Agent:
         return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """The recurrent state at FIRST, a pytree of `[batch_size, ...]`. `()` where there is none."""
+        """The recurrent state at FIRST, a pytree of `[batch_size, ...]`. `()` where there is none.
+
+        The state travels with the Actor: `actor_step` gets what it gave for the timestep before of the same
+        environment, and this where the timestep is FIRST. A loss does the same: the state at the start of a `Sequence`
+        is `data.agent_state`, and where `data.step_type` is FIRST, within the sequence too, this takes its place
+        (`rlframe.agents.recurrent.Core.unroll`, `examples/recurrent_agent.py`).
+        """
         del batch_size
         return ()
 

@@ -14,6 +14,7 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.policies import Policy, default_policy
+from rlframe.agents.recurrent import Core
 from rlframe.agents.vtrace import vtrace
 from rlframe.errors import UsageError
 from rlframe.types import (
@@ -74,7 +75,8 @@ class IMPALAConfig:
 class IMPALA(Agent):
     """Actor-critic with V-trace, for discrete, multi-discrete and bounded continuous actions.
 
-    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`).
+    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`). It may be recurrent
+    (`rlframe.agents.recurrent`), as the paper's is: unrolls are learned from the state that they began with.
     """
 
     config_cls = IMPALAConfig
@@ -92,14 +94,18 @@ class IMPALA(Agent):
         # Gains of orthogonal weights as PPO's; the paper's network has Sonnet's truncated normal ones.
         heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
         default = NatureCNNConfig(orthogonal=False) if has_images(observation_spec) else MLPConfig()
-        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+        self.network = build_network(net_factory or default, observation_spec, action_spec, heads, may_recur=True)
+        self._core = Core(self.network)
 
     # Acting
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        return self._core.initial_state(batch_size)
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits, _ = self.network.apply(params, timestep.observation)
+        (logits, _), state = self._core.step(params, timestep.observation, state)
         sample = self.policy.sample(rng, logits)
         extras = {"log_prob": self.policy.log_prob(logits, sample)}
         if self.policy.clips:
@@ -109,7 +115,7 @@ class IMPALA(Agent):
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits, _ = self.network.apply(params, timestep.observation)
+        (logits, _), state = self._core.step(params, timestep.observation, state)
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
 
     # Learning
@@ -133,7 +139,8 @@ class IMPALA(Agent):
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
-        logits, values = self._unroll(params, data.observation)
+        logits, values = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
+        logits, values = _time_first(logits), _time_first(values.reshape(data.step_type.shape))
         sample = _time_first(data.extras["sample"] if self.policy.clips else data.action)
         mask = _time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)
         log_probs = jax.vmap(self.policy.log_prob)(logits[:-1], sample)
@@ -163,13 +170,6 @@ class IMPALA(Agent):
             "learning_rate": self._learning_rate(learner_state.steps),
         }
         return loss * jnp.sum(mask), logs
-
-    def _unroll(self, params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
-        """(policy parameters [T + 1, B, P], values [T + 1, B]) of observations [B, T + 1, ...]."""
-        lead = jax.tree.leaves(observation)[0].shape[:2]
-        rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), observation)
-        logits, values = self.network.apply(params, rows)
-        return _time_first(logits.reshape(*lead, -1)), _time_first(values.reshape(lead))
 
     def _learning_rate(self, steps: Any) -> jax.Array:
         """[] float32: of the update after `steps` updates."""

@@ -83,8 +83,8 @@ class MinibatchUpdates:
         size = num_rows // self._num_minibatches
         if not size:
             raise UsageError(
-                f"{type(self._agent).__name__}: {num_rows} rows (environments x unroll_length) cannot fill "
-                f"num_minibatches={self._num_minibatches}. Change one of the three."
+                f"{type(self._agent).__name__}: {num_rows} rows (environments x unroll_length; of a recurrent network "
+                f"environments) cannot fill num_minibatches={self._num_minibatches}. Change one of these."
             )
         if self._num_minibatches == 1:
             return None

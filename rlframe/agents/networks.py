@@ -61,14 +61,14 @@ class MLPConfig:
     orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
 
     def __post_init__(self) -> None:
-        _check_layers(self)
+        check_layers(self)
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
         """A network whose `apply` gives a tuple with one `[B, head.size]` for each head."""
 
         def torso(observation: Tree, name: str) -> jax.Array:
-            features = _vectors(observation_spec, observation)
-            return _dense_layers(features, self, name)
+            features = vectors(observation_spec, observation)
+            return dense_layers(features, self, name)
 
         return _with_heads(torso, self, heads)
 
@@ -95,7 +95,7 @@ class NatureCNNConfig:
                 "NatureCNNConfig needs as many channels as kernels and strides, "
                 f"got {self.channels}, {self.kernels} and {self.strides}."
             )
-        _check_layers(self)
+        check_layers(self)
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
         """A network whose `apply` gives a tuple with one `[B, head.size]` for each head.
@@ -105,17 +105,18 @@ class NatureCNNConfig:
         """
         self._check_images(observation_spec)
 
-        def torso(observation: Tree, name: str) -> jax.Array:
-            parts: list[jax.Array] = []
-            for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
-                if is_image(leaf_spec):
-                    parts.append(self._convolutions(leaf_spec, leaf, f"{name}_image{len(parts)}"))
-                else:
-                    parts.append(_vector(leaf_spec, leaf))
-            features = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-            return _dense_layers(features, self, name)
+        return _with_heads(functools.partial(self.torso, observation_spec), self, heads)
 
-        return _with_heads(torso, self, heads)
+    def torso(self, observation_spec: Tree, observation: Tree, name: str) -> jax.Array:
+        """The features `[B, n]` of an observation, by parameters whose names begin with `name`."""
+        parts: list[jax.Array] = []
+        for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
+            if is_image(leaf_spec):
+                parts.append(self._convolutions(leaf_spec, leaf, f"{name}_image{len(parts)}"))
+            else:
+                parts.append(_vector(leaf_spec, leaf))
+        features = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        return dense_layers(features, self, name)
 
     def _check_images(self, observation_spec: Tree) -> None:
         images = [leaf for leaf in jax.tree.leaves(observation_spec) if is_image(leaf)]
@@ -136,14 +137,11 @@ class NatureCNNConfig:
         scale = 1.0 / 255.0 if image.dtype == jnp.uint8 else 1.0
         for i, (channels, kernel, stride) in enumerate(zip(self.channels, self.kernels, self.strides, strict=True)):
             shape = (kernel, kernel, hidden.shape[-1], channels)
-            weights = hk.get_parameter(f"{name}_w{i}", shape, init=_initial(self))
+            weights = hk.get_parameter(f"{name}_w{i}", shape, init=initial_weights(self))
             bias = hk.get_parameter(f"{name}_b{i}", (channels,), init=jnp.zeros)
             hidden = _convolve(hidden, weights * scale if i == 0 else weights, stride) + bias
             hidden = ACTIVATIONS[self.activation](hidden)
         return hidden.reshape(hidden.shape[0], -1)
-
-
-NETWORKS: dict[str, type[Any]] = {"mlp": MLPConfig, "nature_cnn": NatureCNNConfig}
 
 
 def is_image(leaf_spec: specs.Array) -> bool:
@@ -162,21 +160,37 @@ def build_network(
     action_spec: Tree,
     heads: Sequence[Head],
     other_heads: Sequence[Head] | None = None,
+    *,
+    may_recur: bool = False,
 ) -> Any:
     """The network that a `net_factory` stands for: a config is told the heads, a function the specs.
 
+    Args:
+        net_factory: see `Agent`.
+        observation_spec, action_spec: of the environments.
+        heads: what the network is to give.
+        other_heads: what it may give in their place.
+        may_recur: whether the agent carries a network's state, see `rlframe.agents.recurrent`.
+
     Raises:
-        UsageError: the function gives no network, or one whose outputs are neither `heads` nor `other_heads`.
+        UsageError: the function gives no network, or one whose outputs are neither `heads` nor `other_heads`, or one
+            with a state that the agent does not carry.
     """
-    if hasattr(net_factory, "build"):
-        return net_factory.build(observation_spec, heads)
-    network = net_factory(observation_spec, action_spec)
+    name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
+    is_ours = hasattr(net_factory, "build")
+    network = net_factory.build(observation_spec, heads) if is_ours else net_factory(observation_spec, action_spec)
+    if hasattr(network, "initial_state") and not may_recur:
+        raise UsageError(
+            f"The network of {name} has a state, which this agent does not carry from step to step. PPO, IMPALA and "
+            "R2D2 do; or use a network without one: mlp, nature_cnn."
+        )
+    if is_ours:
+        return network
     if not (callable(getattr(network, "init", None)) and callable(getattr(network, "apply", None))):
         raise UsageError(
             "net_factory must give an object with init(rng, observation) and apply(params, observation), "
             f"got {network!r}."
         )
-    name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
     check_outputs(name, network, observation_spec, [heads] if other_heads is None else [heads, other_heads])
     return network
 
@@ -185,7 +199,9 @@ def check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Seq
     """Raises UsageError unless the outputs of the network called `name` are one of `accepted`."""
     batch_size = 5
     zeros = jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), observation_spec)
-    outputs = jax.eval_shape(lambda rng: network.apply(network.init(rng, zeros), zeros), jax.random.PRNGKey(0))
+    state = (network.initial_state(batch_size),) if hasattr(network, "initial_state") else ()
+    outputs = jax.eval_shape(lambda rng: network.apply(network.init(rng, zeros), zeros, *state), jax.random.PRNGKey(0))
+    outputs = outputs[0] if state else outputs
     outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     given = [tuple(getattr(output, "shape", (type(output).__name__,))) for output in outputs]
 
@@ -229,29 +245,33 @@ def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
 def _with_heads(torso: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
     def forward(observation: Tree) -> tuple[jax.Array, ...]:
         shared = None if cfg.separate else torso(observation, "torso")
-        outputs = []
-        for i, head in enumerate(heads):
-            features = torso(observation, f"torso{i}") if shared is None else shared
-            linear = hk.Linear(head.size - head.num_free, w_init=_initial(cfg, head.scale), name=f"head{i}")
-            output = linear(features)
-            if head.num_free:
-                free = hk.get_parameter(f"free{i}", (head.num_free,), init=hk.initializers.Constant(head.free_init))
-                free = jnp.broadcast_to(free, (output.shape[0], head.num_free))
-                output = jnp.concatenate([output, free], axis=-1)
-            outputs.append(output)
-        return tuple(outputs)
+        return tuple(
+            apply_head(torso(observation, f"torso{i}") if shared is None else shared, cfg, head, i)
+            for i, head in enumerate(heads)
+        )
 
     return Network(*hk.without_apply_rng(hk.transform(forward)))
 
 
-def _dense_layers(features: jax.Array, cfg: Any, name: str) -> jax.Array:
+def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:
+    """The output `[B, head.size]` of the head at `index`, from features `[B, n]`; inside of a Haiku transform."""
+    linear = hk.Linear(head.size - head.num_free, w_init=initial_weights(cfg, head.scale), name=f"head{index}")
+    output = linear(features)
+    if not head.num_free:
+        return output
+    free = hk.get_parameter(f"free{index}", (head.num_free,), init=hk.initializers.Constant(head.free_init))
+    return jnp.concatenate([output, jnp.broadcast_to(free, (output.shape[0], head.num_free))], axis=-1)
+
+
+def dense_layers(features: jax.Array, cfg: Any, name: str) -> jax.Array:
+    """Features `[B, n]` through the layers of `cfg.hidden`; inside of a Haiku transform."""
     for i, size in enumerate(cfg.hidden):
-        layer = hk.Linear(size, w_init=_initial(cfg), name=f"{name}_dense{i}")
+        layer = hk.Linear(size, w_init=initial_weights(cfg), name=f"{name}_dense{i}")
         features = ACTIVATIONS[cfg.activation](layer(features))
     return features
 
 
-def _initial(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
+def initial_weights(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
     """Initial weights; sqrt(2) for hidden layers is OpenAI Baselines' (`baselines/common/models.py`)."""
     weights = functools.partial(_orthogonal, scale=scale) if cfg.orthogonal else _truncated_normal
 
@@ -290,7 +310,8 @@ def _leaf_pairs(observation_spec: Tree, observation: Tree) -> list[tuple[specs.A
     return list(zip(jax.tree.leaves(observation_spec), jax.tree.leaves(observation), strict=True))
 
 
-def _vectors(observation_spec: Tree, observation: Tree) -> jax.Array:
+def vectors(observation_spec: Tree, observation: Tree) -> jax.Array:
+    """All leaves of an observation, flattened and joined: `[B, n]` float32."""
     parts = [_vector(leaf_spec, leaf) for leaf_spec, leaf in _leaf_pairs(observation_spec, observation)]
     return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
@@ -311,7 +332,8 @@ def _height_width(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[1], shape[2]) if _channels_first(shape) else (shape[0], shape[1])
 
 
-def _check_layers(cfg: Any) -> None:
+def check_layers(cfg: Any) -> None:
+    """Raises UsageError where the sizes or the activation of a network's config cannot be."""
     name = type(cfg).__name__
     if cfg.activation not in ACTIVATIONS:
         raise UsageError(f"{name}.activation must be one of {sorted(ACTIVATIONS)}, got {cfg.activation!r}.")

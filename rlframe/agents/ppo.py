@@ -15,6 +15,7 @@ from rlframe.agents.base import Agent, LearnerState, NetFactory, PolicyFactory
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.policies import Policy, default_policy
+from rlframe.agents.recurrent import Core
 from rlframe.errors import UsageError
 from rlframe.types import (
     LAST,
@@ -71,7 +72,10 @@ class PPOConfig:
 
 
 class Rollout(NamedTuple):
-    """What the minibatches are taken from; every leaf is `[N, ...]`, N = B * T."""
+    """What the minibatches are taken from; every leaf is `[N, ...]`, N = B * T.
+
+    Of a recurrent network a row is an environment's whole unroll: the leaves are `[B, T, ...]`.
+    """
 
     observation: Tree
     sample: jax.Array  # of the policy, before clipping to the action's bounds
@@ -79,12 +83,15 @@ class Rollout(NamedTuple):
     value: jax.Array
     advantage: jax.Array
     mask: jax.Array  # 0 where the environment ignored the action
+    step_type: Any = ()  # of a recurrent network: [B, T]
+    state: Any = ()  # the same: [B, ...], before step 0
 
 
 class PPO(Agent):
     """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
 
-    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`).
+    A network's `apply` gives (the policy's parameters `[B, P]`, values `[B, 1]` or `[B]`). It may be recurrent
+    (`rlframe.agents.recurrent`): minibatches are of whole unrolls then, from the state that they began with.
     """
 
     config_cls = PPOConfig
@@ -102,16 +109,20 @@ class PPO(Agent):
         # Gains: baselines/common/policies.py. Deviations begin at exp(0).
         heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
         default = NatureCNNConfig() if has_images(observation_spec) else MLPConfig()
-        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+        self.network = build_network(net_factory or default, observation_spec, action_spec, heads, may_recur=True)
+        self._core = Core(self.network)
 
     # Acting
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        return self._core.initial_state(batch_size)
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits, value = self._forward(params, timestep.observation)
+        (logits, value), state = self._core.step(params, timestep.observation, state)
         sample = self.policy.sample(rng, logits)
-        extras = {"log_prob": self.policy.log_prob(logits, sample), "value": value}
+        extras = {"log_prob": self.policy.log_prob(logits, sample), "value": value.reshape(logits.shape[0])}
         if self.policy.clips:
             extras["sample"] = sample
         return AgentOutput(self.policy.to_action(sample), extras), state
@@ -119,7 +130,7 @@ class PPO(Agent):
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        logits, _ = self._forward(params, timestep.observation)
+        (logits, _), state = self._core.step(params, timestep.observation, state)
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
 
     # Learning
@@ -144,8 +155,8 @@ class PPO(Agent):
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of a minibatch: `batch.data` is a `Rollout`."""
-        cfg, rows, clip_epsilon = self.cfg, batch.data, self._clip_epsilon(learner_state.steps)
-        logits, value = self._forward(params, rows.observation)
+        cfg, clip_epsilon = self.cfg, self._clip_epsilon(learner_state.steps)
+        logits, value, rows = self._forward(params, batch.data)
         ratio = jnp.exp(self.policy.log_prob(logits, rows.sample) - rows.log_prob)
         advantage = losses.normalise(rows.advantage, rows.mask) if cfg.normalise_advantages else rows.advantage
         mean = functools.partial(losses.masked_mean, mask=rows.mask)
@@ -163,9 +174,7 @@ class PPO(Agent):
 
     def rollout(self, params: Params, data: SequenceBatch) -> Rollout:
         """The steps of a batch with their advantages, by the values that the actor had."""
-        last_observation = jax.tree.map(lambda leaf: leaf[:, -1], data.observation)
-        last_value = self._forward(params, last_observation)[1]
-        value = jnp.asarray(data.extras["value"])
+        value, last_value = jnp.asarray(data.extras["value"]), self._last_value(params, data)
         mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
         advantage = losses.generalised_advantages(
             data.reward.T,
@@ -178,7 +187,9 @@ class PPO(Agent):
         sample = data.extras["sample"] if self.policy.clips else data.action
         observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
         rollout = Rollout(observation, sample, data.extras["log_prob"], value, advantage, mask)
-        return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), rollout)
+        if self._core.is_recurrent:
+            return rollout._replace(step_type=data.step_type[:, :-1], state=data.agent_state)
+        return _rows(rollout)
 
     def learner_step(
         self, params: Params, learner_state: LearnerState, batch: Batch
@@ -210,7 +221,25 @@ class PPO(Agent):
             left = jnp.maximum(1.0 - steps / self.cfg.total_learner_steps, 0.0)
         return jnp.asarray(value * left, jnp.float32)
 
-    def _forward(self, params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
-        """(policy parameters [B, P], values [B])."""
-        logits, value = self.network.apply(params, observation)
-        return logits, value.reshape(logits.shape[0])
+    def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
+        """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""
+        if self._core.is_recurrent:
+            outputs = self._core.unroll(params, rollout.observation, rollout.step_type, rollout.state)
+            logits, value = _rows(outputs)
+            rollout = _rows(rollout._replace(step_type=(), state=()))
+        else:
+            logits, value = self.network.apply(params, rollout.observation)
+        return logits, value.reshape(logits.shape[0]), rollout
+
+    def _last_value(self, params: Params, data: SequenceBatch) -> jax.Array:
+        """[B]: the value of the timestep after the unroll."""
+        if self._core.is_recurrent:
+            value = self._core.unroll(params, data.observation, data.step_type, data.agent_state)[1][:, -1]
+        else:
+            value = self.network.apply(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))[1]
+        return value.reshape(len(data.reward))
+
+
+def _rows(tree: Tree) -> Tree:
+    """Leaves [B * T, ...] of leaves [B, T, ...]."""
+    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), tree)

@@ -21,6 +21,9 @@ from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
 
+# Ours, registered with Gymnasium where that is looked at: id -> where its class is, and when it is cut.
+OURS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}
+
 
 @functools.lru_cache(maxsize=1)
 def envpool_tasks() -> frozenset[str]:
@@ -43,6 +46,8 @@ def gymnasium_ids() -> frozenset[str]:
         return frozenset()
     with extras.needed("An environment of Gymnasium", "gymnasium"):
         import gymnasium
+    for name, (entry_point, max_steps) in OURS.items():
+        gymnasium.register(name, entry_point, max_episode_steps=max_steps)
     return frozenset(gymnasium.registry)
 
 
@@ -213,6 +218,7 @@ def _make_named(name: str, seed: int, kwargs: Mapping[str, Any]) -> Any:
 def _make_gymnasium(task: str, kwargs: Mapping[str, Any]) -> Any:
     import gymnasium
 
+    gymnasium_ids()  # ours are among them from then on
     module, colon, env_id = task.rpartition(":")
     try:
         if colon:

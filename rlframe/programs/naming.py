@@ -33,6 +33,12 @@ ENGINES = {
     "ray": "rlframe.engines.ray:RayEngine",
     "threads": "rlframe.engines.threads:ThreadsEngine",
 }
+NETWORKS = {
+    "mlp": "rlframe.agents.networks:MLPConfig",
+    "nature_cnn": "rlframe.agents.networks:NatureCNNConfig",
+    "lstm": "rlframe.agents.recurrent:LSTMConfig",
+    "gru": "rlframe.agents.recurrent:GRUConfig",
+}
 REPLAYS = (
     "local",
     "shared_memory",
@@ -129,8 +135,6 @@ def network_config_class(name: str | None) -> type | None:
     Raises:
         UsageError: there is no network of this name.
     """
-    from rlframe.agents.networks import NETWORKS
-
     if name is None or ":" in name:
         return None
     if name not in NETWORKS:
@@ -138,7 +142,8 @@ def network_config_class(name: str | None) -> type | None:
             f"There is no network {name!r}; there are {', '.join(sorted(NETWORKS))}, or one of your own as "
             f"file.py:make_net.{suggest(name, NETWORKS)}"
         )
-    return NETWORKS[name]
+    found: type = load_object(NETWORKS[name], "network")
+    return found
 
 
 def network_factory(name: str | None, config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The agent of a user's own file, unchanged, in every topology."""
+"""Agents of a user's own files, unchanged, in every topology."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ RANDOM = 22.0  # what a random policy returns on CartPole
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(
+    ("agent", "env", "steps", "wanted"),
+    [
+        ("custom_agent.py:Reinforce", "CartPole-v1", 150_000, 5 * RANDOM),
+        ("recurrent_agent.py:Remembering", "PositionOnlyCartPole-v1", 300_000, 3 * RANDOM),
+    ],
+    ids=["reinforce", "recurrent"],
+)
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_a_custom_agent_learns_in_every_topology(which, tmp_path):
-    command = [sys.executable, "-m", "rlframe", "train", "--agent", str(ROOT / "examples/custom_agent.py:Reinforce")]
-    command += ["--env", "CartPole-v1", "--num-envs", "8", *options_of(which), "--num-actors", "2"]
-    command += ["--steps", "150000", "--run-dir", str(tmp_path / "run"), "--quiet", "--json"]
+def test_a_custom_agent_learns_in_every_topology(which, agent, env, steps, wanted, tmp_path):
+    command = [sys.executable, "-m", "rlframe", "train", "--agent", str(ROOT / "examples" / agent)]
+    command += ["--env", env, "--num-envs", "8", *options_of(which), "--num-actors", "2"]
+    command += ["--steps", str(steps), "--run-dir", str(tmp_path / "run"), "--quiet", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["env_steps"] >= 150_000 and result["learner_steps"] > 100
+    assert result["env_steps"] >= steps and result["learner_steps"] > 100
     # Not the last return: a policy gradient may fall back after it has solved the task.
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert max(row.get("episode_return", 0.0) for row in rows) > 5 * RANDOM
+    assert max(row.get("episode_return", 0.0) for row in rows) > wanted

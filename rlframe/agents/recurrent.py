@@ -1,0 +1,251 @@
+"""Recurrent networks: an LSTM or a GRU between a torso and the heads of an agent.
+
+A network of a user's own is recurrent where it has `initial_state` as well (see `RecurrentNetwork`): `net_factory`, or
+`--network file.py:make_net`, gives it as any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.agents.networks import (
+    Activation,
+    Head,
+    NatureCNNConfig,
+    apply_head,
+    check_layers,
+    dense_layers,
+    has_images,
+    initial_weights,
+    vectors,
+)
+from rlframe.errors import UsageError
+from rlframe.types import FIRST, AgentState, Params, Tree
+
+
+class RecurrentNetwork(NamedTuple):
+    """Pure functions of a network with a state, a pytree of `[B, ...]`.
+
+    A network of a user's own needs the first three; without `unroll` it is applied step after step.
+
+    The state travels with the Actor: `apply` gets what it gave for the same environment, and `initial_state` at FIRST.
+    """
+
+    init: Callable[[jax.Array, Tree], Params]  # (rng, observation [B, ...]) -> params
+    apply: Callable[[Params, Tree, AgentState], tuple[Any, AgentState]]  # [B, ...] -> (outputs [B, ...], state)
+    initial_state: Callable[[int], AgentState]  # (batch size) -> state at FIRST, numpy
+    # (params, observation [B, T, ...], is_first [B, T], state before step 0) -> outputs [B, T, ...]
+    unroll: Callable[[Params, Tree, jax.Array, AgentState], Any] | None = None
+
+
+class Core:
+    """What an agent asks of its network, recurrent or not: `step` acts, `unroll` learns.
+
+    Args:
+        network: has `init` and `apply`, and `initial_state` where it is recurrent.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self.is_recurrent = is_recurrent(network)
+        self._network = network
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        """The state at FIRST, `[batch_size, ...]`; `()` of a network without one."""
+        return self._network.initial_state(batch_size) if self.is_recurrent else ()
+
+    def step(self, params: Params, observation: Tree, state: AgentState) -> tuple[Any, AgentState]:
+        """(outputs `[B, ...]`, state after) of one step."""
+        if self.is_recurrent:
+            outputs, state = self._network.apply(params, observation, state)
+            return outputs, state
+        return self._network.apply(params, observation), state
+
+    def unroll(self, params: Params, observation: Tree, step_type: Any, state: AgentState) -> Any:
+        """The outputs `[B, T, ...]` for contiguous steps.
+
+        Args:
+            params: of the network.
+            observation: `[B, T, ...]`.
+            step_type: `[B, T]`; at FIRST the state is the initial one.
+            state: `[B, ...]`, before step 0.
+        """
+        if not self.is_recurrent:
+            lead = step_type.shape
+            rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), observation)
+            return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), self._network.apply(params, rows))
+        is_first = jnp.asarray(step_type) == FIRST
+        unroll = getattr(self._network, "unroll", None)
+        if unroll is not None:
+            return unroll(params, observation, is_first, state)
+        return self._one_by_one(params, observation, is_first, state)
+
+    def _one_by_one(self, params: Params, observation: Tree, is_first: jax.Array, state: AgentState) -> Any:
+        initial = self._network.initial_state(is_first.shape[0])
+
+        def step(state: AgentState, inputs: tuple[Tree, jax.Array]) -> tuple[AgentState, Any]:
+            observation, first = inputs
+            outputs, state = self._network.apply(params, observation, where_first(first, initial, state))
+            return state, outputs
+
+        inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (observation, is_first))
+        _, outputs = jax.lax.scan(step, jax.tree.map(jnp.asarray, state), inputs)
+        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), outputs)
+
+
+def is_recurrent(network: Any) -> bool:
+    """Whether a network has a state."""
+    return hasattr(network, "initial_state")
+
+
+def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
+    """`state` `[B, ...]` with the rows at FIRST (`[B]` bool) taken from `initial`."""
+
+    def choose(fresh: Any, old: jax.Array) -> jax.Array:
+        return jnp.where(first.reshape((-1,) + (1,) * (old.ndim - 1)), fresh, old)
+
+    return jax.tree.map(choose, initial, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RecurrentConfig:
+    """A torso, a recurrent core, and linear heads on what the core gives.
+
+    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. Weights are
+    orthogonal (of the core with gain 1, biases 0), as those of CleanRL's ppo_atari_lstm.py.
+    """
+
+    hidden: tuple[int, ...] = (64,)  # dense layers before the core
+    size: int = 64  # numbers of the core's output
+    activation: Activation = "tanh"
+    orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
+
+    _gates: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_layers(self)
+        if self.size < 1:
+            raise UsageError(f"{type(self).__name__}.size must be at least 1, got {self.size}.")
+
+    def build(self, observation_spec: Tree, heads: Sequence[Head]) -> RecurrentNetwork:
+        """A network whose outputs are a tuple with one `[..., head.size]` for each head."""
+        images = NatureCNNConfig(hidden=(), orthogonal=self.orthogonal) if has_images(observation_spec) else None
+
+        def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
+            # Without is_first one step [B, ...], else [B, T, ...]: all but the core is applied to all rows at once.
+            lead = jax.tree.leaves(observation)[0].shape[: 1 if is_first is None else 2]
+            rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[len(lead) :])), observation)
+            features = images.torso(observation_spec, rows, "torso") if images else vectors(observation_spec, rows)
+            features = dense_layers(features, self, "torso")
+            inputs = hk.Linear(self._gates * self.size, w_init=initial_weights(self, 1.0), name="core_inputs")(features)
+            shape = (self.size, self._gates * self.size)
+            weights = hk.get_parameter("core_weights", shape, init=initial_weights(self, 1.0))
+            if is_first is None:
+                state = self._cell(weights, inputs, state)
+                core = self._output(state)
+            else:
+                core, state = self._scan(weights, inputs.reshape(*lead, -1), is_first, state)
+                core = core.reshape(-1, self.size)
+            outputs = (apply_head(core, self, head, i) for i, head in enumerate(heads))
+            return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
+
+        transformed: Any = hk.without_apply_rng(hk.transform(forward))
+        init, apply = transformed
+
+        def unroll(params: Params, observation: Tree, is_first: jax.Array, state: AgentState) -> Any:
+            return apply(params, observation, is_first, state)[0]
+
+        return RecurrentNetwork(
+            lambda rng, observation: init(
+                rng, observation, None, self.initial_state(len(jax.tree.leaves(observation)[0]))
+            ),
+            lambda params, observation, state: apply(params, observation, None, state),
+            self.initial_state,
+            unroll,
+        )
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        """Zeros `[batch_size, size]`."""
+        return np.zeros((batch_size, self.size), np.float32)
+
+    def _scan(
+        self, weights: jax.Array, inputs: jax.Array, is_first: jax.Array, state: AgentState
+    ) -> tuple[jax.Array, AgentState]:
+        """The core's outputs [B, T, size]; `inputs` [B, T, gates * size] are what the features give its gates."""
+        initial = self.initial_state(inputs.shape[0])
+
+        def step(state: AgentState, now: tuple[jax.Array, jax.Array]) -> tuple[AgentState, jax.Array]:
+            state = self._cell(weights, now[0], where_first(now[1], initial, state))
+            return state, self._output(state)
+
+        time_first = functools.partial(jnp.swapaxes, axis1=0, axis2=1)
+        state, outputs = jax.lax.scan(
+            step, jax.tree.map(jnp.asarray, state), (time_first(inputs), time_first(is_first))
+        )
+        return time_first(outputs), state
+
+    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
+        """The state after a step: inputs [B, gates * size], weights [size, gates * size]."""
+        raise NotImplementedError
+
+    def _output(self, state: AgentState) -> jax.Array:
+        """[B, size]"""
+        raise NotImplementedError
+
+
+class LSTMState(NamedTuple):
+    """The state of an LSTM."""
+
+    hidden: Any  # [B, size]
+    cell: Any  # [B, size]
+
+
+@dataclasses.dataclass(frozen=True)
+class LSTMConfig(_RecurrentConfig):
+    """A torso, an LSTM, and linear heads.
+
+    Hochreiter and Schmidhuber 1997; with forget gates whose bias begins at 1 (Jozefowicz et al. 2015, section 2.2). The
+    torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`.
+    """
+
+    _gates: ClassVar[int] = 4
+
+    def initial_state(self, batch_size: int) -> AgentState:
+        """Zeros `[batch_size, size]`, hidden and cell."""
+        zeros = np.zeros((batch_size, self.size), np.float32)
+        return LSTMState(zeros, zeros)
+
+    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
+        enter, new, forget, out = jnp.split(inputs + state.hidden @ weights, 4, axis=-1)
+        cell = jax.nn.sigmoid(forget + 1.0) * state.cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+        return LSTMState(jax.nn.sigmoid(out) * jnp.tanh(cell), cell)
+
+    def _output(self, state: AgentState) -> jax.Array:
+        return state.hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class GRUConfig(_RecurrentConfig):
+    """A torso, a GRU (Cho et al. 2014, arXiv:1406.1078, equations 5 to 8), and linear heads.
+
+    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`.
+    """
+
+    _gates: ClassVar[int] = 3
+
+    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
+        size = self.size
+        gates = jax.nn.sigmoid(inputs[:, : 2 * size] + state @ weights[:, : 2 * size])
+        reset, update = gates[:, :size], gates[:, size:]
+        candidate = jnp.tanh(inputs[:, 2 * size :] + (reset * state) @ weights[:, 2 * size :])
+        return update * state + (1.0 - update) * candidate
+
+    def _output(self, state: AgentState) -> jax.Array:
+        return state
