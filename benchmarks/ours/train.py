@@ -37,6 +37,10 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         return make_experiment("ppo", "CartPole-v1", gae_lambda=0.8, **common)  # rl-baselines3-zoo's, as the peers
     if name == "ppo_pong":
         return make_experiment("ppo", "Pong-v5", **common)  # the preset is CleanRL's
+    if name == "sac":
+        return make_experiment(
+            "sac", "HalfCheetah-v4", preset="none", num_envs=1, env_type="envpool", eval_episodes=1, **common
+        )
     # CleanRL, dqn_jax.py; its counts of environment steps are learner steps here, one every 10.
     return make_experiment(
         "dqn",
@@ -119,7 +123,7 @@ class Watch:
 def main() -> None:
     """Parses the command line, trains, prints."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("experiment", choices=("ppo_cartpole", "ppo_pong", "dqn_1", "dqn_8"))
+    parser.add_argument("experiment", choices=("ppo_cartpole", "ppo_pong", "dqn_1", "dqn_8", "sac"))
     parser.add_argument("--steps", type=int, required=True, help="environment steps to run")
     parser.add_argument("--warm-up", type=int, default=0, help="of these, steps before the clock starts")
     parser.add_argument("--total", type=int, default=100_000, help="steps over which schedules run")

@@ -13,6 +13,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.normalization import Normaliser
 from rlframe.errors import UsageError
 from rlframe.types import (
     AgentOutput,
@@ -57,6 +58,8 @@ class DQNConfig:
     prioritised: bool = False  # Schaul et al. 2016, proportional
     priority_exponent: float = 0.6  # alpha
     importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
+    normalise_observations: bool = False  # by their running mean and deviation
+    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "min_replay_size", "update_period", "target_update_period", "n_step"):
@@ -84,7 +87,7 @@ class DQNConfig:
 class ActorParams(NamedTuple):
     """What a DQN actor acts by."""
 
-    params: Params
+    params: Any  # of the network; with statistics where observations are normalised
     epsilon: Any  # [] float32
 
 
@@ -95,6 +98,7 @@ class DQNState(NamedTuple):
     steps: Any
     rng: Any
     target_params: Params
+    statistics: Any = ()
 
 
 class Repetition(NamedTuple):
@@ -126,6 +130,7 @@ class DQN(Agent):
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
+        self.normaliser = Normaliser(cfg, observation_spec)
         self._num_actions = action_spec.num_values
         plain, dueling = (Head(self._num_actions),), (Head(self._num_actions), Head(1))
         heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)
@@ -175,7 +180,8 @@ class DQN(Agent):
         cfg = self.cfg
         done = jnp.minimum(learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1)), 1.0)
         epsilon = cfg.epsilon_begin + done * (cfg.epsilon_end - cfg.epsilon_begin)
-        return ActorParams(params, jnp.asarray(epsilon, jnp.float32))
+        published = self.normaliser.actor_params(params, learner_state.statistics)
+        return ActorParams(published, jnp.asarray(epsilon, jnp.float32))
 
     # Learning
 
@@ -206,7 +212,14 @@ class DQN(Agent):
 
     def initial_learner_state(self, params: Params) -> DQNState:
         opt_state, steps, rng = super().initial_learner_state(params)
-        return DQNState(opt_state, steps, rng, target_params=params)
+        statistics = self.normaliser.initial_statistics()
+        return DQNState(opt_state, steps, rng, target_params=params, statistics=statistics)
+
+    def learner_step(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[Params, DQNState, Logs]:
+        """One update, from what the normaliser makes of the batch."""
+        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
+        params, learner_state, logs = super().learner_step(params, learner_state, batch._replace(data=data))
+        return params, learner_state._replace(statistics=statistics), logs
 
     def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
         data = batch.data
@@ -242,5 +255,6 @@ class DQN(Agent):
             return outputs
         return losses.dueling_values(*outputs) if len(outputs) == 2 else outputs[0]
 
-    def _greedy(self, params: Params, observation: Tree) -> jax.Array:
-        return jnp.argmax(self._values(params, observation), axis=-1).astype(self.action_spec.dtype)
+    def _greedy(self, published: Any, observation: Tree) -> jax.Array:
+        values = self._values(*self.normaliser.acting(published, observation))
+        return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)

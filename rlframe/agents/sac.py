@@ -15,6 +15,7 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory, zeros_like_spec
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
 from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
@@ -37,6 +38,8 @@ class SACConfig:
     target_entropy: float | None = None  # nats, of actions in units of half their range; None: minus their dimension
     min_log_std: float = -20.0  # of the policy, before tanh
     max_log_std: float = 2.0
+    normalise_observations: bool = False  # by their running mean and deviation
+    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "min_replay_size", "update_period"):
@@ -71,7 +74,7 @@ class SACParams(NamedTuple):
 class ActorParams(NamedTuple):
     """What a SAC actor acts by."""
 
-    policy: Params
+    policy: Any  # its parameters; with statistics where observations are normalised
     uniform: Any  # [] float32: 1 until the first update, while actions are uniform
 
 
@@ -82,6 +85,7 @@ class SACState(NamedTuple):
     steps: Any
     rng: Any
     target_critics: Params
+    statistics: Any = ()
 
 
 class SAC(Agent):
@@ -106,6 +110,7 @@ class SAC(Agent):
         check_bounds("SAC", action_spec)
         self.policy = SquashedGaussian(action_spec, cfg.min_log_std, cfg.max_log_std)
         self._range = ActionRange(action_spec)
+        self.normaliser = Normaliser(cfg, observation_spec)
         default = MLPConfig((256, 256), "relu", orthogonal=False)
         self.network, self.critics = build_policy_and_critics(
             net_factory, default, observation_spec, self._range.size, self.policy.num_params
@@ -127,7 +132,8 @@ class SAC(Agent):
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        action = self.policy.to_action(self.policy.sample(rng, self._logits(params.policy, timestep.observation)))
+        logits = self._logits(*self.normaliser.acting(params.policy, timestep.observation))
+        action = self.policy.to_action(self.policy.sample(rng, logits))
         shape = (len(action), self._range.size)
         uniform = self._range.to_action(jax.random.uniform(jax.random.fold_in(rng, 1), shape, minval=-1.0))
         return AgentOutput(jnp.where(params.uniform > 0.0, uniform, action), {}), state
@@ -135,11 +141,12 @@ class SAC(Agent):
     def eval_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        mode = self.policy.mode(self._logits(params.policy, timestep.observation))
-        return AgentOutput(self.policy.to_action(mode), {}), state
+        logits = self._logits(*self.normaliser.acting(params.policy, timestep.observation))
+        return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
 
     def actor_params(self, params: SACParams, learner_state: SACState) -> ActorParams:
-        return ActorParams(params.policy, (learner_state.steps == 0).astype(jnp.float32))
+        policy = self.normaliser.actor_params(params.policy, learner_state.statistics)
+        return ActorParams(policy, (learner_state.steps == 0).astype(jnp.float32))
 
     # Learning
 
@@ -169,7 +176,16 @@ class SAC(Agent):
 
     def initial_learner_state(self, params: SACParams) -> SACState:
         opt_state, steps, rng = super().initial_learner_state(params)
-        return SACState(opt_state, steps, rng, target_critics=params.critics)
+        statistics = self.normaliser.initial_statistics()
+        return SACState(opt_state, steps, rng, target_critics=params.critics, statistics=statistics)
+
+    def learner_step(
+        self, params: SACParams, learner_state: SACState, batch: Batch
+    ) -> tuple[SACParams, SACState, Logs]:
+        """One update, from what the normaliser makes of the batch."""
+        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
+        params, learner_state, logs = super().learner_step(params, learner_state, batch._replace(data=data))
+        return params, learner_state._replace(statistics=statistics), logs
 
     def loss(self, params: SACParams, learner_state: SACState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The losses of critics, policy and temperature, added: no parameter is in two of them, so one step serves."""

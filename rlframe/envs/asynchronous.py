@@ -10,6 +10,7 @@ import numpy as np
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.envs.pool import PoolHandle
 from rlframe.envs.sync import check_arguments, make_pool
+from rlframe.envs.wrappers import check_wrappers
 from rlframe.errors import UsageError
 from rlframe.types import TimeStep
 
@@ -41,12 +42,18 @@ class AsyncEnv(PoolHandle):
         env_kwargs: Mapping[str, Any] | None = None,
         answer_timeout: float = ANSWER_TIMEOUT,
         check_finite: bool | None = None,
+        frame_stack: int = 1,
+        action_repeat: int = 1,
+        clip_rewards: float | None = None,
     ):
         check_arguments(size, type, ASYNC_TYPES, seed, num_workers, answer_timeout)
         if not isinstance(wait_num, (int, np.integer)) or not 1 <= wait_num <= size:
             raise UsageError(f"wait_num must be between 1 and the size, {size}, got {wait_num!r}.")
-        pool = make_pool(name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs, answer_timeout)
-        self._attach(pool, answer_timeout, check_finite, is_native=type == "envpool")
+        check_wrappers(frame_stack, action_repeat, clip_rewards)
+        pool = make_pool(
+            name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs, answer_timeout, action_repeat
+        )
+        self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
         self.wait_num = wait_num
         self._started = False
         self._idle: set[int] = set()  # received, but not sent to since: what `send` may name
@@ -65,7 +72,7 @@ class AsyncEnv(PoolHandle):
             )
         env_ids, timestep = self._pool.recv()
         self._idle.update(env_ids.tolist())
-        return env_ids, timestep if self._check_finite is None else self._check_finite(timestep, env_ids)
+        return env_ids, self._finish(timestep, env_ids)
 
     def send(self, env_ids: Any, actions: Any) -> None:
         """Gives `actions` [n, ...] to the environments `env_ids` [n], which were received and not sent to since.

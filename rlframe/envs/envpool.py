@@ -68,7 +68,6 @@ class EnvPoolPool:
         self._running = np.zeros(size, np.uint8)  # 1 unless the environment's next timestep is FIRST
 
     def reset(self) -> TimeStep:
-        self._running[:] = FIRST  # the next timestep of every environment
         self.start()
         return self._recv_all()
 
@@ -77,6 +76,7 @@ class EnvPoolPool:
         return self._recv_all()
 
     def start(self) -> None:
+        self._running[:] = FIRST  # the next timestep of every environment
         self.pool._reset(self._env_ids)
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:

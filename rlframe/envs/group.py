@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.clock import Clock
 from rlframe.metrics.sums import Sums
 from rlframe.types import TimeStep
+
+if TYPE_CHECKING:
+    from rlframe.envs.names import Builder
 
 ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung, by default
 LOOK = 0.5  # seconds between looks at whether those that a pool waits for are alive
@@ -42,12 +45,13 @@ class EnvGroup:
       envs: all with the same specs.
       seeds: one for each, given to its first reset.
       first_id: the index in the pool of the first one; errors name the environments by it.
+      action_repeat: how often each action is taken, up to the end of an episode; rewards add up.
 
     Attributes:
       at: [1] the place in this group of the environment that is being stepped or reset; may lie in shared memory.
     """
 
-    def __init__(self, envs: list[SingleEnv], seeds: list[int], first_id: int):
+    def __init__(self, envs: list[SingleEnv], seeds: list[int], first_id: int, action_repeat: int = 1):
         self.envs = envs
         self.first_id = first_id
         self.at: Any = [0]
@@ -58,7 +62,8 @@ class EnvGroup:
         self._decode = envs[0].codec.decode
         self._seeds: list[int | None] = list(seeds)
         self._last = [True] * len(envs)  # so a step before any reset is a reset, as dm_env has it
-        self._steppers: list[Callable[[Any], Any]] = [env.step for env in envs]
+        self._action_repeat = action_repeat
+        self._steppers = [_repeating(env.step, action_repeat) for env in envs]
         self._shapes = [leaf.shape for leaf in self.layout.leaves]
         # The dtypes that each leaf has come in so far and that were found to fit.
         self._accepted: list[set[np.dtype]] = [set() for _ in self.layout.leaves]
@@ -148,7 +153,7 @@ class EnvGroup:
         self.envs = envs
         self._last = [last for _, last, _ in states]
         self._seeds = [seed for _, _, seed in states]
-        self._steppers = [env.step for env in envs]
+        self._steppers = [_repeating(env.step, self._action_repeat) for env in envs]
         self.log_to(self.log)
 
     def close(self) -> None:
@@ -278,13 +283,30 @@ def different_specs(i: int, wanted: Any, j: int, came: Any) -> UsageError:
     )
 
 
-def build_group(build: Callable[[int], SingleEnv], seed_of: Callable[[int], int], start: int, stop: int) -> EnvGroup:
+def _repeating(step: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:
+    if times == 1:
+        return step
+
+    def step_on(action: Any) -> tuple[Any, float, float, bool]:
+        rewards, left = 0.0, 1.0
+        for _ in range(times):
+            observation, reward, discount, last = step(action)
+            rewards += reward
+            left *= discount
+            if last:
+                break
+        return observation, rewards, left, last
+
+    return step_on
+
+
+def build_group(build: Builder, start: int, stop: int) -> EnvGroup:
     """Builds the environments start .. stop; closes those that were built if one of them fails."""
     envs: list[SingleEnv] = []
     try:
         for index in range(start, stop):
             envs.append(build(index))
-        return EnvGroup(envs, [seed_of(index) for index in range(start, stop)], start)
+        return EnvGroup(envs, [build.seed_of(index) for index in range(start, stop)], start, build.action_repeat)
     except BaseException:
         for env in envs:
             env.close()

@@ -147,9 +147,11 @@ class Builder:
       name_or_pybuilder: a name, or a callable that returns one gymnasium or dm_env environment. It is called with
         `env_kwargs`, and with `seed=` where its signature has such an argument.
       seed: of the pool; each environment's own comes from (seed, index).
+      action_repeat: how often each of them takes an action.
     """
 
-    def __init__(self, name_or_pybuilder: Any, seed: int, env_kwargs: Mapping[str, Any] | None):
+    def __init__(self, name_or_pybuilder: Any, seed: int, env_kwargs: Mapping[str, Any] | None, action_repeat: int = 1):
+        self.action_repeat = action_repeat
         self.target = name_or_pybuilder
         self.seed = seed
         self.kwargs = dict(env_kwargs or {})

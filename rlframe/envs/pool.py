@@ -9,6 +9,7 @@ from dm_env import specs
 
 from rlframe.envs.checks import ActionCheck, FiniteCheck
 from rlframe.envs.group import ANSWER_TIMEOUT
+from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import UsageError
 from rlframe.interprocess.progress import Phase
 from rlframe.metrics.sums import Sums
@@ -96,16 +97,28 @@ class PoolHandle:
         answer_timeout: float = ANSWER_TIMEOUT,
         check_finite: bool | None = None,
         is_native: bool = False,
+        frame_stack: int = 1,
+        clip_rewards: float | None = None,
     ) -> None:
         self._pool = pool
         self._closed = False
         self.num_envs: int = pool.num_envs
-        self.observation_spec = pool.observation_spec
+        self._stack = FrameStack(frame_stack, pool.observation_spec, pool.num_envs) if frame_stack > 1 else None
+        self._clip_rewards = clip_rewards
+        self.observation_spec = pool.observation_spec if self._stack is None else self._stack.observation_spec
         self.action_spec: specs.Array = pool.action_spec
         self.answer_timeout = answer_timeout
         self._check_actions = ActionCheck(self.action_spec, every_value=is_native)
         checks = not is_native if check_finite is None else check_finite
-        self._check_finite = FiniteCheck(self.observation_spec) if checks else None
+        self._check_finite = FiniteCheck(pool.observation_spec) if checks else None
+
+    def _finish(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
+        """What the caller gets of a timestep [B, ...] of the environments `env_ids` [B]; None: of all."""
+        if self._check_finite is not None:
+            self._check_finite(timestep, env_ids)
+        if self._clip_rewards is not None:
+            timestep = timestep._replace(reward=np.clip(timestep.reward, -self._clip_rewards, self._clip_rewards))
+        return timestep if self._stack is None else self._stack(timestep, env_ids)
 
     def sums(self) -> Sums:
         """What the environments logged since they were made: name -> [sum, count]. Any thread may ask, at any time."""

@@ -19,7 +19,9 @@ from rlframe.envs.names import Builder, takes_seed
 from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
 from rlframe.envs.process import AsyncProcesses, ProcessPool
 from rlframe.envs.remote import RemoteEnv
+from rlframe.envs.repeat import RepeatingEnvPool
 from rlframe.envs.thread import AsyncThreads, ThreadPool
+from rlframe.envs.wrappers import check_wrappers
 from rlframe.errors import UsageError, suggest
 from rlframe.types import TimeStep
 
@@ -39,6 +41,9 @@ class SyncEnv(PoolHandle):
       env_kwargs: options of the environment or of EnvPool.
       answer_timeout: seconds that an environment may take for a step in a thread or process before it counts as hung:
         an EnvError names it. A loop and EnvPool have no such limit.
+      frame_stack: how many observations each one is made of, its own and those before; see `FrameStack`.
+      action_repeat: how often each action is taken, up to the end of an episode; rewards add up.
+      clip_rewards: rewards are clipped to between minus this and this; None: they are not.
       check_finite: whether NaN and infinity in a reward or an observation is an EnvError that names the environment;
         None: but for EnvPool, a light step of which would take a tenth more time.
 
@@ -62,10 +67,16 @@ class SyncEnv(PoolHandle):
         env_kwargs: Mapping[str, Any] | None = None,
         answer_timeout: float = ANSWER_TIMEOUT,
         check_finite: bool | None = None,
+        frame_stack: int = 1,
+        action_repeat: int = 1,
+        clip_rewards: float | None = None,
     ):
         check_arguments(size, type, SYNC_TYPES, seed, num_workers, answer_timeout)
-        pool = make_pool(name_or_pybuilder, size, None, type, seed, num_workers, env_kwargs, answer_timeout)
-        self._attach(pool, answer_timeout, check_finite, is_native=type == "envpool")
+        check_wrappers(frame_stack, action_repeat, clip_rewards)
+        pool = make_pool(
+            name_or_pybuilder, size, None, type, seed, num_workers, env_kwargs, answer_timeout, action_repeat
+        )
+        self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
 
     @classmethod
     def from_env(cls, env: Any, *, seed: int = 0) -> SyncEnv:
@@ -77,8 +88,7 @@ class SyncEnv(PoolHandle):
     def reset(self) -> TimeStep:
         """Starts a new episode everywhere: a FIRST timestep [B, ...]."""
         self._check_open()
-        timestep = self._pool.reset()
-        return timestep if self._check_finite is None else self._check_finite(timestep)
+        return self._finish(self._pool.reset())
 
     def step(self, actions: Any) -> TimeStep:
         """Steps all environments with `actions` [B, ...]; those that were LAST ignore theirs and give FIRST.
@@ -86,8 +96,7 @@ class SyncEnv(PoolHandle):
         Actions that do not fit (see `rlframe.envs.checks`) are refused before any environment steps.
         """
         self._check_open()
-        timestep = self._pool.step(self._check_actions(actions, self.num_envs))
-        return timestep if self._check_finite is None else self._check_finite(timestep)
+        return self._finish(self._pool.step(self._check_actions(actions, self.num_envs)))
 
     def get_state(self) -> bytes | None:
         """All environments with their state, or None where they cannot save it (EnvPool, EzPickle, native handles).
@@ -96,7 +105,9 @@ class SyncEnv(PoolHandle):
         """
         self._check_open()
         states = self._pool.get_state()
-        return None if states is None else pickle.dumps(states)
+        if states is None:
+            return None
+        return pickle.dumps(states if self._stack is None else (states, self._stack.get_state()))
 
     def set_state(self, state: bytes) -> None:
         """Continues as the pool that gave `state` would have; the caller keeps the timestep that goes with it.
@@ -105,6 +116,9 @@ class SyncEnv(PoolHandle):
         """
         self._check_open()
         states = pickle.loads(state)
+        if self._stack is not None:
+            states, frames = states
+            self._stack.set_state(frames)
         if len(states) != self.num_envs:
             raise UsageError(f"The state holds {len(states)} environments, but this pool has {self.num_envs}.")
         self._pool.set_state(states)
@@ -181,6 +195,7 @@ def make_pool(
     num_workers: int | None,
     env_kwargs: Mapping[str, Any] | None,
     answer_timeout: float,
+    action_repeat: int = 1,
 ) -> Any:
     """The pool of this type: a synchronous one, or where `wait_num` is given an asynchronous one."""
     if type == "envpool":
@@ -188,10 +203,13 @@ def make_pool(
             raise UsageError(
                 "type='envpool' takes the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
             )
+        if action_repeat > 1:
+            one_by_one = EnvPoolPool(name_or_pybuilder, size, 1, seed, num_workers, env_kwargs)
+            return RepeatingEnvPool(one_by_one, action_repeat, wait_num)
         return EnvPoolPool(name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs)
-    builder = Builder(name_or_pybuilder, seed, env_kwargs)
+    builder = Builder(name_or_pybuilder, seed, env_kwargs, action_repeat)
     if type == "loop":
-        return LoopPool(build_group(builder, builder.seed_of, 0, size))
+        return LoopPool(build_group(builder, 0, size))
     workers = min(size, num_workers or len(os.sched_getaffinity(0)))  # one for each core
     slices = split_among(size, workers)
     if type == "process":
@@ -199,6 +217,6 @@ def make_pool(
             return AsyncProcesses(builder, slices, wait_num, answer_timeout)
         return ProcessPool(builder, slices, answer_timeout)
     if wait_num is not None:
-        return AsyncThreads(build_group(builder, builder.seed_of, 0, size), wait_num, workers, answer_timeout)
-    groups = [build_group(builder, builder.seed_of, start, stop) for start, stop in slices]
+        return AsyncThreads(build_group(builder, 0, size), wait_num, workers, answer_timeout)
+    groups = [build_group(builder, start, stop) for start, stop in slices]
     return ThreadPool(groups, answer_timeout)

@@ -240,7 +240,7 @@ def _build(job: WorkerJob, connection: Connection) -> EnvGroup | None:
     """Builds the environments and tells the pool their specs, or why that failed."""
     try:
         builder: Any = pickle.loads(job.builder)
-        group = build_group(builder, builder.seed_of, job.start, job.stop)
+        group = build_group(builder, job.start, job.stop)
     except Exception as error:
         if not isinstance(error, RlframeError):
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))

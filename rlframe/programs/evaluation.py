@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from typing import Any
 
@@ -106,6 +107,8 @@ def record(run_dir: str | os.PathLike, path: str | os.PathLike, *, episodes: int
 def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
     """Environments for evaluation, with seeds that training never uses."""
     env_kwargs = {**experiment.env_kwargs, **experiment.topology.eval_env_kwargs}
+    # True rewards, whatever training saw.
+    experiment = dataclasses.replace(experiment, topology=dataclasses.replace(experiment.topology, clip_rewards=None))
     with STARTING:
         return make_pool(experiment, num_envs, env_kwargs, env_seed(seed, EVALUATOR_RANK))
 

@@ -64,7 +64,10 @@ class Film:
         Raises:
             UsageError: the environment does not render.
         """
-        self._pool = SyncEnv(lambda: _Filmed(_rendering_env(self._experiment, seed), self), 1, "loop", seed=seed)
+        topology = self._experiment.topology
+        options = {"frame_stack": topology.frame_stack, "action_repeat": topology.action_repeat}
+        filmed = lambda: _Filmed(_rendering_env(self._experiment, seed), self)  # noqa: E731
+        self._pool = SyncEnv(filmed, 1, "loop", seed=seed, **options)
         return self._pool
 
     def add(self, frame: Any, fps: float) -> None:

@@ -49,13 +49,14 @@ def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> B
     """An unroll that the agent itself acted; one step in eight is LAST."""
     random = np.random.RandomState(seed)
     observation = random_tree(agent.observation_spec, (batch_size, length + 1), seed)
-    outputs = []
+    outputs, state = [], agent.initial_state(batch_size)
     step = jax.jit(agent.actor_step)
     actor_params = agent.actor_params(params, learner_state)
     for t in range(length):
         now = jax.tree.map(lambda leaf, t=t: leaf[:, t], observation)
         seen = timestep(agent.observation_spec, batch_size)._replace(observation=now)
-        outputs.append(step(jax.random.PRNGKey(t), actor_params, seen, ())[0])
+        output, state = step(jax.random.PRNGKey(t), actor_params, seen, state)
+        outputs.append(output)
     output = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves], axis=1), *outputs)
     step_type = np.where(random.rand(batch_size, length + 1) < 0.125, 2, 1).astype(np.uint8)
     data = SequenceBatch(
@@ -65,7 +66,7 @@ def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> B
         reward=random.randn(batch_size, length).astype(np.float32),
         discount=np.ones((batch_size, length), np.float32),
         extras=output.extras,
-        agent_state=(),
+        agent_state=agent.initial_state(batch_size),
     )
     return whole(data, batch_size)
 

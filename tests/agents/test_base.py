@@ -56,6 +56,9 @@ def make(name: str) -> Agent:
         "impala continuous": lambda: IMPALA(dataclasses.replace(IMPALA_CONFIG, optimizer="adam"), VECTOR, BOX),
         "impala images": lambda: IMPALA(IMPALA_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
         "impala dict": lambda: IMPALA(IMPALA_CONFIG, DICT, DISCRETE, SMALL_CNN),
+        "ppo normalised": lambda: PPO(
+            dataclasses.replace(PPO_CONFIG, normalise_observations=True, normalise_rewards=True), DICT, BOX, SMALL_CNN
+        ),
         "sac": lambda: SAC(SAC_CONFIG, VECTOR, BOX, SMALL_MLP),
         "sac matrix": lambda: SAC(SAC_CONFIG, {"a": VECTOR, "b": VECTOR}, MATRIX, SMALL_MLP),
         "sac images": lambda: SAC(SAC_CONFIG, DICT, BOX, SMALL_CNN),
@@ -67,7 +70,7 @@ def make(name: str) -> Agent:
 AGENTS = ["ppo", "ppo multi-discrete", "ppo continuous", "ppo images", "ppo dict"]
 AGENTS += ["dqn", "dqn prioritised", "dqn images", "dqn dict"]
 AGENTS += ["impala", "impala multi-discrete", "impala continuous", "impala images", "impala dict"]
-AGENTS += ["sac", "sac matrix", "sac images", "td3", "td3 matrix"]
+AGENTS += ["sac", "sac matrix", "sac images", "ppo normalised", "td3", "td3 matrix"]
 
 ONE_OF_EACH = ["ppo", "ppo continuous", "dqn images", "impala", "sac", "td3"]
 

@@ -14,7 +14,7 @@ from rlframe.programs.presets.table import (
 ZOO = "rl-baselines3-zoo, hyperparams/ppo.yml"
 SB3 = "stable-baselines3, the default of PPO"
 CLEANRL_ATARI = "CleanRL, ppo_atari_envpool.py"
-CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py; without its normalised, clipped observations and rewards"
+CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py"
 NOT_NORMALISED = "without its normalised observations and rewards"
 
 # SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
@@ -139,23 +139,42 @@ ATARI_GAMES = Preset(
 MUJOCO_TASKS = Preset(
     name="ppo/mujoco",
     envs=MUJOCO,
-    fields=settings(
-        CLEANRL_CONTINUOUS,
-        steps=1_000_000,
-        num_envs=1,
-        agent__unroll_length=2048,
-        agent__num_epochs=10,
-        agent__num_minibatches=32,
-        agent__discount=0.99,
-        agent__gae_lambda=0.95,
-        agent__learning_rate=3e-4,
-        agent__anneal_learning_rate=True,
-        agent__clip_epsilon=0.2,
-        agent__value_clip=0.2,
-        agent__entropy_cost=0.0,
-        agent__value_cost=0.5,
-        agent__max_grad_norm=0.5,
-    ),
+    fields={
+        **settings(
+            CLEANRL_CONTINUOUS,
+            steps=1_000_000,
+            num_envs=1,
+            agent__unroll_length=2048,
+            agent__num_epochs=10,
+            agent__num_minibatches=32,
+            agent__discount=0.99,
+            agent__gae_lambda=0.95,
+            agent__learning_rate=3e-4,
+            agent__adam_epsilon=1e-5,
+            agent__anneal_learning_rate=True,
+            agent__clip_epsilon=0.2,
+            agent__value_clip=0.2,
+            agent__entropy_cost=0.0,
+            agent__value_cost=0.5,
+            agent__max_grad_norm=0.5,
+            agent__normalise_advantages=True,
+            agent__observation_clip=10.0,
+            agent__reward_clip=10.0,
+        ),
+        **settings(
+            f"{CLEANRL_CONTINUOUS}; there the statistics change with every step, here with every update",
+            agent__normalise_observations=True,
+            agent__normalise_rewards=True,
+        ),
+        **settings(
+            f"{CLEANRL_CONTINUOUS}: the network",
+            network="mlp",
+            network__hidden=(64, 64),
+            network__activation="tanh",
+            network__orthogonal=True,
+            network__separate=True,
+        ),
+    },
 )
 
 PRESETS = (CARTPOLE, ACROBOT, MOUNTAIN_CAR, PENDULUM, ATARI_GAMES, MUJOCO_TASKS)

@@ -28,7 +28,8 @@ ENGINE_OPTIONS = ("accelerators", "max_restarts", "hang_timeout", "grace_seconds
 
 # The least value of fields, where they are not None.
 _AT_LEAST = {
-    1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers slots replay_shards",
+    1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers slots replay_shards "
+    "frame_stack action_repeat",
     0: "eval_every checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts hang_timeout "
     "grace_seconds max_staleness",
 }
@@ -164,6 +165,9 @@ class GameConfig(TopologyConfig):
     wait_num: Union[int, None] = None  # of async_envs: environments of each pool to wait for; None: a third of them
     answer_timeout: float = 600.0  # seconds that an environment may take for a step before it counts as hung
     check_finite: Union[bool, None] = None  # whether NaN of an environment ends the run; None: unless it is EnvPool's
+    frame_stack: int = 1  # observations that each one is made of: its own and those before
+    action_repeat: int = 1  # how often each action is taken, up to an episode's end; counts as one environment step
+    clip_rewards: Union[float, None] = None  # to between minus this and this, in training; None: as they are
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
     eval_episodes: int = 20
     network: Union[str, None] = None  # mlp, nature_cnn or file.py:make_net; None: what suits the observation
@@ -174,6 +178,8 @@ class GameConfig(TopologyConfig):
         super().__post_init__()
         if not self.answer_timeout > 0:
             raise UsageError(f"answer_timeout must be more than 0 s, got {self.answer_timeout}.")
+        if self.clip_rewards is not None and not self.clip_rewards > 0:
+            raise UsageError(f"clip_rewards must be above 0, got {self.clip_rewards}.")
         if self.wait_num is not None and not self.async_envs:
             raise UsageError(f"wait_num={self.wait_num} is for asynchronous environments: add --async (async_envs).")
         if self.async_envs and self.env_type == "loop":

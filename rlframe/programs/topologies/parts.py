@@ -30,7 +30,8 @@ def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any],
     config = experiment.topology
     what = naming.env_name_or_builder(experiment.env) if env is None else env
     options: dict[str, Any] = {"type": pool_type(experiment, num_envs, what), "env_kwargs": env_kwargs}
-    options.update({name: getattr(config, name) for name in ("num_workers", "answer_timeout", "check_finite")})
+    shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
+    options.update({name: getattr(config, name) for name in shared})
     if config.async_envs:
         return AsyncEnv(what, num_envs, experiment.waits_for, seed=seed, **options)
     return SyncEnv(what, num_envs, seed=seed, **options)

@@ -1,0 +1,88 @@
+"""What a pool makes of its timesteps, whichever backend they come from: stacked frames and clipped rewards, in batches.
+
+A repeated action is the business of who steps an environment: `EnvGroup`, and `RepeatingEnvPool` for EnvPool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from dm_env import specs
+
+from rlframe.envs.spaces import Layout
+from rlframe.errors import UsageError
+from rlframe.types import FIRST, TimeStep
+
+
+class FrameStack:
+    """Gives the newest `count` observations of each environment as one, oldest first; at FIRST all are the first one.
+
+    A leaf of shape `[C, H, W]` or `[H, W, C]` (the smaller end is the channels) becomes `[count * C, H, W]` or
+    `[H, W, count * C]`; any other gets an axis in front: `[H, W]` becomes `[count, H, W]`, `[n]` becomes `[count, n]`.
+
+    Args:
+        count: how many observations, at least 2.
+        observation_spec: of one environment, before stacking.
+        num_envs: how many environments.
+
+    Attributes:
+        observation_spec: of one environment, after it.
+    """
+
+    def __init__(self, count: int, observation_spec: Any, num_envs: int) -> None:
+        self._count, self._layout = count, Layout(observation_spec)
+        leaves = self._layout.leaves
+        self._frames = [np.zeros((num_envs, count, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self.observation_spec = self._layout.unflatten([self._stacked_spec(leaf) for leaf in leaves])
+
+    def __call__(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
+        """The timestep [B, ...] of the environments `env_ids` [B] (None: of all), its observations stacked."""
+        first, stacked = timestep.step_type == FIRST, []
+        leaves = self._layout.flatten(timestep.observation)
+        for frames, leaf in zip(self._frames, leaves, strict=True):
+            rows = np.roll(frames if env_ids is None else frames[env_ids], -1, axis=1)
+            rows[:, -1] = leaf
+            rows[first] = leaf[first, None]
+            frames[slice(None) if env_ids is None else env_ids] = rows
+            stacked.append(self._joined(rows))
+        return timestep._replace(observation=self._layout.unflatten(stacked))
+
+    def get_state(self) -> list[np.ndarray]:
+        """What `set_state` needs."""
+        return [frames.copy() for frames in self._frames]
+
+    def set_state(self, state: list[np.ndarray]) -> None:
+        """Goes on as the one that gave `state` would have."""
+        for frames, saved in zip(self._frames, state, strict=True):
+            frames[:] = saved
+
+    def _joined(self, rows: np.ndarray) -> np.ndarray:
+        """[B, *stacked shape] of rows [B, count, *shape]."""
+        if rows.ndim != 5:
+            return rows
+        if _channels_first(rows.shape[2:]):
+            return rows.reshape(len(rows), -1, *rows.shape[3:])
+        return np.moveaxis(rows, 1, 3).reshape(len(rows), *rows.shape[2:4], -1)
+
+    def _stacked_spec(self, leaf: specs.Array) -> specs.Array:
+        def stacked(bound: Any) -> np.ndarray:
+            return self._joined(np.broadcast_to(bound, (1, self._count, *leaf.shape)))[0]
+
+        shape = stacked(0).shape
+        if isinstance(leaf, specs.BoundedArray):  # a DiscreteArray is one, too
+            return specs.BoundedArray(shape, leaf.dtype, stacked(leaf.minimum), stacked(leaf.maximum), leaf.name)
+        return specs.Array(shape, leaf.dtype, leaf.name)
+
+
+def _channels_first(shape: tuple[int, ...]) -> bool:
+    return shape[0] <= shape[-1]
+
+
+def check_wrappers(frame_stack: int, action_repeat: int, clip_rewards: float | None) -> None:
+    """Raises UsageError for options that no pool can have."""
+    for name, value in (("frame_stack", frame_stack), ("action_repeat", action_repeat)):
+        if not isinstance(value, (int, np.integer)) or value < 1:
+            raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if clip_rewards is not None and not clip_rewards > 0:
+        raise UsageError(f"clip_rewards must be above 0 (or None: rewards as they are), got {clip_rewards!r}.")

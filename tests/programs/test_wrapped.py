@@ -1,0 +1,20 @@
+"""Whole runs with stacked frames, repeated actions and clipped rewards."""
+
+from __future__ import annotations
+
+from rlframe.programs import evaluate, load_experiment, train
+from tests.programs.test_single_process import assert_same_arrays, dqn
+
+WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}
+
+
+def test_wrappers_are_kept_with_the_run_and_evaluations_have_true_rewards(tmp_path):
+    described = dqn(**WRAPPED)
+    whole = train(described, run_dir=tmp_path / "whole")
+    train(described, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
+    train(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
+    assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
+    evaluated = evaluate(tmp_path / "parts", episodes=2)
+    assert evaluated["return_mean"] == whole.return_mean
+    # Every step of CartPole gives 1, and all but an episode's last one are two.
+    assert 2 * evaluated["length_mean"] - 1 <= evaluated["return_mean"] <= 2 * evaluated["length_mean"]
