@@ -27,8 +27,9 @@ if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
 _Options = dict[str, bool | str]
 
 # Each is left out where XLA does not know it.
+_OLDER_RUNTIME = "xla_cpu_use_thunk_runtime"
 _FOR_SMALL_PARTS: _Options = {
-    "xla_cpu_use_thunk_runtime": False,
+    _OLDER_RUNTIME: False,
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 _ONE_THREAD: _Options = {"xla_cpu_multi_thread_eigen": False}
@@ -68,20 +69,49 @@ class jit:
         if convolves and self._differentiates:
             return plain
         wanted = _FOR_SMALL_PARTS if convolves or self._differentiates else {**_FOR_SMALL_PARTS, **_ONE_THREAD}
+        if _unrolls(traced.jaxpr.jaxpr):
+            wanted = {option: value for option, value in wanted.items() if option != _OLDER_RUNTIME}
         options = {option: value for option, value in wanted.items() if _accepts(option, value)}
         return jax.jit(self._function, donate_argnums=self._donate_argnums, compiler_options=options)
 
 
 def _convolves(jaxpr: Any) -> bool:
     """Whether a convolution is anywhere in it. (Printing it to look for the name takes half a second for PPO.)"""
+    return _has(jaxpr, "conv_general_dilated")
+
+
+def _unrolls(jaxpr: Any) -> bool:
+    """Whether a product of matrices takes what a loop over others gave, as a recurrent network's gradient does.
+
+    From some size on, the older runtime of jaxlib 0.5.3 crashes when it compiles that: it would evaluate the loop, to
+    pack a matrix for oneDNN.
+    """
+    from_loops: set[Any] = set()
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "conv_general_dilated":
+        if any(_unrolls(inner) for inner in _inner(equation)):
             return True
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns") and _convolves(inner):
-                return True
+        follows = any(variable in from_loops for variable in equation.invars if not hasattr(variable, "val"))
+        multiplies = equation.primitive.name == "dot_general" or any(_has(i, "dot_general") for i in _inner(equation))
+        loops = equation.primitive.name in ("scan", "while")
+        if follows and multiplies and not loops:
+            return True
+        if follows or (loops and multiplies):
+            from_loops.update(equation.outvars)
     return False
+
+
+def _has(jaxpr: Any, primitive: str) -> bool:
+    return any(
+        equation.primitive.name == primitive or any(_has(inner, primitive) for inner in _inner(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def _inner(equation: Any) -> list[Any]:
+    """The functions that an equation calls."""
+    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns"))
+    leaves = [getattr(leaf, "jaxpr", leaf) for leaf in leaves]
+    return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
 
 
 @functools.cache

@@ -29,10 +29,15 @@ def options_of(monkeypatch, function, differentiates, *args):
     return seen[-1]
 
 
+def loop(function):
+    return lambda x: jax.lax.scan(lambda carry, _: (function(carry), None), x, None, length=2)[0]
+
+
 IMAGE = np.ones((1, 1, 4, 4), np.float32)
 # XLA has dropped the older runtime, and with it came another scheduler.
 OLD = jax.__version_info__ < (0, 6)
 NEW_RUNTIME = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+WITHOUT_OLDER_RUNTIME = {} if OLD else NEW_RUNTIME
 SMALL = {"xla_cpu_use_thunk_runtime": False} if OLD else NEW_RUNTIME
 
 
@@ -44,6 +49,10 @@ SMALL = {"xla_cpu_use_thunk_runtime": False} if OLD else NEW_RUNTIME
         (convolve, False, SMALL),
         (convolve, True, None),
         (jax.jit(convolve), True, None),  # found inside an inner function too
+        (loop(lambda x: x @ x), True, SMALL),
+        (lambda x: jax.jit(jnp.dot)(loop(lambda x: x @ x)(x), x), True, WITHOUT_OLDER_RUNTIME),
+        (loop(lambda x: loop(lambda x: x @ x)(x) @ x), True, WITHOUT_OLDER_RUNTIME),  # in a loop over minibatches
+        (lambda x: loop(lambda x: x + x)(x) @ x, True, SMALL),
     ],
 )
 def test_options_follow_from_what_is_computed(monkeypatch, function, differentiates, expected):

@@ -166,7 +166,7 @@ class IMPALA(Agent):
 
     def loss(self, params: Params, learner_state: NormalisedState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
-        logits, values = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
+        (logits, values), _ = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
         logits, values = _time_first(logits), _time_first(values.reshape(data.step_type.shape))
         sample = _time_first(data.extras["sample"] if self.policy.clips else data.action)
         mask = _time_first(data.step_type[:, :-1] != LAST).astype(jnp.float32)

@@ -116,6 +116,54 @@ def dueling_values(advantages: jax.Array, value: jax.Array) -> jax.Array:
     return value + advantages - jnp.mean(advantages, axis=-1, keepdims=True)
 
 
+def rescale(x: jax.Array, epsilon: float) -> jax.Array:
+    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x: small values for large returns (Pohlen et al. 2018)."""
+    return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1.0) - 1.0) + epsilon * x
+
+
+def unscale(x: jax.Array, epsilon: float) -> jax.Array:
+    """The inverse of `rescale` (Pohlen et al. 2018, proposition A.2), without differences of nearly equal numbers."""
+    size = jnp.abs(x) + 1.0 + epsilon
+    root = 2.0 * size / (1.0 + jnp.sqrt(1.0 + 4.0 * epsilon * size))  # sqrt(|h^-1(x)| + 1)
+    return jnp.sign(x) * (jnp.square(root) - 1.0)
+
+
+def n_step_returns(
+    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, goes_on: jax.Array, n_step: int
+) -> jax.Array:
+    """Rewards of up to n steps and the value of what follows, within sequences, time first.
+
+    Args:
+        rewards: [T, B] float32, of action t.
+        discounts: [T, B] float32, gamma; 0 where the environment terminated at timestep t + 1.
+        next_values: [T, B] float32, of timestep t + 1.
+        goes_on: [T, B] bool, whether timestep t + 1 is not LAST; where it is, its value ends the sum.
+        n_step: at least 1. Near the end of the sequence there are fewer.
+
+    Returns:
+        [T, B] float32.
+    """
+    goes_on = jnp.concatenate([goes_on[:-1], jnp.zeros_like(goes_on[-1:])])
+    returns = rewards + discounts * next_values
+    for _ in range(n_step - 1):
+        following = jnp.where(goes_on, jnp.roll(returns, -1, axis=0), next_values)
+        returns = rewards + discounts * following
+    return returns
+
+
+def sequence_priorities(errors: jax.Array, mask: jax.Array, max_share: float) -> jax.Array:
+    """[B]: of each sequence the largest error and the mean, mixed (Kapturowski et al. 2019, section 2.3).
+
+    Args:
+        errors: [T, B], differences to the targets.
+        mask: [T, B] float32, 0 where the environment ignored action t.
+        max_share: eta, the share of the largest.
+    """
+    sizes = jnp.abs(errors) * mask
+    means = jnp.sum(sizes, axis=0) / jnp.maximum(jnp.sum(mask, axis=0), 1.0)
+    return max_share * jnp.max(sizes, axis=0) + (1.0 - max_share) * means
+
+
 def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) -> jax.Array:
     """[B]: corrections for prioritised sampling, the largest being 1 (Schaul et al. 2016, section 3.4).
 

@@ -243,7 +243,7 @@ class PPO(Agent):
     def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
         """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""
         if self._core.is_recurrent:
-            outputs = self._core.unroll(params, rollout.observation, rollout.step_type, rollout.state)
+            outputs, _ = self._core.unroll(params, rollout.observation, rollout.step_type, rollout.state)
             logits, value = _rows(outputs)
             rollout = _rows(rollout._replace(step_type=(), state=()))
         else:
@@ -253,7 +253,8 @@ class PPO(Agent):
     def _last_value(self, params: Params, data: SequenceBatch) -> jax.Array:
         """[B]: the value of the timestep after the unroll."""
         if self._core.is_recurrent:
-            value = self._core.unroll(params, data.observation, data.step_type, data.agent_state)[1][:, -1]
+            outputs, _ = self._core.unroll(params, data.observation, data.step_type, data.agent_state)
+            value = outputs[1][:, -1]
         else:
             value = self.network.apply(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))[1]
         return value.reshape(len(data.reward))

@@ -42,8 +42,8 @@ class RecurrentNetwork(NamedTuple):
     init: Callable[[jax.Array, Tree], Params]  # (rng, observation [B, ...]) -> params
     apply: Callable[[Params, Tree, AgentState], tuple[Any, AgentState]]  # [B, ...] -> (outputs [B, ...], state)
     initial_state: Callable[[int], AgentState]  # (batch size) -> state at FIRST, numpy
-    # (params, observation [B, T, ...], is_first [B, T], state before step 0) -> outputs [B, T, ...]
-    unroll: Callable[[Params, Tree, jax.Array, AgentState], Any] | None = None
+    # (params, observation [B, T, ...], is_first [B, T], state before step 0) -> (outputs [B, T, ...], state after)
+    unroll: Callable[[Params, Tree, jax.Array, AgentState], tuple[Any, AgentState]] | None = None
 
 
 class Core:
@@ -68,8 +68,8 @@ class Core:
             return outputs, state
         return self._network.apply(params, observation), state
 
-    def unroll(self, params: Params, observation: Tree, step_type: Any, state: AgentState) -> Any:
-        """The outputs `[B, T, ...]` for contiguous steps.
+    def unroll(self, params: Params, observation: Tree, step_type: Any, state: AgentState) -> tuple[Any, AgentState]:
+        """(outputs `[B, T, ...]`, state after) of contiguous steps.
 
         Args:
             params: of the network.
@@ -80,14 +80,17 @@ class Core:
         if not self.is_recurrent:
             lead = step_type.shape
             rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), observation)
-            return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), self._network.apply(params, rows))
+            outputs = self._network.apply(params, rows)
+            return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs), state
         is_first = jnp.asarray(step_type) == FIRST
         unroll = getattr(self._network, "unroll", None)
         if unroll is not None:
             return unroll(params, observation, is_first, state)
         return self._one_by_one(params, observation, is_first, state)
 
-    def _one_by_one(self, params: Params, observation: Tree, is_first: jax.Array, state: AgentState) -> Any:
+    def _one_by_one(
+        self, params: Params, observation: Tree, is_first: jax.Array, state: AgentState
+    ) -> tuple[Any, AgentState]:
         initial = self._network.initial_state(is_first.shape[0])
 
         def step(state: AgentState, inputs: tuple[Tree, jax.Array]) -> tuple[AgentState, Any]:
@@ -96,8 +99,8 @@ class Core:
             return state, outputs
 
         inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (observation, is_first))
-        _, outputs = jax.lax.scan(step, jax.tree.map(jnp.asarray, state), inputs)
-        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), outputs)
+        state, outputs = jax.lax.scan(step, jax.tree.map(jnp.asarray, state), inputs)
+        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), outputs), state
 
 
 def is_recurrent(network: Any) -> bool:
@@ -159,16 +162,13 @@ class _RecurrentConfig:
         transformed: Any = hk.without_apply_rng(hk.transform(forward))
         init, apply = transformed
 
-        def unroll(params: Params, observation: Tree, is_first: jax.Array, state: AgentState) -> Any:
-            return apply(params, observation, is_first, state)[0]
-
         return RecurrentNetwork(
             lambda rng, observation: init(
                 rng, observation, None, self.initial_state(len(jax.tree.leaves(observation)[0]))
             ),
             lambda params, observation, state: apply(params, observation, None, state),
             self.initial_state,
-            unroll,
+            apply,
         )
 
     def initial_state(self, batch_size: int) -> AgentState:

@@ -134,6 +134,49 @@ def test_importance_weights_without_correction_are_one():
     np.testing.assert_allclose(losses.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
 
 
+def test_rescaled_values_by_hand():
+    # sqrt(8 + 1) - 1 + 0.1 * 8, and for a negative number minus that.
+    np.testing.assert_allclose(losses.rescale(jnp.array([8.0, 0.0, -8.0]), 0.1), [2.8, 0.0, -2.8], rtol=1e-6)
+    np.testing.assert_allclose(losses.unscale(jnp.array([2.8, 0.0, -2.8]), 0.1), [8.0, 0.0, -8.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3, 1e-2])
+def test_unscaling_undoes_rescaling(epsilon):
+    values = jnp.concatenate([-jnp.logspace(-3, 4, 50), jnp.logspace(-3, 4, 50)])
+    np.testing.assert_allclose(losses.unscale(losses.rescale(values, epsilon), epsilon), values, rtol=1e-3)
+    if epsilon:
+        pair = rlax.SIGNED_HYPERBOLIC_PAIR
+        np.testing.assert_allclose(losses.rescale(values, 1e-3), pair.apply(values), rtol=1e-5)
+
+
+def test_n_step_returns_by_hand():
+    # gamma 0.5; timestep 2 is LAST by a time limit, timestep 3 the FIRST of the next episode. Two steps at most.
+    returns = losses.n_step_returns(
+        *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0, 8.0], [0.5] * 5, [10.0, 20.0, 30.0, 40.0, 50.0])),
+        goes_on=jnp.array([True, False, True, True, True])[:, None],
+        n_step=2,
+    )
+    # 1 + 0.5 (2 + 0.5 * 20); 2 + 0.5 * 20; (ignored); 4 + 0.5 (8 + 0.5 * 50); 8 + 0.5 * 50, where the sequence ends
+    np.testing.assert_allclose(np.delete(returns[:, 0], 2), [7.0, 12.0, 20.5, 33.0])
+
+
+@pytest.mark.parametrize("n_step", [1, 3, 9])
+def test_n_step_returns_are_rlaxs_where_no_episode_ends(n_step):
+    random = np.random.RandomState(0)
+    rewards, values, discounts = (random.rand(6, 2).astype(np.float32) for _ in range(3))
+    returns = losses.n_step_returns(rewards, discounts, values, np.ones((6, 2), bool), n_step)
+    for column in range(2):
+        expected = rlax.n_step_bootstrapped_returns(*(x[:, column] for x in (rewards, discounts, values)), n_step)
+        np.testing.assert_allclose(returns[:, column], expected, rtol=1e-5)
+
+
+def test_sequence_priorities_by_hand():
+    errors = jnp.array([[1.0, -4.0], [-3.0, 7.0], [5.0, 2.0]])
+    mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    # Of 1 and 3, and of 4 and 2: 0.9 of the larger and 0.1 of the mean.
+    np.testing.assert_allclose(losses.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
+
+
 def test_soft_targets_by_hand():
     rewards, discounts = jnp.array([1.0, 2.0]), jnp.array([0.9, 0.0])
     next_values, next_log_probs = jnp.array([[3.0, 5.0], [4.0, 6.0]]), jnp.array([-2.0, 7.0])

@@ -57,7 +57,8 @@ def test_an_unroll_is_its_steps_with_the_initial_state_at_first(name, has_unroll
         outputs, state = network.apply(params, observation[:, t], state)
         wanted.append(outputs)
     core = Core(network if has_unroll else network._replace(unroll=None))
-    outputs = core.unroll(params, observation, step_type, began)
+    outputs, after = core.unroll(params, observation, step_type, began)
+    jax.tree.map(lambda *leaves: np.testing.assert_allclose(*leaves, rtol=1e-5, atol=1e-6), after, state)
     for output, steps in zip(outputs, zip(*wanted)):
         np.testing.assert_allclose(output, np.stack(steps, axis=1), rtol=1e-5, atol=1e-6)
 
@@ -141,5 +142,5 @@ def test_images_pass_through_convolutions_before_the_core():
     network = LSTMConfig(hidden=(8,), size=4).build(IMAGE, HEADS)
     params = network.init(jax.random.PRNGKey(0), random_tree(IMAGE, (1,)))
     assert any("image" in name for module in params.values() for name in module)
-    outputs = network.unroll(params, random_tree(IMAGE, (2, 3)), np.zeros((2, 3), bool), network.initial_state(2))
+    outputs, _ = network.unroll(params, random_tree(IMAGE, (2, 3)), np.zeros((2, 3), bool), network.initial_state(2))
     assert [output.shape for output in outputs] == [(2, 3, 2), (2, 3, 1)]

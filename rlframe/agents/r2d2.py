@@ -1,0 +1,236 @@
+"""R2D2 (Kapturowski et al. 2019, openreview.net/forum?id=r1lyTjAqYX): Q-learning with a memory, from sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlframe.agents import losses
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.networks import Head, build_network, has_images
+from rlframe.agents.recurrent import Core, LSTMConfig
+from rlframe.errors import UsageError
+from rlframe.types import (
+    LAST,
+    AgentOutput,
+    AgentState,
+    Batch,
+    Logs,
+    Params,
+    ReplaySpec,
+    Sequence,
+    SequenceBatch,
+    TimeStep,
+    Tree,
+    specs,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class R2D2Config:
+    """Defaults: Kapturowski et al. 2019, sections 2.3 and 3, and their table of hyper-parameters."""
+
+    batch_size: int = 64  # sequences for each update
+    sequence_length: int = 80  # steps of one environment that are learned from
+    burn_in: int = 40  # steps before these, which only bring the state up to date
+    period: int = 40  # environment steps from the start of a sequence to the start of the next
+    replay_capacity: int = 4_000_000  # environment steps
+    min_replay_size: int = 1_250  # sequences there are before learning begins; 50,000 steps, as Ape-X
+    update_period: int = 13_312  # environment steps for each learner step: 256 actors' 260 a second, 5 updates a second
+    target_update_period: int = 2_500  # learner steps
+    discount: float = 0.997
+    n_step: int = 5  # rewards summed before bootstrapping
+    # Of the values: epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; None: they stay as they are.
+    rescaling: float | None = 1e-3
+    # Environment i of an Actor's N acts at random with the chance epsilon^(1 + exponent i / (N - 1)) (Horgan et al.
+    # 2018, arXiv:1803.00933); one alone with that of the middle.
+    epsilon: float = 0.4
+    epsilon_exponent: float = 7.0
+    learning_rate: float = 1e-4  # of Adam
+    adam_epsilon: float = 1e-3
+    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    total_learner_steps: int | None = None  # what annealing ends at; None: it does not begin
+    max_grad_norm: float | None = None
+    priority_exponent: float = 0.9
+    max_share: float = 0.9  # eta: of a sequence's largest error in its priority; the rest is the mean's
+    importance_exponent: float = 0.6
+
+    def __post_init__(self) -> None:
+        least = {"burn_in": 0}
+        names = ("batch_size", "sequence_length", "burn_in", "period", "min_replay_size", "update_period")
+        for name in (*names, "target_update_period", "n_step"):
+            if getattr(self, name) < least.get(name, 1):
+                raise UsageError(f"R2D2Config.{name} must be at least {least.get(name, 1)}, got {getattr(self, name)}.")
+        for name in ("discount", "epsilon", "max_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"R2D2Config.{name} must be in [0, 1], got {getattr(self, name)}.")
+        if not self.learning_rate > 0.0:  # NaN is not
+            raise UsageError(f"R2D2Config.learning_rate must be above 0, got {self.learning_rate}.")
+        if self.rescaling is not None and not self.rescaling >= 0.0:
+            raise UsageError(f"R2D2Config.rescaling must be at least 0 (or None), got {self.rescaling}.")
+        if self.min_replay_size * self.period > self.replay_capacity:
+            raise UsageError(
+                f"R2D2Config.min_replay_size ({self.min_replay_size} sequences, one every {self.period} steps) is "
+                f"above replay_capacity ({self.replay_capacity} steps): learning would never begin."
+            )
+
+
+class R2D2State(NamedTuple):
+    """A `LearnerState`, with the target network's parameters."""
+
+    opt_state: Any
+    steps: Any
+    rng: Any
+    target_params: Params
+
+
+class Explorer(NamedTuple):
+    """The state of an environment's actor."""
+
+    core: Any  # the network's state, a tree of [B, ...]
+    epsilon: Any  # [B] float32: chance of a random action; the same all the time
+
+
+class R2D2(Agent):
+    """Double, dueling Q-learning from sequences, for discrete actions and observations that do not say all.
+
+    A network's `apply` gives (advantages `[B, A]`, value `[B, 1]`), or action values `[B, A]`, and should be recurrent
+    (`rlframe.agents.recurrent`). The state that is stored with a sequence is where learning unrolls from; the first
+    `burn_in` steps of it are not learned from, but bring the state to what the newest parameters make of it.
+    """
+
+    config_cls = R2D2Config
+
+    def __init__(
+        self,
+        cfg: R2D2Config,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        if not isinstance(action_spec, specs.DiscreteArray):
+            raise UsageError(f"R2D2 needs Discrete actions, got the action spec {action_spec!r}. Use PPO or IMPALA.")
+        self._num_actions = action_spec.num_values
+        heads, plain = (Head(self._num_actions), Head(1)), (Head(self._num_actions),)
+        images = has_images(observation_spec)
+        default = LSTMConfig((), 512, orthogonal=False) if images else LSTMConfig(activation="relu", orthogonal=False)
+        factory = net_factory or default
+        self.network = build_network(factory, observation_spec, action_spec, heads, plain, may_recur=True)
+        self._core = Core(self.network)
+
+    # Acting
+
+    def initial_state(self, batch_size: int) -> Explorer:
+        places = np.linspace(0.0, 1.0, batch_size) if batch_size > 1 else np.array([0.5])
+        epsilon = self.cfg.epsilon ** (1.0 + self.cfg.epsilon_exponent * places)
+        return Explorer(self._core.initial_state(batch_size), epsilon.astype(np.float32))
+
+    def actor_step(
+        self, rng: jax.Array, params: Params, timestep: TimeStep, state: Explorer
+    ) -> tuple[AgentOutput, AgentState]:
+        output, after = self.eval_step(rng, params, timestep, state)
+        # One number decides both: given that it is below epsilon, it is uniform there.
+        draw = jax.random.uniform(rng, state.epsilon.shape)
+        random = jnp.minimum(draw / state.epsilon * self._num_actions, self._num_actions - 1)
+        action = jnp.where(draw < state.epsilon, random.astype(output.action.dtype), output.action)
+        return AgentOutput(action, {}), after
+
+    def eval_step(
+        self, rng: jax.Array, params: Params, timestep: TimeStep, state: Explorer
+    ) -> tuple[AgentOutput, AgentState]:
+        outputs, core = self._core.step(params, timestep.observation, state.core)
+        action = jnp.argmax(_action_values(outputs), axis=-1).astype(self.action_spec.dtype)
+        return AgentOutput(action, {}), Explorer(core, state.epsilon)
+
+    # Learning
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        cfg = self.cfg
+        return ReplaySpec(
+            kind="prioritised",
+            item=Sequence(cfg.burn_in + cfg.sequence_length, cfg.period),
+            batch_size=cfg.batch_size,
+            capacity=cfg.replay_capacity,
+            min_size=cfg.min_replay_size,
+            samples_per_insert=cfg.batch_size * cfg.period / cfg.update_period,
+            priority_exponent=cfg.priority_exponent,
+        )
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        cfg = self.cfg
+        rate: Any = cfg.learning_rate
+        if cfg.anneal_learning_rate and cfg.total_learner_steps is not None:
+            rate = optax.linear_schedule(cfg.learning_rate, 0.0, cfg.total_learner_steps)
+        clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
+        return optax.chain(clip, optax.adam(rate, eps=cfg.adam_epsilon))
+
+    def initial_learner_state(self, params: Params) -> R2D2State:
+        opt_state, steps, rng = super().initial_learner_state(params)
+        return R2D2State(opt_state, steps, rng, target_params=params)
+
+    def loss(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[jax.Array, Logs]:
+        """Half the squared errors, summed over a sequence; the mean over sequences."""
+        cfg = self.cfg
+        values = self._unroll(params, batch.data)
+        targets = self._targets(values, self._unroll(learner_state.target_params, batch.data), batch.data)
+        action = batch.data.action[:, cfg.burn_in :].T
+        chosen = _select(values[:-1], action)
+        mask = (batch.data.step_type[:, cfg.burn_in : -1].T != LAST).astype(jnp.float32)
+        errors = mask * (jax.lax.stop_gradient(targets) - chosen)
+        weights = losses.importance_weights(batch.probabilities, cfg.importance_exponent)
+        logs = {
+            "value": losses.masked_mean(self._unscale(chosen), mask),
+            "td_error": losses.masked_mean(jnp.abs(errors), mask),
+            "priorities": losses.sequence_priorities(errors, mask, cfg.max_share) + 1e-6,  # never 0
+        }
+        return jnp.mean(weights * jnp.sum(losses.huber(errors, None), axis=0)), logs
+
+    def update_learner_state(self, params: Params, opt_state: Any, learner_state: R2D2State) -> R2D2State:
+        learner_state = super().update_learner_state(params, opt_state, learner_state)
+        target = optax.periodic_update(
+            params, learner_state.target_params, learner_state.steps, self.cfg.target_update_period
+        )
+        return learner_state._replace(target_params=target)
+
+    def _unroll(self, params: Params, data: SequenceBatch) -> jax.Array:
+        """Action values [T + 1, B, A] of the timesteps after the burn-in, from the state that it leaves."""
+        state, burn_in = data.agent_state.core, self.cfg.burn_in
+        if burn_in:
+            early = jax.tree.map(lambda leaf: leaf[:, :burn_in], data.observation)
+            state = self._core.unroll(params, early, data.step_type[:, :burn_in], state)[1]
+            state = jax.lax.stop_gradient(state)
+        late = jax.tree.map(lambda leaf: leaf[:, burn_in:], data.observation)
+        outputs, _ = self._core.unroll(params, late, data.step_type[:, burn_in:], state)
+        return jnp.swapaxes(_action_values(outputs), 0, 1)
+
+    def _targets(self, values: jax.Array, target_values: jax.Array, data: SequenceBatch) -> jax.Array:
+        """[T, B]: what values [T + 1, B, A] should become, by the target network's of the online one's choices."""
+        cfg = self.cfg
+        next_values = self._unscale(_select(target_values[1:], jnp.argmax(values[1:], axis=-1)))
+        reward, discount = data.reward[:, cfg.burn_in :].T, cfg.discount * data.discount[:, cfg.burn_in :].T
+        goes_on = data.step_type[:, cfg.burn_in + 1 :].T != LAST
+        returns = losses.n_step_returns(reward, discount, next_values, goes_on, cfg.n_step)
+        return returns if cfg.rescaling is None else losses.rescale(returns, cfg.rescaling)
+
+    def _unscale(self, values: jax.Array) -> jax.Array:
+        return values if self.cfg.rescaling is None else losses.unscale(values, self.cfg.rescaling)
+
+
+def _action_values(outputs: Any) -> jax.Array:
+    """[..., A] of a network's outputs, dueling or not."""
+    if not isinstance(outputs, (tuple, list)):
+        return outputs
+    return losses.dueling_values(*outputs) if len(outputs) == 2 else outputs[0]
+
+
+def _select(values: jax.Array, actions: jax.Array) -> jax.Array:
+    """[T, B]: of values [T, B, A] those of the actions [T, B]."""
+    return jnp.take_along_axis(values, actions[..., None].astype(jnp.int32), axis=-1)[..., 0]

@@ -1,0 +1,220 @@
+"""R2D2: what it sees of a sequence, targets, priorities, and exploration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from rlframe.agents import R2D2, R2D2Config
+from rlframe.agents.networks import MLPConfig
+from rlframe.agents.r2d2 import Explorer
+from rlframe.agents.recurrent import GRUConfig
+from rlframe.errors import UsageError
+from rlframe.types import FIRST, LAST, MID, Sequence, SequenceBatch
+from tests.agents import batches
+from tests.agents.batches import BOX, DISCRETE, VECTOR, assert_trees_equal, started
+
+BURN_IN, LENGTH, ROWS = 3, 8, 4
+
+
+def make(network=None, **changes) -> R2D2:
+    cfg = {"batch_size": ROWS, "sequence_length": LENGTH, "burn_in": BURN_IN, "period": 4, "min_replay_size": 4}
+    cfg |= {"learning_rate": 1e-2, "n_step": 3, "discount": 0.9, **changes}
+    return R2D2(R2D2Config(**cfg), VECTOR, DISCRETE, network or GRUConfig(hidden=(4,), size=3))
+
+
+def sequences(seed=0):
+    """A batch in which episodes end in the burn-in, in what is learned from, by time and by a failure."""
+    random, length = np.random.RandomState(seed), BURN_IN + LENGTH
+    step_type = np.full((ROWS, length + 1), MID, np.uint8)
+    discount = np.ones((ROWS, length), np.float32)
+    for row, last, terminated in ((0, 1, True), (1, 5, True), (2, 6, False), (3, BURN_IN, True)):
+        step_type[row, last : last + 2] = LAST, FIRST
+        discount[row, last - 1] = 0.0 if terminated else 1.0
+    data = SequenceBatch(
+        observation=batches.random_tree(VECTOR, (ROWS, length + 1), seed),
+        step_type=step_type,
+        action=batches.random_tree(DISCRETE, (ROWS, length), seed),
+        reward=random.randn(ROWS, length).astype(np.float32),
+        discount=discount,
+        extras={},
+        agent_state=Explorer(random.randn(ROWS, 3).astype(np.float32), np.zeros(ROWS, np.float32)),
+    )
+    return batches.whole(data, ROWS)
+
+
+def twin_values(agent, params, data):
+    """[B, T + 1, A] of what is learned from: step by step, in plain Python."""
+    values = []
+    core = np.array(data.agent_state.core)
+    for t in range(data.step_type.shape[1]):
+        core = np.where((data.step_type[:, t] == FIRST)[:, None], 0.0, core)
+        (advantages, value), core = agent.network.apply(params, data.observation[:, t], core)
+        values.append(np.asarray(value + advantages - advantages.mean(axis=1, keepdims=True)))
+    return np.stack(values, axis=1)[:, BURN_IN:]
+
+
+def h(x, epsilon):
+    return np.sign(x) * (np.sqrt(np.abs(x) + 1.0) - 1.0) + epsilon * x
+
+
+def inverse_of_h(y, epsilon):
+    """By bisection."""
+    low, high = np.full_like(y, -1e6, np.float64), np.full_like(y, 1e6, np.float64)
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        above = h(middle, epsilon) > y
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    return 0.5 * (low + high)
+
+
+def twin_errors(agent, params, target_params, data):
+    """[B, T] differences to the targets, 0 where the action was ignored: by the definition, step by step."""
+    cfg = agent.cfg
+    values, target_values = twin_values(agent, params, data), twin_values(agent, target_params, data)
+    step_type, reward = data.step_type[:, BURN_IN:], data.reward[:, BURN_IN:]
+    discount, action = data.discount[:, BURN_IN:], data.action[:, BURN_IN:]
+    errors = np.zeros((ROWS, LENGTH))
+    for row in range(ROWS):
+        for t in range(LENGTH):
+            if step_type[row, t] == LAST:
+                continue
+            total, factor, k = 0.0, 1.0, t
+            while k < LENGTH and k < t + cfg.n_step and step_type[row, k] != LAST:
+                total += factor * reward[row, k]
+                factor *= cfg.discount * discount[row, k]
+                k += 1
+            best = target_values[row, k, values[row, k].argmax()]
+            if cfg.rescaling is None:
+                target = total + factor * best
+            else:
+                target = h(total + factor * inverse_of_h(best, cfg.rescaling), cfg.rescaling)
+            errors[row, t] = target - values[row, t, action[row, t]]
+    return errors
+
+
+def test_what_it_asks_of_the_replay():
+    spec = make(replay_capacity=500, update_period=8, priority_exponent=0.7).replay_spec
+    assert (spec.kind, spec.item, spec.batch_size) == ("prioritised", Sequence(BURN_IN + LENGTH, 4), ROWS)
+    assert (spec.capacity, spec.min_size, spec.priority_exponent) == (500, 4, 0.7)
+    assert spec.samples_per_insert == 2.0  # 4 sequences of each 8 steps, in which 2 begin
+
+
+@pytest.mark.parametrize("changes", [{}, {"rescaling": None, "n_step": 1, "max_share": 0.5}])
+def test_loss_and_priorities_are_those_of_a_twin_in_plain_python(changes):
+    agent = make(**changes)
+    params, learner_state = started(agent)
+    target = agent.initial_params(jax.random.PRNGKey(9))
+    batch = sequences()
+    loss, logs = jax.jit(agent.loss)(params, learner_state._replace(target_params=target), batch)
+    errors = twin_errors(agent, params, target, batch.data)
+    weights = batch.probabilities**-0.6
+    weights /= weights.max()
+    np.testing.assert_allclose(loss, np.mean(weights * (0.5 * errors**2).sum(axis=1)), rtol=1e-4)
+    counts = (batch.data.step_type[:, BURN_IN:-1] != LAST).sum(axis=1)
+    share = agent.cfg.max_share
+    expected = share * np.abs(errors).max(axis=1) + (1 - share) * np.abs(errors).sum(axis=1) / counts
+    np.testing.assert_allclose(logs["priorities"], expected, rtol=1e-4)
+    np.testing.assert_allclose(logs["td_error"], np.abs(errors).sum() / counts.sum(), rtol=1e-4)
+
+
+def test_no_gradient_flows_into_the_burn_in():
+    agent = make()
+    params, learner_state = started(agent)
+    batch = sequences()
+
+    def of_observation(observation):
+        data = batch.data._replace(observation=observation)
+        return agent.loss(params, learner_state, batch._replace(data=data))[0]
+
+    gradient = np.abs(jax.grad(of_observation)(batch.data.observation)).max(axis=(0, 2))
+    assert np.all(gradient[:BURN_IN] == 0.0) and np.all(gradient[BURN_IN:-1] > 0.0)
+
+
+def test_the_burn_in_and_the_stored_state_matter_where_the_episode_goes_on():
+    agent = make()
+    params, _ = started(agent)
+    batch = sequences()
+    before = np.asarray(agent._unroll(params, batch.data))
+    state = batch.data.agent_state._replace(core=batch.data.agent_state.core + 1.0)
+    after = np.asarray(agent._unroll(params, batch.data._replace(agent_state=state)))
+    changed = np.abs(after - before).max(axis=2) > 1e-7  # [T + 1, B]
+    assert not changed[:, 0].any()  # its episode began in the burn-in
+    assert changed[0, 1:].all() and not changed[6 - BURN_IN :, 1].any()  # its FIRST is step 6
+
+
+def test_actors_explore_by_a_ladder_that_no_episode_changes():
+    agent = make(epsilon=0.4, epsilon_exponent=7.0)
+    np.testing.assert_allclose(agent.initial_state(3).epsilon, [0.4, 0.4**4.5, 0.4**8], rtol=1e-5)
+    np.testing.assert_allclose(agent.initial_state(1).epsilon, [0.4**4.5], rtol=1e-5)
+    params, _ = started(agent)
+    rows = 30_000
+    seen = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), batches.timestep(VECTOR, 1))
+    state = agent.initial_state(rows)._replace(epsilon=np.full(rows, 0.3, np.float32))
+    output, after = jax.jit(agent.actor_step)(jax.random.PRNGKey(1), params, seen, state)
+    greedy, _ = agent.eval_step(jax.random.PRNGKey(1), params, seen, state)
+    np.testing.assert_array_equal(after.epsilon, state.epsilon)
+    expected = np.full(3, 0.1)
+    expected[greedy.action[0]] += 0.7
+    np.testing.assert_allclose(np.bincount(output.action, minlength=3) / rows, expected, atol=0.01)
+    assert output.action.dtype == greedy.action.dtype == np.int32
+
+
+def test_an_epsilon_of_zero_is_greedy():
+    agent = make(epsilon=0.0)
+    params, _ = started(agent)
+    seen, state = batches.timestep(VECTOR, 50), agent.initial_state(50)
+    output, _ = agent.actor_step(jax.random.PRNGKey(1), params, seen, state)
+    np.testing.assert_array_equal(output.action, agent.eval_step(jax.random.PRNGKey(1), params, seen, state)[0].action)
+
+
+def test_the_target_network_is_copied_every_period():
+    agent = make(target_update_period=2)
+    params, learner_state = started(agent)
+    first, batch, step = params, sequences(), jax.jit(agent.learner_step)
+    for number in range(1, 5):
+        params, learner_state, _ = step(params, learner_state, batch)
+        first = params if number % 2 == 0 else first
+        assert_trees_equal(learner_state.target_params, first)
+
+
+@pytest.mark.parametrize(("network", "error"), [(GRUConfig(hidden=(8,), size=8), 0.0), (MLPConfig((8,)), 0.67)])
+def test_it_learns_what_only_a_memory_can_tell(network, error):
+    """The third action is rewarded by what the first observation was: by it, by 0 or by its opposite."""
+    agent = make(network, burn_in=0, sequence_length=3, n_step=1, rescaling=None)
+    params, learner_state = started(agent)
+    step, random, rows = jax.jit(agent.learner_step), np.random.RandomState(0), 64
+    for _ in range(300):
+        observation = np.zeros((rows, 4, 3), np.float32)
+        observation[:, 0, 0] = random.choice([-1.0, 1.0], rows)
+        action = random.randint(0, 3, (rows, 3)).astype(np.int32)
+        reward = np.zeros((rows, 3), np.float32)
+        reward[:, 2] = observation[:, 0, 0] * (action[:, 2] - 1)
+        step_type = np.repeat(np.array([[FIRST, MID, MID, LAST]], np.uint8), rows, axis=0)
+        discount = np.repeat(np.array([[1.0, 1.0, 0.0]], np.float32), rows, axis=0)
+        data = SequenceBatch(observation, step_type, action, reward, discount, {}, agent.initial_state(rows))
+        params, learner_state, logs = step(params, learner_state, batches.whole(data, rows))
+    errors = (logs["priorities"].mean() - 0.1 * logs["td_error"]) / 0.9  # the largest of each sequence
+    np.testing.assert_allclose(errors, error, atol=0.15)
+
+
+def test_actions_that_are_not_discrete_are_refused():
+    with pytest.raises(UsageError, match=r"R2D2 needs Discrete actions, got .*BoundedArray.*Use PPO or IMPALA"):
+        R2D2(R2D2Config(), VECTOR, BOX)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": 0}, {"burn_in": -1}, {"max_share": 2.0}, {"learning_rate": float("nan")}, {"rescaling": -1.0}],
+)
+def test_options_out_of_range_are_refused_by_name(change):
+    with pytest.raises(UsageError, match=f"R2D2Config.{next(iter(change))}"):
+        R2D2Config(**change)
+
+
+def test_a_replay_smaller_than_its_start_is_refused():
+    with pytest.raises(UsageError, match=r"min_replay_size \(100 sequences, one every 40 steps\) is above"):
+        dataclasses.replace(R2D2Config(), replay_capacity=3_999, min_replay_size=100)
