@@ -31,6 +31,7 @@ BENCHMARKS = {
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
     "sac_halfcheetah": "SAC on HalfCheetah-v4, against a bare loop of the same update",
+    "r2d2": "R2D2's learner on replayed sequences, against its jitted update alone",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",
     "impala_pong": "IMPALA on Pong-v5 with two actors, against its parts alone on the same cores",
     "lm": "a language model's decode engine and learner, against their jitted steps alone",

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
 from rlframe.programs import naming
-from rlframe.programs.presets import dqn, grpo, impala, ppo, sac, td3
+from rlframe.programs.presets import dqn, grpo, impala, ppo, r2d2, sac, td3
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
-PRESETS: tuple[Preset, ...] = (*ppo.PRESETS, *dqn.PRESETS, *impala.PRESETS, *grpo.PRESETS, *sac.PRESETS, *td3.PRESETS)
+PRESETS: tuple[Preset, ...] = (
+    *ppo.PRESETS,
+    *dqn.PRESETS,
+    *impala.PRESETS,
+    *grpo.PRESETS,
+    *sac.PRESETS,
+    *td3.PRESETS,
+    *r2d2.PRESETS,
+)
 
 
 def find_preset(name: str, agent: str, env: str) -> Preset | None:
