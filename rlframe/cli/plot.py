@@ -13,7 +13,7 @@ from rlframe.errors import UsageError
 PROG = "rlframe plot"
 DESCRIPTION = (
     "Draw the learning curves of runs, one panel per environment. Runs that differ by their seed alone become one "
-    "line, their mean, in a band of one standard deviation."
+    "line, their interquartile mean, in the band that holds it with 95% confidence (bootstrap over the seeds)."
 )
 
 

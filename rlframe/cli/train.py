@@ -41,6 +41,8 @@ class SessionOptions:
     preset: str = "auto"  # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
     config: Union[str, None] = None  # repeat the run of this config.json; other options change it
     run_dir: Union[str, None] = None  # where everything is written; None: a new directory under runs/
+    seeds: Union[str, None] = None  # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
+    at_once: int = 1  # with --seeds: how many runs go on beside each other
     resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
     resume_from: Union[int, None] = None  # with --resume: go on from this one of RUN_DIR/checkpoints, not the newest
     take_over: bool = False  # with --resume: end the process that still writes to --run-dir, and go on in its place
@@ -69,6 +71,10 @@ def run(arguments: list[str]) -> int:
     experiment, session, preset = read_arguments(arguments)
     _set_title("train")
     _say(session, experiment, preset)
+    if session.seeds is not None:
+        from rlframe.cli.seeds import run_seeds
+
+        return run_seeds(experiment, session)
     from rlframe.cli.session import run_session
 
     return run_session(experiment, session, preset)

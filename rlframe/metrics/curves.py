@@ -13,6 +13,7 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.metrics.files import read_jsonl
+from rlframe.metrics.statistics import interquartile_mean, interval
 
 Over = Literal["steps", "seconds"]  # what a curve is drawn over: environment steps, or the wall time of the session
 
@@ -42,22 +43,23 @@ class SeedGroup:
     env: str
     runs: tuple[RunCurve, ...]
 
-    def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(steps [n], mean over seeds of the smoothed return [n], standard deviation over seeds [n]).
+    def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(steps [n], interquartile mean over seeds of the smoothed return [n], its 95% interval: low [n], high [n]).
 
         Ends where the first of the runs does, so that every point is a mean over the same runs.
         """
         with_rows = [run for run in self.runs if len(run.steps)]
         if not with_rows:
-            return np.zeros(0), np.zeros(0), np.zeros(0)
+            return np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0)
         if len(with_rows) == 1:
             run = with_rows[0]
-            return run.steps, smoothed(run.returns, run.episodes), np.zeros(len(run.steps))
+            alone = smoothed(run.returns, run.episodes)
+            return run.steps, alone, alone, alone
         start = max(run.steps[0] for run in with_rows)
         end = min(run.steps[-1] for run in with_rows)
         grid = np.linspace(start, max(start, end), _GRID_POINTS)
         each = np.stack([np.interp(grid, run.steps, smoothed(run.returns, run.episodes)) for run in with_rows])
-        return grid, each.mean(axis=0), each.std(axis=0)
+        return grid, interquartile_mean(each), *interval(each)
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(steps [m], mean over seeds [m], lowest seed [m], highest seed [m]) of the evaluations.

@@ -28,8 +28,9 @@ def plot_learning_curve(
 ) -> pathlib.Path:
     """Draw return against environment steps, one panel for each environment.
 
-    Runs that differ by nothing but their seed become one line, their mean, in a band of one standard deviation.
-    Evaluations are points (the mean over seeds) with a bar from the lowest to the highest seed.
+    Runs that differ by nothing but their seed become one line, their interquartile mean, in a band that holds it with
+    95% confidence (`rlframe.metrics.statistics`). Evaluations are points (the mean over seeds) with a bar from the
+    lowest to the highest seed.
 
     Over seconds, at which seeds are evaluated at other times, each run's evaluations are a line, and nothing else is.
 
@@ -106,13 +107,13 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
 def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
     """Draw one line with its band and its evaluations. Return whether there was anything to draw."""
     line_label, points_label = _labels(group, alone)
-    steps, mean, deviation = group.curve()
+    steps, mean, low_mean, high_mean = group.curve()
     if len(steps):
         if len(group.runs) == 1:
             run = group.runs[0]
             axis.plot(run.steps, run.returns, color=colour, alpha=0.22, linewidth=0.8)
         else:
-            axis.fill_between(steps, mean - deviation, mean + deviation, color=colour, alpha=0.18, linewidth=0)
+            axis.fill_between(steps, low_mean, high_mean, color=colour, alpha=0.18, linewidth=0)
         axis.plot(steps, mean, color=colour, linewidth=2.0, label=line_label)
     at, returns, low, high = group.evaluations()
     if len(at):
@@ -140,7 +141,7 @@ def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
     count = len(group.runs)
     _, returns, _, _ = group.evaluations()
     if alone:
-        line = f"training, mean and std of {count} seeds" if count > 1 else "training"
+        line = f"training, {count} seeds: IQM and 95% interval" if count > 1 else "training"
         return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
     # One short entry each, or the legend covers the curves.
     line = f"{group.label}, {count} seeds" if count > 1 else group.label

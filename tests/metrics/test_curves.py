@@ -49,11 +49,11 @@ def test_seeds_of_one_experiment_are_one_curve(tmp_path):
     two = make_run(tmp_path / "2", {0: 20.0, 100: 120.0}, agent="ppo", env="CartPole-v1", seed=2)
     (group,) = group_runs([load_run(one), load_run(two)])
     assert (group.label, group.env, len(group.runs)) == ("PPO", "CartPole-v1", 2)
-    steps, mean, deviation = group.curve()
+    steps, mean, low, high = group.curve()
     assert steps[-1] == 100  # where the shorter one ends
     # Smoothed over a neighbour on each side: 50 and 100 at the ends of the first, 70 and 70 of the second.
     np.testing.assert_allclose([mean[0], mean[-1]], [60.0, 85.0])
-    np.testing.assert_allclose([deviation[0], deviation[-1]], [10.0, 15.0])
+    np.testing.assert_allclose([low[0], high[0], low[-1], high[-1]], [50.0, 70.0, 70.0, 100.0])
 
 
 def test_another_setting_is_another_curve_named_after_it(tmp_path):

@@ -50,7 +50,7 @@ def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path,
     assert first.get_title(loc="left") == "A-v1"
     assert labels(first) == ["PPO, 2 seeds: evaluated 9.0", "DQN, 2 seeds: evaluated 9.0"]
     assert second.get_title(loc="left") == "PPO on B-v1"
-    assert labels(second) == ["training, mean and std of 2 seeds", "evaluation: 9.0 at the end"]
+    assert labels(second) == ["training, 2 seeds: IQM and 95% interval", "evaluation: 9.0 at the end"]
 
 
 def test_over_seconds_the_evaluations_of_each_run_are_a_line(tmp_path, figures):

@@ -1,0 +1,30 @@
+"""Interquartile means by hand and as rliable has them, and what the bootstrap says of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlframe.metrics.statistics import interquartile_mean, interval
+
+
+def test_the_interquartile_mean_is_that_of_the_middle_half():
+    assert interquartile_mean([1000.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0]) == 3.5
+    assert interquartile_mean([1.0, 2.0, 6.0]) == 3.0  # of three there is no half to leave out
+    np.testing.assert_array_equal(interquartile_mean([[0.0, 1.0], [5.0, 1.0], [7.0, 3.0], [90.0, 9.0]]), [6.0, 2.0])
+
+
+def test_the_interval_is_that_of_all_resamples():
+    values = np.array([0.0, 10.0])  # resampled: both 0 in a quarter of the cases, both 10 in another
+    assert [float(end) for end in interval(values)] == [0.0, 10.0]
+    values = np.array([0.0, 1.3, 2.1, 4.7, 9.9])
+    each = np.stack(np.meshgrid(*[values] * 5)).reshape(5, -1)  # all 3,125 resamples
+    wanted = np.percentile(interquartile_mean(each), [2.5, 97.5])
+    np.testing.assert_allclose(interval(values), wanted, atol=0.4)
+    assert interval([7.0]) == (7.0, 7.0)
+
+
+def test_an_interval_of_curves_is_that_of_each_point():
+    curves = np.random.RandomState(0).randn(6, 3)
+    low, high = interval(curves)
+    for i in range(3):
+        np.testing.assert_allclose([low[i], high[i]], interval(curves[:, i]))

@@ -1,0 +1,104 @@
+"""`rlframe train --seeds`: runs side by side, their table, and how they end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rlframe.cli.main import main
+from rlframe.cli.seeds import parse_seeds
+from rlframe.errors import UsageError
+from tests.waiting import wait_until
+
+QUICK = ["train", "--env", "CartPole-v1", "--preset", "none", "--num-envs", "4", "--unroll-length", "16"]
+QUICK += ["--num-minibatches", "1", "--num-epochs", "1", "--eval-episodes", "1", "--network", "mlp"]
+QUICK += ["--network.hidden", "4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("1-3", [1, 2, 3]), ("7", [7]), ("1,5,2", [1, 5, 2]), ("1-2, 10", [1, 2, 10])]
+)
+def test_seeds_are_ranges_and_numbers(text, seeds):
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("1-", "got '1-'"), ("a", "got 'a'"), ("1-3,2", "a seed twice"), ("3-1", "none")]
+)
+def test_other_seeds_are_refused(text, why):
+    with pytest.raises(UsageError, match=why):
+        parse_seeds(text)
+
+
+def test_each_seed_is_a_run_and_one_that_is_over_is_not_run_again(tmp_path, capfd):
+    folder = tmp_path / "all"
+    command = [*QUICK, "--steps", "200", "--seeds", "3,4", "--at-once", "2", "--run-dir", str(folder), "--json"]
+    assert main(command) == 0
+    out, err = capfd.readouterr()
+    summary = json.loads(out.splitlines()[-1])
+    results = [json.loads((folder / f"seed-{seed}" / "result.json").read_text()) for seed in (3, 4)]
+    assert summary["returns"] == [result["return_mean"] for result in results]
+    assert summary["return_iqm"] == summary["return_mean"] == sum(summary["returns"]) / 2
+    assert summary["return_iqm_interval"] == sorted(summary["returns"])
+    assert "2 seeds: interquartile mean" in err and (folder / "learning_curve.png").stat().st_size > 10_000
+    configs = [json.loads((folder / f"seed-{seed}" / "config.json").read_text())["experiment"] for seed in (3, 4)]
+    assert [config.pop("seed") for config in configs] == [3, 4] and configs[0] == configs[1]
+    written = (folder / "seed-3" / "metrics.jsonl").stat().st_mtime_ns
+    assert main([*command, "--resume"]) == 0  # both are over
+    assert json.loads(capfd.readouterr().out.splitlines()[-1]) == summary
+    assert (folder / "seed-3" / "metrics.jsonl").stat().st_mtime_ns == written
+    assert main(command) == 2
+    assert "is not empty. Add --resume to go on with the runs in it" in capfd.readouterr().err
+
+
+@pytest.mark.system
+def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd):
+    folder = tmp_path / "all"
+    folder.mkdir()
+    (folder / "seed-2").write_text("in the way")
+    assert main([*QUICK, "--steps", "200", "--seeds", "1,2", "--run-dir", str(folder), "--resume"]) == 2
+    assert "There is no run in" in capfd.readouterr().err  # nothing to resume: it has no config.json
+    (folder / "seed-2").unlink()
+    command = [*QUICK, "--steps", "200", "--seeds", "1,2", "--run-dir", str(folder)]
+    assert main(command) == 0
+    capfd.readouterr()
+    for name in ("result.json", "config.json"):
+        (folder / "seed-2" / name).unlink()  # what is left of it cannot be gone on with
+    assert main([*command, "--resume"]) == 2
+    err = capfd.readouterr().err
+    assert "seed 2: ended with exit code 2; see" in err and "1 seeds: interquartile mean" in err
+
+
+def test_what_is_of_one_run_does_not_go_with_seeds(capfd):
+    assert main([*QUICK, "--seeds", "1-2", "--stop-at", "100"]) == 2
+    assert "--stop-at is of one run; --seeds makes 2." in capfd.readouterr().err
+
+
+@pytest.mark.system
+def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
+    folder = tmp_path / "all"
+    command = [sys.executable, "-m", "rlframe", *QUICK, "--seeds", "1-2", "--at-once", "2", "--run-dir", str(folder)]
+    process = subprocess.Popen([*command, "--steps", "100000000"], start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        rows = [folder / f"seed-{seed}" / "metrics.jsonl" for seed in (1, 2)]
+        wait_until(lambda: all(path.exists() and path.stat().st_size > 0 for path in rows), seconds=60.0)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    for seed in (1, 2):
+        assert list((folder / f"seed-{seed}" / "checkpoints").iterdir())
+        assert not _running(folder / f"seed-{seed}")
+
+
+def _running(run_dir: pathlib.Path) -> list[int]:
+    import psutil
+
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if str(run_dir) in (p.info["cmdline"] or [])]
