@@ -13,6 +13,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, build_network, has_images
+from rlframe.agents.normalization import Normaliser
 from rlframe.agents.recurrent import Core, LSTMConfig
 from rlframe.errors import UsageError
 from rlframe.types import (
@@ -59,6 +60,8 @@ class R2D2Config:
     priority_exponent: float = 0.9
     max_share: float = 0.9  # eta: of a sequence's largest error in its priority; the rest is the mean's
     importance_exponent: float = 0.6
+    normalise_observations: bool = False  # by their running mean and deviation
+    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
         least = {"burn_in": 0}
@@ -81,12 +84,13 @@ class R2D2Config:
 
 
 class R2D2State(NamedTuple):
-    """A `LearnerState`, with the target network's parameters."""
+    """A `LearnerState`, with the target network's parameters, and the statistics of normalised observations."""
 
     opt_state: Any
     steps: Any
     rng: Any
     target_params: Params
+    statistics: Any
 
 
 class Explorer(NamedTuple):
@@ -124,6 +128,7 @@ class R2D2(Agent):
         factory = net_factory or default
         self.network = build_network(factory, observation_spec, action_spec, heads, plain, may_recur=True)
         self._core = Core(self.network)
+        self.normaliser = Normaliser(cfg, observation_spec)
 
     # Acting
 
@@ -133,7 +138,7 @@ class R2D2(Agent):
         return Explorer(self._core.initial_state(batch_size), epsilon.astype(np.float32))
 
     def actor_step(
-        self, rng: jax.Array, params: Params, timestep: TimeStep, state: Explorer
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
         output, after = self.eval_step(rng, params, timestep, state)
         # One number decides both: given that it is below epsilon, it is uniform there.
@@ -143,11 +148,14 @@ class R2D2(Agent):
         return AgentOutput(action, {}), after
 
     def eval_step(
-        self, rng: jax.Array, params: Params, timestep: TimeStep, state: Explorer
+        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
-        outputs, core = self._core.step(params, timestep.observation, state.core)
+        outputs, core = self._core.step(*self.normaliser.acting(params, timestep.observation), state.core)
         action = jnp.argmax(_action_values(outputs), axis=-1).astype(self.action_spec.dtype)
         return AgentOutput(action, {}), Explorer(core, state.epsilon)
+
+    def actor_params(self, params: Params, learner_state: R2D2State) -> Tree:
+        return self.normaliser.actor_params(params, learner_state.statistics)
 
     # Learning
 
@@ -174,7 +182,13 @@ class R2D2(Agent):
 
     def initial_learner_state(self, params: Params) -> R2D2State:
         opt_state, steps, rng = super().initial_learner_state(params)
-        return R2D2State(opt_state, steps, rng, target_params=params)
+        return R2D2State(opt_state, steps, rng, params, self.normaliser.initial_statistics())
+
+    def learner_step(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[Params, R2D2State, Logs]:
+        """One update, from what the normaliser makes of the batch."""
+        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
+        params, learner_state, logs = super().learner_step(params, learner_state, batch._replace(data=data))
+        return params, learner_state._replace(statistics=statistics), logs
 
     def loss(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[jax.Array, Logs]:
         """Half the squared errors, summed over a sequence; the mean over sequences."""

@@ -11,7 +11,20 @@ import pytest
 from dm_env import specs
 
 from rlframe.actors.lanes import zero_at_first
-from rlframe.agents import DQN, IMPALA, PPO, SAC, TD3, DQNConfig, IMPALAConfig, PPOConfig, SACConfig, TD3Config
+from rlframe.agents import (
+    DQN,
+    IMPALA,
+    PPO,
+    R2D2,
+    SAC,
+    TD3,
+    DQNConfig,
+    IMPALAConfig,
+    PPOConfig,
+    R2D2Config,
+    SACConfig,
+    TD3Config,
+)
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.normalization import (
     AccumulatingState,
@@ -145,8 +158,9 @@ def test_rewards_are_scaled_by_the_deviation_of_returns_without_those_at_first()
         lambda: SAC(SACConfig(normalise_observations=True), VECTOR, BOX, NETWORK),
         lambda: TD3(TD3Config(normalise_observations=True), VECTOR, BOX, NETWORK),
         lambda: IMPALA(IMPALAConfig(normalise_observations=True), VECTOR, DISCRETE, NETWORK),
+        lambda: R2D2(R2D2Config(sequence_length=5, burn_in=3, normalise_observations=True), VECTOR, DISCRETE, NETWORK),
     ],
-    ids=["dqn", "sac", "td3", "impala"],
+    ids=["dqn", "sac", "td3", "impala", "r2d2"],
 )
 def test_every_agent_learns_as_if_its_observations_came_normalised(make):
     agent = make()
@@ -157,7 +171,7 @@ def test_every_agent_learns_as_if_its_observations_came_normalised(make):
     mean, variance = jnp.array([1.0, -2.0, 3.0]), jnp.array([4.0, 0.25, 9.0])
     moments = state.statistics.observation._replace(mean=(mean,), variance=(variance,))
     state = state._replace(statistics=state.statistics._replace(observation=moments))
-    is_sequence = isinstance(agent, IMPALA)
+    is_sequence = isinstance(agent, (IMPALA, R2D2))
     batch = batches.sequences(plain, params, started(plain)[1]) if is_sequence else batches.transitions(agent)
     raw = {"observation": batch.data.observation * jnp.sqrt(variance) + mean}
     if not is_sequence:
@@ -170,7 +184,7 @@ def test_every_agent_learns_as_if_its_observations_came_normalised(make):
     moments = state.statistics.observation
     same = same._replace(observation=seen.observation * jnp.sqrt(moments.variance[0]) + moments.mean[0])
     actions = [
-        each.eval_step(jax.random.PRNGKey(0), each.actor_params(after, own), timestep, ())[0].action
+        each.eval_step(jax.random.PRNGKey(0), each.actor_params(after, own), timestep, each.initial_state(5))[0].action
         for each, own, timestep in ((agent, state, same), (plain, plain.initial_learner_state(after), seen))
     ]
     np.testing.assert_allclose(*actions, atol=1e-4)
