@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from rlframe.errors import NoMethodError, StoppedError, UnavailableError
+from rlframe.errors import NoMethodError, StoppedError, UnavailableError, UsageError
 from rlframe.interprocess.memory import SUPPORTED
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.shared import SharedParamStore
@@ -113,5 +113,5 @@ class LearnerClient:
             return None
         try:
             return None if shared is None or shared.store.has_gone else shared
-        except UnavailableError:  # on another machine, or of another user
+        except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
             return None

@@ -26,7 +26,8 @@ from ray.cluster_utils import Cluster
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(tmp_path_factory):
+    tmp_path_factory.getbasetemp()  # made now, or it would lie in the directory that goes with the cluster
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         patch.setenv("HOME", ray_home())
         patch.setenv("TMPDIR", directory)
