@@ -297,7 +297,12 @@ class Learner:
             specs = self._agent.observation_spec, self._agent.action_spec  # to act by it without an environment
             self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "specs": specs, "extras": extras})
             if final:
-                self._versions.release()
+                self.release_versions()
+
+    def release_versions(self) -> None:
+        """Has a resumed run count versions on from the newest, which is saved: nothing is published after this."""
+        with self._update_lock:
+            self._versions.release()
 
     def save_soon(self) -> None:
         """Has a checkpoint written as `run()` does, replay included, once the update under way is done.

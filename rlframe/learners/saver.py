@@ -102,6 +102,8 @@ class Saver:
                 self._files.save(self._replay_buffer, steps)
                 self._large_due = time.monotonic() + (time.monotonic() - began) / _SHARE
                 self._save_learner(final)
+            if final and not (is_new or with_replay):  # it was saved a moment ago, as one that others follow
+                self._learner.release_versions()
             self._files.prune()
 
     def save_soon(self) -> None:

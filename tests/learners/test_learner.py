@@ -151,6 +151,21 @@ def test_versions_go_on_past_what_a_crashed_learner_published(tmp_path):
     resumed.close()
 
 
+def test_no_version_is_skipped_where_the_last_step_was_saved_before_it_was_the_last(tmp_path):
+    learner = make(tmp_path)
+    for _ in range(3):
+        learner.step(reward_batch([1, 1, 1, 1]))
+    learner._versions._reserve(20)  # where updates are quick
+    learner.saver.save_if_due(now=True)
+    learner.saver.save_if_due(final=True)
+    learner.close()
+    resumed = make(tmp_path)
+    resumed.restore()
+    assert (resumed.learner_steps, resumed.params_version) == (3, learner.params_version)
+    assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 1
+    resumed.close()
+
+
 def test_restore_without_a_checkpoint_says_so(tmp_path):
     learner = make(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint"):
