@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.agents.networks import Head, NatureCNNConfig, Network, check_outputs, has_images
+from rlframe.agents.networks import Head, NatureCNNConfig, Network, build_network, has_images
 from rlframe.errors import UsageError
 from rlframe.types import Params, Tree, specs
 
@@ -31,7 +31,7 @@ def build_policy_and_critics(
         num_policy_params: numbers that the policy is made of.
 
     Raises:
-        UsageError: the function gives no such pair.
+        UsageError: the function gives no such pair, or a network is recurrent.
     """
     action = specs.BoundedArray((num_actions,), np.float32, -1.0, 1.0, "action")
     critics_spec = {"action": action, "observation": observation_spec}
@@ -39,16 +39,30 @@ def build_policy_and_critics(
     config: Any = net_factory or (NatureCNNConfig(orthogonal=False) if has_images(observation_spec) else default)
     if hasattr(config, "build"):
         own = dataclasses.replace(config, separate=True) if hasattr(config, "separate") else config
-        return config.build(observation_spec, heads), own.build(critics_spec, critic_heads)
+        return (
+            build_network(config, observation_spec, action, heads),
+            build_network(own, critics_spec, action, critic_heads),
+        )
     pair = config(observation_spec, action)
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(each, "apply") for each in pair)):
         raise UsageError(
             f"net_factory must give a pair for this agent, (policy, critics), each with init and apply; got {pair!r}."
         )
     name = getattr(config, "__qualname__", type(config).__name__)
-    check_outputs(f"{name}, its policy", pair[0], observation_spec, [heads])
-    check_outputs(f"{name}, its critics", pair[1], critics_spec, [critic_heads])
-    return Network(pair[0].init, pair[0].apply), Network(pair[1].init, pair[1].apply)
+    return (
+        build_network(_gives(pair[0], f"{name}, its policy"), observation_spec, action, heads),
+        build_network(_gives(pair[1], f"{name}, its critics"), critics_spec, action, critic_heads),
+    )
+
+
+def _gives(network: Any, name: str) -> Any:
+    """A function called `name` that gives the network."""
+
+    def give(observation_spec: Tree, action_spec: Tree) -> Any:
+        return network
+
+    give.__qualname__ = name
+    return give
 
 
 def critic_values(critics: Network, params: Params, observation: Tree, action: jax.Array) -> jax.Array:

@@ -191,11 +191,11 @@ def build_network(
             "net_factory must give an object with init(rng, observation) and apply(params, observation), "
             f"got {network!r}."
         )
-    check_outputs(name, network, observation_spec, [heads] if other_heads is None else [heads, other_heads])
+    _check_outputs(name, network, observation_spec, [heads] if other_heads is None else [heads, other_heads])
     return network
 
 
-def check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Sequence[Sequence[Head]]) -> None:
+def _check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Sequence[Sequence[Head]]) -> None:
     """Raises UsageError unless the outputs of the network called `name` are one of `accepted`."""
     batch_size = 5
     zeros = jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), observation_spec)

@@ -10,6 +10,7 @@ from dm_env import specs
 
 from rlframe.agents import SAC, SACConfig
 from rlframe.agents.networks import MLPConfig, Network
+from rlframe.agents.recurrent import LSTMConfig
 from rlframe.agents.sac import SACParams
 from rlframe.errors import UsageError
 from rlframe.types import Transition
@@ -187,6 +188,11 @@ def test_a_function_of_ones_own_gives_policy_and_critics():
         SAC(SACConfig(), VECTOR, BOX, Both(3))
     with pytest.raises(UsageError, match=r"net_factory must give a pair for this agent, \(policy, critics\)"):
         SAC(SACConfig(), VECTOR, BOX, lambda observation_spec, action_spec: 7)
+
+
+def test_a_recurrent_network_is_refused():
+    with pytest.raises(UsageError, match=r"LSTMConfig has a state, which this agent does not carry"):
+        SAC(SACConfig(), VECTOR, BOX, LSTMConfig())
 
 
 @pytest.mark.parametrize("spec", [DISCRETE, specs.BoundedArray((2,), np.float32, -np.inf, np.inf)])
