@@ -8,6 +8,7 @@ from rlframe.agents.grpo import GRPO
 from rlframe.agents.grpo_config import GRPOConfig
 from rlframe.agents.impala import IMPALA, IMPALAConfig
 from rlframe.agents.ppo import PPO, PPOConfig
+from rlframe.agents.pqn import PQN, PQNConfig
 from rlframe.agents.r2d2 import R2D2, R2D2Config
 from rlframe.agents.sac import SAC, SACConfig
 from rlframe.agents.td3 import TD3, TD3Config
@@ -17,6 +18,7 @@ __all__ = [
     "GRPO",
     "IMPALA",
     "PPO",
+    "PQN",
     "R2D2",
     "SAC",
     "TD3",
@@ -26,6 +28,7 @@ __all__ = [
     "IMPALAConfig",
     "LearnerState",
     "PPOConfig",
+    "PQNConfig",
     "R2D2Config",
     "SACConfig",
     "TD3Config",

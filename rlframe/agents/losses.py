@@ -151,6 +151,32 @@ def n_step_returns(
     return returns
 
 
+def q_lambda_returns(
+    rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, goes_on: jax.Array, lambda_: float
+) -> jax.Array:
+    """Targets of Q(lambda) on-policy (Gallici et al. 2024, section 4), time first.
+
+    Args:
+        rewards: [T, B] float32, of action t.
+        discounts: [T, B] float32, gamma; 0 where the environment terminated at timestep t + 1.
+        next_values: [T, B] float32, the largest action value of timestep t + 1.
+        goes_on: [T, B] bool, whether timestep t + 1 is not LAST; where it is, its value ends the return.
+        lambda_: 0 for one-step targets, 1 for the rewards of all steps that follow.
+
+    Returns:
+        [T, B] float32.
+    """
+
+    def step(following: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        reward, discount, value, is_inside = inputs
+        mixed = value + lambda_ * jnp.where(is_inside, following - value, 0.0)
+        following = reward + discount * mixed
+        return following, following
+
+    inputs = (rewards, discounts, next_values, goes_on)
+    return jax.lax.scan(step, next_values[-1], inputs, reverse=True)[1]
+
+
 def sequence_priorities(errors: jax.Array, mask: jax.Array, max_share: float) -> jax.Array:
     """[B]: of each sequence the largest error and the mean, mixed (Kapturowski et al. 2019, section 2.3).
 

@@ -59,6 +59,7 @@ class MLPConfig:
     activation: Activation = "tanh"
     separate: bool = True  # layers of its own for each head, or layers that all heads share
     orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
+    layer_norm: bool = False  # before each activation (Ba et al. 2016)
 
     def __post_init__(self) -> None:
         check_layers(self)
@@ -88,6 +89,7 @@ class NatureCNNConfig:
     activation: Activation = "relu"
     separate: bool = False
     orthogonal: bool = True
+    layer_norm: bool = False  # before each activation, over the channels (Ba et al. 2016)
 
     def __post_init__(self) -> None:
         if not len(self.channels) == len(self.kernels) == len(self.strides):
@@ -140,7 +142,7 @@ class NatureCNNConfig:
             weights = hk.get_parameter(f"{name}_w{i}", shape, init=initial_weights(self))
             bias = hk.get_parameter(f"{name}_b{i}", (channels,), init=jnp.zeros)
             hidden = _convolve(hidden, weights * scale if i == 0 else weights, stride) + bias
-            hidden = ACTIVATIONS[self.activation](hidden)
+            hidden = _activated(hidden, self, f"{name}_norm{i}")
         return hidden.reshape(hidden.shape[0], -1)
 
 
@@ -267,8 +269,14 @@ def dense_layers(features: jax.Array, cfg: Any, name: str) -> jax.Array:
     """Features `[B, n]` through the layers of `cfg.hidden`; inside of a Haiku transform."""
     for i, size in enumerate(cfg.hidden):
         layer = hk.Linear(size, w_init=initial_weights(cfg), name=f"{name}_dense{i}")
-        features = ACTIVATIONS[cfg.activation](layer(features))
+        features = _activated(layer(features), cfg, f"{name}_dense_norm{i}")
     return features
+
+
+def _activated(features: jax.Array, cfg: Any, name: str) -> jax.Array:
+    if getattr(cfg, "layer_norm", False):
+        features = hk.LayerNorm(-1, create_scale=True, create_offset=True, name=name)(features)
+    return ACTIVATIONS[cfg.activation](features)
 
 
 def initial_weights(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:

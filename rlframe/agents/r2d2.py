@@ -14,6 +14,7 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, build_network, has_images
 from rlframe.agents.normalization import Normaliser
+from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.recurrent import Core, LSTMConfig
 from rlframe.errors import UsageError
 from rlframe.types import (
@@ -141,11 +142,7 @@ class R2D2(Agent):
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
         output, after = self.eval_step(rng, params, timestep, state)
-        # One number decides both: given that it is below epsilon, it is uniform there.
-        draw = jax.random.uniform(rng, state.epsilon.shape)
-        random = jnp.minimum(draw / state.epsilon * self._num_actions, self._num_actions - 1)
-        action = jnp.where(draw < state.epsilon, random.astype(output.action.dtype), output.action)
-        return AgentOutput(action, {}), after
+        return AgentOutput(epsilon_greedy(rng, output.action, state.epsilon, self._num_actions), {}), after
 
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer

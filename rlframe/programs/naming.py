@@ -24,6 +24,7 @@ AGENTS = {
     "grpo": "rlframe.agents.grpo:GRPO",
     "impala": "rlframe.agents.impala:IMPALA",
     "ppo": "rlframe.agents.ppo:PPO",
+    "pqn": "rlframe.agents.pqn:PQN",
     "r2d2": "rlframe.agents.r2d2:R2D2",
     "sac": "rlframe.agents.sac:SAC",
     "td3": "rlframe.agents.td3:TD3",

@@ -170,6 +170,17 @@ def test_n_step_returns_are_rlaxs_where_no_episode_ends(n_step):
         np.testing.assert_allclose(returns[:, column], expected, rtol=1e-5)
 
 
+def test_lambda_returns_by_hand():
+    # gamma 0.5, lambda 0.5; timestep 2 is LAST, by a time limit.
+    returns = losses.q_lambda_returns(
+        *(jnp.array(x)[:, None] for x in ([1.0, 2.0, 9.0, 4.0], [0.5] * 4, [10.0, 20.0, 30.0, 40.0])),
+        goes_on=jnp.array([True, False, True, True])[:, None],
+        lambda_=0.5,
+    )
+    # 1 + 0.5 (0.5 * 10 + 0.5 * 12), where 12 = 2 + 0.5 * 20; 9 + 0.5 (0.5 * 30 + 0.5 * 24), where 24 = 4 + 0.5 * 40
+    np.testing.assert_allclose(returns[:, 0], [6.5, 12.0, 22.5, 24.0])
+
+
 def test_sequence_priorities_by_hand():
     errors = jnp.array([[1.0, -4.0], [-3.0, 7.0], [5.0, 2.0]])
     mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from dm_env import specs
 
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve
 from rlframe.errors import UsageError
+from tests.agents.batches import SMALL_CNN, random_tree
 
 RNG = jax.random.PRNGKey(0)
 VECTOR = specs.Array((3,), np.float32, "vector")
@@ -28,6 +31,22 @@ def test_an_mlp_is_its_layers_by_hand():
     layer, head = params["torso0_dense0"], params["head0"]
     expected = np.tanh(observation @ layer["w"] + layer["b"]) @ head["w"] + head["b"]
     np.testing.assert_allclose(network.apply(params, observation)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_may_be_normalised_before_their_activations():
+    network = MLPConfig((5,), layer_norm=True).build(VECTOR, [Head(2)])
+    observation = random_tree(VECTOR, (4,))
+    params = network.init(jax.random.PRNGKey(0), observation)
+    layer, norm, head = params["torso0_dense0"], params["torso0_dense_norm0"], params["head0"]
+    norm = {"scale": norm["scale"] + 0.5, "offset": norm["offset"] - 0.2}
+    hidden = observation @ layer["w"] + layer["b"]
+    hidden = (hidden - hidden.mean(axis=1, keepdims=True)) / hidden.std(axis=1, keepdims=True)
+    expected = np.tanh(1.5 * hidden - 0.2) @ head["w"] + head["b"]
+    (output,) = network.apply({**params, "torso0_dense_norm0": norm}, observation)
+    np.testing.assert_allclose(output, expected, rtol=1e-3, atol=1e-4)
+    cnn = dataclasses.replace(SMALL_CNN, layer_norm=True).build(IMAGE, [Head(2)])
+    names = jax.eval_shape(cnn.init, jax.random.PRNGKey(0), random_tree(IMAGE, (1,)))
+    assert sum("norm" in name for name in names) == 4
 
 
 def test_separate_heads_share_no_layer_and_shared_ones_do():

@@ -86,7 +86,7 @@ def test_paths_are_made_absolute_and_names_are_not(tmp_path, monkeypatch):
     [
         (
             "pppo",
-            "There is no agent 'pppo'; there are dqn, grpo, impala, ppo, r2d2, sac, td3, or one of your own as "
+            "There is no agent 'pppo'; there are dqn, grpo, impala, ppo, pqn, r2d2, sac, td3, or one of your own as "
             "file.py:Class. Did you mean 'ppo'?",
         ),
         ("{dir}/agnet.py:Mine", "There is no file {dir}/agnet.py for the agent. Did you mean 'agent.py'?"),

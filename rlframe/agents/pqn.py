@@ -1,0 +1,202 @@
+"""PQN (Gallici et al. 2024, arXiv:2407.04811): Q-learning on-policy, without replay and without a target network."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlframe.agents import losses
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.dqn import ActorParams
+from rlframe.agents.minibatches import MinibatchUpdates, ravel
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.normalization import NormalisedState, Normaliser
+from rlframe.agents.policies import epsilon_greedy
+from rlframe.errors import UsageError
+from rlframe.types import (
+    LAST,
+    AgentOutput,
+    AgentState,
+    Batch,
+    Logs,
+    Params,
+    ReplaySpec,
+    Sequence,
+    SequenceBatch,
+    TimeStep,
+    Tree,
+    specs,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PQNConfig:
+    """Defaults: Gallici et al. 2024, for Atari (128 environments)."""
+
+    unroll_length: int = 32  # steps of each environment between two updates
+    num_epochs: int = 2
+    num_minibatches: int = 32
+    discount: float = 0.99
+    q_lambda: float = 0.65  # 0 for one-step targets, 1 for Monte Carlo
+    epsilon_begin: float = 1.0  # chance of a random action
+    epsilon_end: float = 0.001
+    epsilon_decay_share: float = 0.1  # of total_learner_steps, in which it falls
+    learning_rate: float = 2.5e-4  # of RAdam
+    anneal_learning_rate: bool = True  # linearly to 0 over total_learner_steps
+    total_learner_steps: int | None = None  # None: epsilon is epsilon_end, and annealing does not begin
+    max_grad_norm: float | None = 10.0
+    normalise_observations: bool = False  # by their running mean and deviation
+    observation_clip: float = 10.0  # deviations from the mean, where they are normalised
+
+    def __post_init__(self) -> None:
+        for name in ("unroll_length", "num_epochs", "num_minibatches"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"PQNConfig.{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"PQNConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
+        if not self.learning_rate > 0.0:  # NaN is not
+            raise UsageError(f"PQNConfig.learning_rate must be above 0, got {self.learning_rate}.")
+
+
+class QRollout(NamedTuple):
+    """What the minibatches are taken from; every leaf is `[N, ...]`, N = B * T."""
+
+    observation: Tree
+    action: jax.Array
+    target: jax.Array  # the lambda-return
+    mask: jax.Array  # 0 where the environment ignored the action
+
+
+class PQN(Agent):
+    """Q-learning by lambda-returns of fresh unrolls, for discrete actions.
+
+    A network's `apply` gives action values `[B, A]`. It should normalise its layers (`layer_norm`): that is what keeps
+    the values in place of a target network.
+    """
+
+    config_cls = PQNConfig
+
+    def __init__(
+        self,
+        cfg: PQNConfig,
+        observation_spec: Tree,
+        action_spec: Tree,
+        net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
+    ) -> None:
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        if not isinstance(action_spec, specs.DiscreteArray):
+            raise UsageError(f"PQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
+        self.normaliser = Normaliser(cfg, observation_spec)
+        default = (
+            NatureCNNConfig(orthogonal=False, layer_norm=True)
+            if has_images(observation_spec)
+            else MLPConfig((128, 128), "relu", orthogonal=False, layer_norm=True)
+        )
+        heads = (Head(action_spec.num_values),)
+        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+
+    # Acting
+
+    def actor_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        values = self._acting_values(params, timestep)
+        greedy = jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
+        action = epsilon_greedy(rng, greedy, params.epsilon, self.action_spec.num_values)
+        return AgentOutput(action, {"value": jnp.max(values, axis=-1)}), state
+
+    def eval_step(
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+    ) -> tuple[AgentOutput, AgentState]:
+        values = self._acting_values(params, timestep)
+        return AgentOutput(jnp.argmax(values, axis=-1).astype(self.action_spec.dtype), {}), state
+
+    def actor_params(self, params: Params, learner_state: NormalisedState) -> ActorParams:
+        cfg, epsilon = self.cfg, jnp.float32(self.cfg.epsilon_end)
+        if cfg.total_learner_steps is not None:
+            done = learner_state.steps / max(cfg.epsilon_decay_share * cfg.total_learner_steps, 1.0)
+            epsilon = cfg.epsilon_begin + jnp.minimum(done, 1.0) * (cfg.epsilon_end - cfg.epsilon_begin)
+        published = self.normaliser.actor_params(params, learner_state.statistics)
+        return ActorParams(published, jnp.asarray(epsilon, jnp.float32))
+
+    # Learning
+
+    @property
+    def replay_spec(self) -> ReplaySpec:
+        length = self.cfg.unroll_length
+        return ReplaySpec("queue", Sequence(length), batch_size=None, capacity=64 * length, max_staleness=0)
+
+    @property
+    def jit_learner_step(self) -> bool:
+        """False for images on a CPU, where each minibatch is jitted on its own; see `MinibatchUpdates`."""
+        return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
+        return optax.chain(clip, optax.scale_by_radam())
+
+    def initial_learner_state(self, params: Params) -> NormalisedState:
+        opt_state, steps, rng = super().initial_learner_state(ravel(params))
+        return NormalisedState(opt_state, steps, rng, self.normaliser.initial_statistics())
+
+    def learner_step(
+        self, params: Params, learner_state: NormalisedState, batch: Batch
+    ) -> tuple[Params, NormalisedState, Logs]:
+        """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
+        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
+        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch._replace(data=data))
+        return params, learner_state._replace(statistics=statistics), logs
+
+    def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
+        """The steps of a batch with their targets, by the values that the actor had."""
+        last_values = self._values(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))
+        next_values = jnp.concatenate([data.extras["value"][:, 1:], jnp.max(last_values, axis=-1)[:, None]], axis=1)
+        targets = losses.q_lambda_returns(
+            data.reward.T,
+            self.cfg.discount * data.discount.T,
+            next_values.T,
+            data.step_type[:, 1:].T != LAST,
+            self.cfg.q_lambda,
+        ).T
+        mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
+        observation = jax.tree.map(lambda leaf: leaf[:, :-1], data.observation)
+        rollout = QRollout(observation, data.action, targets, mask)
+        return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), rollout)
+
+    def loss(self, params: Params, learner_state: NormalisedState, batch: Batch) -> tuple[jax.Array, Logs]:
+        """Half the squared error of a minibatch: `batch.data` is a `QRollout`."""
+        rows = batch.data
+        values = self._values(params, rows.observation)
+        chosen = jnp.take_along_axis(values, rows.action[:, None].astype(jnp.int32), axis=-1)[:, 0]
+        errors = rows.target - chosen
+        mean = functools.partial(losses.masked_mean, mask=rows.mask)
+        return mean(losses.huber(errors, None)), {"value": mean(chosen), "td_error": mean(jnp.abs(errors))}
+
+    def apply_gradients(
+        self, params: Params, grads: Params, learner_state: NormalisedState
+    ) -> tuple[Params, Any, Logs]:
+        """One step of RAdam, on all parameters as one vector."""
+        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
+        left: Any = 1.0
+        if self.cfg.anneal_learning_rate and self.cfg.total_learner_steps is not None:
+            left = jnp.maximum(1.0 - learner_state.steps / self.cfg.total_learner_steps, 0.0)
+        return params - self.cfg.learning_rate * left * updates, opt_state, {}
+
+    @functools.cached_property
+    def _minibatch_updates(self) -> MinibatchUpdates:
+        return MinibatchUpdates(self, self.rollout, self.cfg.num_epochs, self.cfg.num_minibatches)
+
+    def _acting_values(self, params: ActorParams, timestep: TimeStep) -> jax.Array:
+        return self._values(*self.normaliser.acting(params.params, timestep.observation))
+
+    def _values(self, params: Params, observation: Tree) -> jax.Array:
+        """[B, A]"""
+        outputs = self.network.apply(params, observation)
+        return outputs[0] if isinstance(outputs, (tuple, list)) else outputs

@@ -1,0 +1,127 @@
+"""PQN: its targets, exploration, and what it learns."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.agents import PQN, PQNConfig
+from rlframe.agents.dqn import ActorParams
+from rlframe.agents.networks import MLPConfig
+from rlframe.errors import UsageError
+from rlframe.types import LAST, MID, Sequence
+from tests.agents import batches
+from tests.agents.batches import BOX, DISCRETE, VECTOR, learn, started
+
+
+def make(**changes) -> PQN:
+    cfg = {"unroll_length": 8, "num_epochs": 1, "num_minibatches": 1, "discount": 0.9, "q_lambda": 0.7, **changes}
+    return PQN(PQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", layer_norm=True))
+
+
+def test_what_it_asks_of_the_replay():
+    spec = make().replay_spec
+    assert (spec.kind, spec.item, spec.batch_size, spec.max_staleness) == ("queue", Sequence(8), None, 0)
+
+
+def unroll(agent, params, learner_state):
+    """A batch with two ends of episodes, one by a time limit."""
+    batch = batches.sequences(agent, params, learner_state, 2, 8)
+    step_type, discount = np.full((2, 9), MID, np.uint8), np.ones((2, 8), np.float32)
+    step_type[0, 3] = step_type[1, 6] = LAST
+    discount[0, 2] = 0.0
+    return batch._replace(data=batch.data._replace(step_type=step_type, discount=discount))
+
+
+def twin_targets(agent, params, data):
+    """By the definition: a mixture of the returns of every number of steps."""
+    cfg, (values,) = agent.cfg, agent.network.apply(params, data.observation.reshape(-1, 3))
+    best = np.asarray(values).reshape(2, 9, -1).max(axis=-1)
+    targets = np.zeros((2, 8))
+    for row in range(2):
+        for t in range(8):
+            rewards, factor, weight, k = 0.0, 1.0, 1.0, t
+            while True:
+                rewards += factor * data.reward[row, k]
+                factor *= cfg.discount * data.discount[row, k]
+                k += 1
+                n_step = rewards + factor * best[row, k]
+                if k == 8 or data.step_type[row, k] == LAST:
+                    targets[row, t] += weight * n_step
+                    break
+                targets[row, t] += weight * (1.0 - cfg.q_lambda) * n_step
+                weight *= cfg.q_lambda
+    return targets
+
+
+def test_targets_and_loss_are_those_of_a_twin_in_plain_python():
+    agent = make()
+    params, learner_state = started(agent)
+    batch = unroll(agent, params, learner_state)
+    rollout = agent.rollout(params, batch.data)
+    expected, mask = twin_targets(agent, params, batch.data), batch.data.step_type[:, :-1] != LAST
+    targets = np.asarray(rollout.target).reshape(2, 8)
+    np.testing.assert_allclose(targets[mask], expected[mask], rtol=1e-4, atol=1e-5)
+    (values,) = agent.network.apply(params, batch.data.observation[:, :-1].reshape(-1, 3))
+    chosen = np.asarray(values)[np.arange(16), batch.data.action.ravel()].reshape(2, 8)
+    loss, logs = agent.loss(params, learner_state, batch._replace(data=rollout))
+    errors = (expected - chosen)[mask]
+    np.testing.assert_allclose(loss, 0.5 * np.mean(errors**2), rtol=1e-4)
+    np.testing.assert_allclose(logs["td_error"], np.mean(np.abs(errors)), rtol=1e-4)
+
+
+def test_epsilon_falls_in_a_share_of_the_run():
+    agent = make(total_learner_steps=100, epsilon_begin=1.0, epsilon_end=0.2, epsilon_decay_share=0.5)
+    params, learner_state = started(agent)
+    for steps, expected in [(0, 1.0), (25, 0.6), (50, 0.2), (90, 0.2)]:
+        published = agent.actor_params(params, learner_state._replace(steps=jnp.int32(steps)))
+        np.testing.assert_allclose(published.epsilon, expected, rtol=1e-6)
+    alone = make(epsilon_end=0.1)
+    assert alone.actor_params(*started(alone)).epsilon == np.float32(0.1)  # nothing says how long a run is
+
+
+def test_a_share_epsilon_of_actions_is_uniform():
+    agent, rows = make(), 30_000
+    params, _ = started(agent)
+    seen = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), batches.timestep(VECTOR, 1))
+    actor_params = ActorParams(params, jnp.float32(0.3))
+    output = agent.actor_step(jax.random.PRNGKey(1), actor_params, seen, ())[0]
+    greedy = agent.eval_step(jax.random.PRNGKey(1), actor_params, seen, ())[0].action
+    expected = np.full(3, 0.1)
+    expected[greedy[0]] += 0.7
+    np.testing.assert_allclose(np.bincount(output.action, minlength=3) / rows, expected, atol=0.01)
+    (values,) = agent.network.apply(params, seen.observation[:1])
+    np.testing.assert_allclose(output.extras["value"][0], values.max(), rtol=1e-5)
+
+
+def test_a_learning_rate_that_anneals_ends_at_zero():
+    agent = make(total_learner_steps=2)
+    params, learner_state = started(agent)
+    batch = unroll(agent, params, learner_state)
+    for _ in range(2):
+        params, learner_state, _ = learn(agent, params, learner_state, batch)
+    batches.assert_trees_equal(learn(agent, params, learner_state, batch)[0], params)
+
+
+def test_it_learns_the_rewards_of_a_bandit():
+    agent = make(num_epochs=50, num_minibatches=2, learning_rate=1e-2, anneal_learning_rate=False)
+    params, learner_state = started(agent)
+    batch = batches.sequences(agent, params, learner_state, 8, 8)
+    reward = np.array([1.0, -1.0, 0.5], np.float32)[batch.data.action]
+    batch = batch._replace(data=batch.data._replace(reward=reward, discount=np.zeros((8, 8), np.float32)))
+    for _ in range(4):
+        params, learner_state, logs = learn(agent, params, learner_state, batch)
+    assert logs["td_error"] < 0.15
+
+
+def test_actions_that_are_not_discrete_are_refused():
+    with pytest.raises(UsageError, match=r"PQN needs Discrete actions, got .*BoundedArray.*Use SAC or PPO"):
+        PQN(PQNConfig(), VECTOR, BOX)
+
+
+@pytest.mark.parametrize("change", [{"num_epochs": 0}, {"q_lambda": 1.5}, {"learning_rate": float("nan")}])
+def test_options_out_of_range_are_refused_by_name(change):
+    with pytest.raises(UsageError, match=f"PQNConfig.{next(iter(change))}"):
+        PQNConfig(**change)
