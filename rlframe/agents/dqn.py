@@ -55,6 +55,12 @@ class DQNConfig:
     double: bool = False  # van Hasselt et al. 2016
     dueling: bool = False  # Wang et al. 2016
     n_step: int = 1  # rewards summed before bootstrapping
+    # Vieillard et al. 2020, arXiv:2007.14430, whose numbers these are: targets of a soft policy, and a bonus for what
+    # that policy likes.
+    munchausen: bool = False
+    munchausen_scale: float = 0.9  # alpha, of the bonus
+    munchausen_temperature: float = 0.03  # tau, of the policy
+    munchausen_clip: float = -1.0  # l_0, the lowest tau log pi in the bonus
     prioritised: bool = False  # Schaul et al. 2016, proportional
     priority_exponent: float = 0.6  # alpha
     importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
@@ -75,6 +81,13 @@ class DQNConfig:
                 "DQNConfig.exploration_duration_exponent must be above 1 (or None), "
                 f"got {self.exploration_duration_exponent}."
             )
+        if self.munchausen and (self.double or self.n_step > 1):
+            raise UsageError(
+                "DQNConfig.munchausen has targets of its own, of one step and of the target network alone; got "
+                f"double={self.double}, n_step={self.n_step}. Leave them False and 1."
+            )
+        if not self.munchausen_temperature > 0.0:
+            raise UsageError(f"DQNConfig.munchausen_temperature must be above 0, got {self.munchausen_temperature}.")
         if self.optimizer not in ("rmsprop", "adam"):
             raise UsageError(f"DQNConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
         if self.min_replay_size > self.replay_capacity:
@@ -225,8 +238,22 @@ class DQN(Agent):
         data = batch.data
         values = self._values(params, data.observation)
         next_values = self._values(learner_state.target_params, data.next_observation)
-        selectors = self._values(params, data.next_observation) if self.cfg.double else next_values
-        errors = losses.td_errors(values, data.action, data.reward, data.discount, next_values, selectors)
+        if self.cfg.munchausen:
+            target_values = self._values(learner_state.target_params, data.observation)
+            errors = losses.munchausen_errors(
+                values,
+                data.action,
+                data.reward,
+                data.discount,
+                target_values,
+                next_values,
+                scale=self.cfg.munchausen_scale,
+                temperature=self.cfg.munchausen_temperature,
+                clip=self.cfg.munchausen_clip,
+            )
+        else:
+            selectors = self._values(params, data.next_observation) if self.cfg.double else next_values
+            errors = losses.td_errors(values, data.action, data.reward, data.discount, next_values, selectors)
         elementwise = losses.huber(errors, self.cfg.huber_threshold)
         logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(errors))}
         if self.cfg.prioritised:

@@ -111,6 +111,43 @@ def td_errors(
     return target - jnp.take_along_axis(values, actions[:, None].astype(jnp.int32), axis=-1)[:, 0]
 
 
+def munchausen_errors(
+    values: jax.Array,
+    actions: jax.Array,
+    rewards: jax.Array,
+    discounts: jax.Array,
+    target_values: jax.Array,
+    next_target_values: jax.Array,
+    *,
+    scale: float,
+    temperature: float,
+    clip: float,
+) -> jax.Array:
+    """Errors of Munchausen DQN (Vieillard et al. 2020, equation 3), whose policy is softmax(values / temperature).
+
+    Args:
+        values: [B, A], of the observation.
+        actions: [B] integers.
+        rewards: [B], of one step.
+        discounts: [B], gamma; 0 where the episode terminated.
+        target_values: [B, A], of the target network for the observation.
+        next_target_values: [B, A], of the target network for the next one.
+        scale: alpha, of the bonus for actions that the policy likes.
+        temperature: tau.
+        clip: l_0: the lowest temperature * log-probability in the bonus.
+
+    Returns:
+        [B]: target minus value. No gradient flows through the target.
+    """
+    index = actions[:, None].astype(jnp.int32)
+    log_policy = temperature * jax.nn.log_softmax(target_values / temperature)
+    bonus = jnp.clip(jnp.take_along_axis(log_policy, index, axis=-1)[:, 0], clip, 0.0)
+    # The policy's mean of value - temperature * log-probability, in closed form.
+    soft_value = temperature * jax.nn.logsumexp(next_target_values / temperature, axis=-1)
+    target = jax.lax.stop_gradient(rewards + scale * bonus + discounts * soft_value)
+    return target - jnp.take_along_axis(values, index, axis=-1)[:, 0]
+
+
 def dueling_values(advantages: jax.Array, value: jax.Array) -> jax.Array:
     """[B, A] from advantages [B, A] and a value [B, 1] (Wang et al. 2016, equation 9)."""
     return value + advantages - jnp.mean(advantages, axis=-1, keepdims=True)

@@ -138,6 +138,27 @@ def test_double_takes_the_online_networks_choice():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
+def test_munchausen_adds_what_the_target_networks_policy_likes():
+    agent = make(munchausen=True, munchausen_temperature=0.5, huber_threshold=None)
+    params, learner_state = started(agent)
+    target = agent.initial_params(jax.random.PRNGKey(9))
+    batch = batches.transitions(agent)
+    data = batch.data
+    here, following = (values(agent, target, seen) for seen in (data.observation, data.next_observation))
+    log_policy = 0.5 * np.asarray(jax.nn.log_softmax(here / 0.5))[np.arange(16), data.action]
+    soft = 0.5 * np.log(np.exp(following / 0.5).sum(axis=1))
+    chosen = values(agent, params, data.observation)[np.arange(16), data.action]
+    errors = data.reward + 0.9 * np.maximum(log_policy, -1.0) + data.discount * soft - chosen
+    loss, _ = agent.loss(params, learner_state._replace(target_params=target), batch)
+    np.testing.assert_allclose(loss, np.mean(0.5 * np.square(errors)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}])
+def test_munchausen_with_other_targets_is_refused(change):
+    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False and 1"):
+        make(munchausen=True, **change)
+
+
 def test_the_target_network_is_copied_every_period():
     agent = make(target_update_period=3)
     params, learner_state = started(agent)

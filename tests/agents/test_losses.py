@@ -134,6 +134,33 @@ def test_importance_weights_without_correction_are_one():
     np.testing.assert_allclose(losses.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
 
 
+def test_munchausen_errors_are_their_definition():
+    random = np.random.RandomState(0)
+    values, target, following = (random.randn(5, 3).astype(np.float32) for _ in range(3))
+    actions, rewards = random.randint(0, 3, 5), random.randn(5).astype(np.float32)
+    discounts = np.array([0.9, 0.0, 0.9, 0.9, 0.9], np.float32)
+    options = {"scale": 0.9, "temperature": 0.5, "clip": -0.6}
+    errors = losses.munchausen_errors(values, actions, rewards, discounts, target, following, **options)
+    clipped = 0
+    for i in range(5):
+        policy, next_policy = (np.exp(q / 0.5) / np.exp(q / 0.5).sum() for q in (target[i], following[i]))
+        bonus = max(0.5 * np.log(policy[actions[i]]), -0.6)
+        clipped += bonus == -0.6
+        soft = sum(p * (q - 0.5 * np.log(p)) for p, q in zip(next_policy, following[i]))
+        expected = rewards[i] + 0.9 * bonus + discounts[i] * soft - values[i, actions[i]]
+        np.testing.assert_allclose(errors[i], expected, rtol=1e-4)
+    assert 0 < clipped < 5
+
+
+def test_munchausen_errors_by_hand():
+    # Equal values: each of 2 actions has the log-probability -log 2, times 0.1; the soft value is 3 + 0.1 log 2.
+    equal = jnp.array([[3.0, 3.0]])
+    options = {"scale": 0.5, "temperature": 0.1, "clip": -1.0}
+    arrays = (jnp.array([x]) for x in (0, 1.0, 0.5))
+    error = losses.munchausen_errors(equal, *arrays, equal, equal, **options)
+    np.testing.assert_allclose(error, [1.0 - 0.05 * np.log(2.0) + 0.5 * (3.0 + 0.1 * np.log(2.0)) - 3.0], rtol=1e-6)
+
+
 def test_rescaled_values_by_hand():
     # sqrt(8 + 1) - 1 + 0.1 * 8, and for a negative number minus that.
     np.testing.assert_allclose(losses.rescale(jnp.array([8.0, 0.0, -8.0]), 0.1), [2.8, 0.0, -2.8], rtol=1e-6)
