@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents import losses
+from rlframe.agents import losses, noisy
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import Normaliser
@@ -61,6 +61,10 @@ class DQNConfig:
     munchausen_scale: float = 0.9  # alpha, of the bonus
     munchausen_temperature: float = 0.03  # tau, of the policy
     munchausen_clip: float = -1.0  # l_0, the lowest tau log pi in the bonus
+    num_quantiles: int | None = None  # of each action's return, in place of its mean; 200 in Dabney et al. 2018
+    # Noisy dense layers (Fortunato et al. 2018): the deviation to begin with, times sqrt(inputs); 0.5 there. Explores
+    # instead of random actions: let epsilon be 0.
+    noisy: float | None = None
     prioritised: bool = False  # Schaul et al. 2016, proportional
     priority_exponent: float = 0.6  # alpha
     importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
@@ -81,10 +85,18 @@ class DQNConfig:
                 "DQNConfig.exploration_duration_exponent must be above 1 (or None), "
                 f"got {self.exploration_duration_exponent}."
             )
-        if self.munchausen and (self.double or self.n_step > 1):
+        if self.munchausen and (self.double or self.n_step > 1 or self.num_quantiles is not None):
             raise UsageError(
-                "DQNConfig.munchausen has targets of its own, of one step and of the target network alone; got "
-                f"double={self.double}, n_step={self.n_step}. Leave them False and 1."
+                "DQNConfig.munchausen has targets of its own, means of one step by the target network alone; got "
+                f"double={self.double}, n_step={self.n_step}, num_quantiles={self.num_quantiles}. Leave them False, 1 "
+                "and None."
+            )
+        if self.noisy is not None and not self.noisy > 0.0:
+            raise UsageError(f"DQNConfig.noisy must be above 0 (or None), got {self.noisy}.")
+        if self.num_quantiles is not None and (self.num_quantiles < 1 or not self.huber_threshold):
+            raise UsageError(
+                "DQNConfig.num_quantiles must be at least 1 (or None) and needs a huber_threshold, got "
+                f"num_quantiles={self.num_quantiles}, huber_threshold={self.huber_threshold}."
             )
         if not self.munchausen_temperature > 0.0:
             raise UsageError(f"DQNConfig.munchausen_temperature must be above 0, got {self.munchausen_temperature}.")
@@ -145,7 +157,9 @@ class DQN(Agent):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self.normaliser = Normaliser(cfg, observation_spec)
         self._num_actions = action_spec.num_values
-        plain, dueling = (Head(self._num_actions),), (Head(self._num_actions), Head(1))
+        count = cfg.num_quantiles or 1
+        plain = (Head(self._num_actions * count),)
+        dueling = (*plain, Head(count))
         heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)
         default = (
             NatureCNNConfig(orthogonal=False)
@@ -154,12 +168,16 @@ class DQN(Agent):
         )
         self.network = build_network(net_factory or default, observation_spec, action_spec, heads, other_heads)
 
+    def initial_params(self, rng: jax.Array) -> Params:
+        params = super().initial_params(rng)
+        return params if self.cfg.noisy is None else noisy.with_deviations(params, self.cfg.noisy)
+
     # Acting
 
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        greedy = self._greedy(params.params, timestep.observation)
+        greedy = self._greedy(params.params, timestep.observation, jax.random.fold_in(rng, 2))
         # One number decides both: given that it is below epsilon, it is uniform there.
         draw = jax.random.uniform(rng, greedy.shape)
         random = jnp.minimum(draw / params.epsilon * self._num_actions, self._num_actions - 1).astype(greedy.dtype)
@@ -235,11 +253,14 @@ class DQN(Agent):
         return params, learner_state._replace(statistics=statistics), logs
 
     def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
+        if self.cfg.num_quantiles is not None:
+            return self._quantile_loss(params, learner_state, batch)
         data = batch.data
-        values = self._values(params, data.observation)
-        next_values = self._values(learner_state.target_params, data.next_observation)
+        online, target, selecting = self._sampled(params, learner_state)
+        values = self._values(online, data.observation)
+        next_values = self._values(target, data.next_observation)
         if self.cfg.munchausen:
-            target_values = self._values(learner_state.target_params, data.observation)
+            target_values = self._values(target, data.observation)
             errors = losses.munchausen_errors(
                 values,
                 data.action,
@@ -252,15 +273,39 @@ class DQN(Agent):
                 clip=self.cfg.munchausen_clip,
             )
         else:
-            selectors = self._values(params, data.next_observation) if self.cfg.double else next_values
+            selectors = self._values(selecting, data.next_observation) if self.cfg.double else next_values
             errors = losses.td_errors(values, data.action, data.reward, data.discount, next_values, selectors)
-        elementwise = losses.huber(errors, self.cfg.huber_threshold)
         logs = {"value": jnp.mean(values), "td_error": jnp.mean(jnp.abs(errors))}
-        if self.cfg.prioritised:
-            exponent = self._importance_exponent(learner_state.steps)
-            elementwise *= losses.importance_weights(batch.probabilities, exponent)
-            logs["priorities"] = jnp.abs(errors) + 1e-6  # Schaul et al. 2016, section 3.3: never 0
-        return jnp.mean(elementwise), logs
+        elementwise = losses.huber(errors, self.cfg.huber_threshold)
+        return self._weighed(elementwise, jnp.abs(errors), logs, learner_state, batch)
+
+    def _quantile_loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
+        data = batch.data
+        online, target, selecting = self._sampled(params, learner_state)
+        quantiles = self._quantiles(online, data.observation)
+        following = self._quantiles(target, data.next_observation)
+        selector = self._quantiles(selecting, data.next_observation) if self.cfg.double else following
+        elementwise = losses.quantile_errors(
+            quantiles,
+            data.action,
+            data.reward,
+            data.discount,
+            following,
+            jnp.mean(selector, axis=-1),
+            self.cfg.huber_threshold or 1.0,
+        )
+        logs = {"value": jnp.mean(quantiles), "td_error": jnp.mean(elementwise)}
+        return self._weighed(elementwise, elementwise, logs, learner_state, batch)
+
+    def _weighed(
+        self, elementwise: jax.Array, priorities: jax.Array, logs: Logs, learner_state: DQNState, batch: Batch
+    ) -> tuple[jax.Array, Logs]:
+        """(loss, logs) of the losses [B] of a batch: as they are, or corrected for how they were drawn."""
+        if not self.cfg.prioritised:
+            return jnp.mean(elementwise), logs
+        weights = losses.importance_weights(batch.probabilities, self._importance_exponent(learner_state.steps))
+        # Schaul et al. 2016, section 3.3: never 0
+        return jnp.mean(weights * elementwise), {**logs, "priorities": priorities + 1e-6}
 
     def update_learner_state(self, params: Params, opt_state: Any, learner_state: DQNState) -> DQNState:
         learner_state = super().update_learner_state(params, opt_state, learner_state)
@@ -277,11 +322,36 @@ class DQN(Agent):
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A]"""
+        if self.cfg.num_quantiles is not None:
+            return jnp.mean(self._quantiles(params, observation), axis=-1)
         outputs = self.network.apply(params, observation)
         if not isinstance(outputs, (tuple, list)):
             return outputs
         return losses.dueling_values(*outputs) if len(outputs) == 2 else outputs[0]
 
-    def _greedy(self, published: Any, observation: Tree) -> jax.Array:
-        values = self._values(*self.normaliser.acting(published, observation))
+    def _quantiles(self, params: Params, observation: Tree) -> jax.Array:
+        """[B, A, N], in the order of their shares of the return's distribution."""
+        outputs = self.network.apply(params, observation)
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        shaped = [output.reshape(len(output), -1, self.cfg.num_quantiles) for output in outputs]
+        if len(shaped) == 1:
+            return shaped[0]
+        advantages, value = shaped
+        return value + advantages - jnp.mean(advantages, axis=1, keepdims=True)
+
+    def _sampled(self, params: Params, learner_state: DQNState) -> tuple[Params, Params, Params]:
+        """The network's parameters for values, for target values and for choices, each with noise of its own."""
+        target = learner_state.target_params
+        if self.cfg.noisy is None:
+            return params, target, params
+        rngs = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps), 3)
+        online, target, selecting = map(noisy.sampled, rngs, (params, target, params))
+        return online, target, selecting
+
+    def _greedy(self, published: Any, observation: Tree, rng: jax.Array | None = None) -> jax.Array:
+        """[B]; by noisy parameters where there is an `rng`, and noise in them."""
+        params, observation = self.normaliser.acting(published, observation)
+        if self.cfg.noisy is not None:
+            params = params.mean if rng is None else noisy.sampled(rng, params)
+        values = self._values(params, observation)
         return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)

@@ -111,6 +111,40 @@ def td_errors(
     return target - jnp.take_along_axis(values, actions[:, None].astype(jnp.int32), axis=-1)[:, 0]
 
 
+def quantile_errors(
+    quantiles: jax.Array,
+    actions: jax.Array,
+    rewards: jax.Array,
+    discounts: jax.Array,
+    next_quantiles: jax.Array,
+    next_selectors: jax.Array,
+    threshold: float,
+) -> jax.Array:
+    """Losses of quantile regression (Dabney et al. 2018, arXiv:1710.10044, equation 10 and algorithm 1).
+
+    Args:
+        quantiles: [B, A, N], of the return, for the observation.
+        actions, rewards, discounts: [B] each, as of `td_errors`.
+        next_quantiles: [B, A, N], of the target network n steps later.
+        next_selectors: [B, A], whose largest picks the next action.
+        threshold: kappa, where the squared error becomes linear; above 0.
+
+    Returns:
+        [B]: summed over the quantiles, the mean over their targets. No gradient flows through the targets.
+    """
+
+    def of_action(values: jax.Array, action: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, action[:, None, None].astype(jnp.int32), axis=1)[:, 0]  # [B, N]
+
+    following = of_action(next_quantiles, jnp.argmax(next_selectors, axis=-1))
+    targets = jax.lax.stop_gradient(rewards[:, None] + discounts[:, None] * following)
+    errors = targets[:, None, :] - of_action(quantiles, actions)[:, :, None]  # [B, N of the values, N of the targets]
+    count = quantiles.shape[-1]
+    shares = (jnp.arange(count, dtype=jnp.float32) + 0.5) / count
+    weights = jnp.abs(shares[:, None] - (errors < 0.0))
+    return jnp.sum(jnp.mean(weights * huber(errors, threshold) / threshold, axis=2), axis=1)
+
+
 def munchausen_errors(
     values: jax.Array,
     actions: jax.Array,

@@ -16,6 +16,8 @@ from rlframe.types import Transition
 from tests.agents import batches
 from tests.agents.batches import BOX, DISCRETE, MULTI, VECTOR, assert_trees_equal, started
 
+RNG = jax.random.PRNGKey(0)
+
 
 def make(**changes) -> DQN:
     cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "learning_rate": 1e-2, **changes}
@@ -153,10 +155,65 @@ def test_munchausen_adds_what_the_target_networks_policy_likes():
     np.testing.assert_allclose(loss, np.mean(0.5 * np.square(errors)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}])
+@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"num_quantiles": 5}])
 def test_munchausen_with_other_targets_is_refused(change):
-    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False and 1"):
+    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False, 1 and None"):
         make(munchausen=True, **change)
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_quantiles_are_learned_as_their_definition_says(dueling):
+    agent = make(num_quantiles=4, dueling=dueling, double=True, prioritised=True, huber_threshold=0.5)
+    params, learner_state = started(agent)
+    target = agent.initial_params(jax.random.PRNGKey(9))
+    batch = batches.transitions(agent)
+    data = batch.data
+
+    def quantiles(params, observation):
+        outputs = [np.asarray(output) for output in agent.network.apply(params, observation)]
+        shaped = outputs[0].reshape(16, 3, 4)
+        return shaped + outputs[1][:, None] - shaped.mean(axis=1, keepdims=True) if dueling else shaped
+
+    here, online, following = (
+        quantiles(p, seen)
+        for p, seen in ((params, data.observation), (params, data.next_observation), (target, data.next_observation))
+    )
+    expected = np.zeros(16)
+    for row in range(16):
+        best = online[row].mean(axis=1).argmax()
+        for i in range(4):
+            for j in range(4):
+                error = data.reward[row] + data.discount[row] * following[row, best, j] - here[row, data.action[row], i]
+                size = abs(error)
+                huber = 0.5 * size**2 if size <= 0.5 else 0.5 * (size - 0.25)
+                expected[row] += abs((i + 0.5) / 4 - (error < 0)) * huber / 0.5 / 4
+    loss, logs = agent.loss(params, learner_state._replace(target_params=target), batch)
+    weights = np.asarray(losses.importance_weights(jnp.asarray(batch.probabilities), 0.4))
+    np.testing.assert_allclose(logs["priorities"], expected + 1e-6, rtol=1e-4)
+    np.testing.assert_allclose(loss, np.mean(weights * expected), rtol=1e-4)
+    published = agent.actor_params(params, learner_state)
+    greedy = agent.eval_step(RNG, published, batches.timestep(VECTOR, 16)._replace(observation=data.observation), ())
+    np.testing.assert_array_equal(greedy[0].action, here.mean(axis=2).argmax(axis=1))
+
+
+def test_quantiles_find_the_distribution_of_a_bandits_rewards():
+    agent = make(num_quantiles=4, learning_rate=3e-2, huber_threshold=0.01)
+    params, learner_state = started(agent)
+    batch, random, step = batches.transitions(agent), np.random.RandomState(0), jax.jit(agent.learner_step)
+    data = batch.data._replace(observation=np.ones((16, 3), np.float32), discount=np.zeros(16, np.float32))
+    for _ in range(400):
+        reward = random.choice([0.0, 1.0, 2.0, 3.0], 16).astype(np.float32)
+        action = random.randint(0, 3, 16).astype(np.int32)
+        params, learner_state, _ = step(
+            params, learner_state, batch._replace(data=data._replace(reward=reward, action=action))
+        )
+    np.testing.assert_allclose(agent._quantiles(params, data.observation)[0], [[0, 1, 2, 3]] * 3, atol=0.5)
+
+
+@pytest.mark.parametrize("change", [{"num_quantiles": 0}, {"num_quantiles": 8, "huber_threshold": None}])
+def test_quantiles_that_cannot_be_learned_are_refused(change):
+    with pytest.raises(UsageError, match=r"num_quantiles must be at least 1 .* and needs a huber_threshold"):
+        make(**change)
 
 
 def test_the_target_network_is_copied_every_period():

@@ -1,0 +1,79 @@
+"""Noisy networks: what is sampled, and what DQN does with it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.agents import DQN, DQNConfig
+from rlframe.agents.networks import MLPConfig
+from rlframe.agents.noisy import NoisyParams, sampled, with_deviations
+from rlframe.errors import UsageError
+from tests.agents import batches
+from tests.agents.batches import DISCRETE, VECTOR, started
+
+RNG = jax.random.PRNGKey(0)
+
+
+def test_deviations_begin_as_a_share_of_one_over_the_root_of_the_inputs():
+    layer = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+    params = with_deviations({"dense": layer, "norm": {"scale": jnp.ones(3)}}, 0.5)
+    assert list(params.deviation) == ["dense"]
+    np.testing.assert_allclose(params.deviation["dense"]["w"], np.full((4, 3), 0.25))
+    np.testing.assert_allclose(params.deviation["dense"]["b"], np.full(3, 0.25))
+    with pytest.raises(UsageError, match="needs dense layers"):
+        with_deviations({"norm": {"scale": jnp.ones(3)}}, 0.5)
+
+
+def test_noise_is_a_product_of_that_of_inputs_and_of_outputs():
+    mean = {"dense": {"w": jnp.full((4, 3), 7.0), "b": jnp.full(3, 2.0)}, "norm": {"scale": jnp.ones(3)}}
+    params = with_deviations(mean, 0.5)
+    sample = sampled(RNG, params)
+    noise, of_outputs = (np.asarray(sample["dense"]["w"]) - 7.0) / 0.25, (np.asarray(sample["dense"]["b"]) - 2.0) / 0.25
+    np.testing.assert_allclose(noise / of_outputs, np.repeat((noise / of_outputs)[:, :1], 3, axis=1), rtol=1e-4)
+    np.testing.assert_array_equal(sample["norm"]["scale"], mean["norm"]["scale"])
+    draws = jax.vmap(lambda rng: sampled(rng, params)["dense"]["b"])(jax.random.split(RNG, 4_000))
+    squares = jnp.square((draws - 2.0) / 0.25)  # |x| of a Gaussian
+    np.testing.assert_allclose(squares.mean(), np.sqrt(2.0 / np.pi), atol=0.03)
+    np.testing.assert_allclose(draws.mean(), 2.0, atol=0.02)
+
+
+def make(**changes) -> DQN:
+    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "noisy": 0.5, "epsilon_begin": 0.0, **changes}
+    return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu"))
+
+
+def test_actors_explore_by_noise_and_evaluations_do_not():
+    agent = make()
+    params, learner_state = started(agent)
+    published, seen = agent.actor_params(params, learner_state), batches.timestep(VECTOR, 64)
+    acts = jax.jit(lambda rng: agent.actor_step(rng, published, seen, ())[0].action)
+    assert len({acts(jax.random.PRNGKey(i)).tobytes() for i in range(8)}) > 4
+    evaluates = {agent.eval_step(jax.random.PRNGKey(i), published, seen, ())[0].action.tobytes() for i in range(3)}
+    (values,) = agent.network.apply(params.mean, seen.observation)
+    assert evaluates == {np.asarray(values.argmax(axis=1), np.int32).tobytes()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_quantiles": 3}, {"double": True}])
+def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes):
+    agent = make(**changes)
+    plain = make(**changes, noisy=None)
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
+    online, target, _ = agent._sampled(params, learner_state)
+    assert (online["head0"]["w"] != target["head0"]["w"]).any()
+    loss, _ = agent.loss(params, learner_state, batch)
+    if not changes.get("double"):  # which takes two samples of the same parameters
+        of_samples, _ = plain.loss(online, plain.initial_learner_state(target), batch)
+        np.testing.assert_allclose(loss, of_samples, rtol=1e-5)
+    new, after, _ = jax.jit(agent.learner_step)(params, learner_state, batch)
+    assert isinstance(after.target_params, NoisyParams)
+    assert all((a != b).any() for a, b in zip(jax.tree.leaves(params.deviation), jax.tree.leaves(new.deviation)))
+    assert agent.loss(params, learner_state._replace(steps=jnp.int32(1)), batch)[0] != loss
+
+
+def test_noise_of_nothing_is_refused():
+    with pytest.raises(UsageError, match=r"DQNConfig.noisy must be above 0 \(or None\), got 0.0"):
+        make(noisy=0.0)
