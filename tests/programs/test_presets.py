@@ -59,6 +59,7 @@ def test_a_preset_says_where_it_does_otherwise_than_its_source(name, field, valu
         ("impala", "CartPole-v1", "impala/cartpole"),
         ("impala", "Pong-v5", "impala/atari"),
         ("impala", "HalfCheetah-v5", None),
+        ("pqn", "CartPole-v1", "pqn/cartpole"),
         ("r2d2", "PositionOnlyCartPole-v1", "r2d2/position_only_cartpole"),
         ("r2d2", "CartPole-v1", None),
         ("sac", "Pendulum-v1", "sac/pendulum"),

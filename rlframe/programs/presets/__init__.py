@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
 from rlframe.programs import naming
-from rlframe.programs.presets import dqn, grpo, impala, ppo, r2d2, sac, td3
+from rlframe.programs.presets import dqn, grpo, impala, ppo, pqn, r2d2, sac, td3
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
 PRESETS: tuple[Preset, ...] = (
@@ -19,6 +19,7 @@ PRESETS: tuple[Preset, ...] = (
     *sac.PRESETS,
     *td3.PRESETS,
     *r2d2.PRESETS,
+    *pqn.PRESETS,
 )
 
 
