@@ -52,7 +52,8 @@ POSITION_ONLY_CARTPOLE = Preset(
     fields={
         **settings("what it takes: a memory", network="gru"),
         **settings(
-            "found here, with seed 11, which ends at 500; without normalised observations it learns nothing",
+            "found here, with seed 11, which ends at 500; seeds 1 to 3 end at 232, 500 and 184. Without normalised "
+            "observations it learns nothing",
             steps=300_000,
             num_envs=8,
             agent__unroll_length=128,
