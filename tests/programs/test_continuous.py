@@ -21,6 +21,7 @@ def experiment(agent: str, env: str = "Pendulum-v1", **fields) -> Experiment:
     return make_experiment(agent, env, **{**OPTIONS, "num_envs": 2, "steps": 500, "log_every": 100, **fields})
 
 
+@pytest.mark.system
 def test_normalised_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path):
     fields = {"unroll_length": 32, "num_minibatches": 2, "normalise_observations": True, "normalise_rewards": True}
     fields |= {"num_envs": 2, "steps": 600, "eval_episodes": 1, "env_type": "loop", "preset": "none", "num_epochs": 2}
@@ -32,7 +33,7 @@ def test_normalised_runs_repeat_exactly_and_their_statistics_are_saved(tmp_path)
     assert evaluate(tmp_path / "whole", episodes=1)["return_mean"] == whole.return_mean
 
 
-@pytest.mark.parametrize("agent", ["sac", "td3"])
+@pytest.mark.parametrize("agent", ["sac", pytest.param("td3", marks=pytest.mark.system)])
 def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path):
     described = experiment(agent)
     whole = train(described, run_dir=tmp_path / "whole")

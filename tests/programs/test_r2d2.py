@@ -34,6 +34,7 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(tmp_path):
     assert rlframe.load(tmp_path / "whole").act(np.zeros(2, np.float32)) in (0, 1)
 
 
+@pytest.mark.system
 def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(tmp_path):
     described = experiment(topology="heavy_env", engine="threads", num_envs=4, steps=1_000)
     result = train(described, run_dir=tmp_path / "run")
