@@ -94,8 +94,11 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
         process.kill()
     assert process.returncode == 130, err
     for seed in (1, 2):
-        assert list((folder / f"seed-{seed}" / "checkpoints").iterdir())
-        assert not _running(folder / f"seed-{seed}")
+        run = folder / f"seed-{seed}"
+        steps = json.loads((run / "result.json").read_text())["env_steps"]
+        assert "SIGINT: saving after the step under way" in (folder / f"seed-{seed}.log").read_text()
+        assert steps > 0 and list((run / "checkpoints").iterdir())  # it was told once, and saved
+        assert not _running(run)
 
 
 def _running(run_dir: pathlib.Path) -> list[int]:

@@ -248,9 +248,7 @@ class DQN(Agent):
 
     def learner_step(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[Params, DQNState, Logs]:
         """One update, from what the normaliser makes of the batch."""
-        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
-        params, learner_state, logs = super().learner_step(params, learner_state, batch._replace(data=data))
-        return params, learner_state._replace(statistics=statistics), logs
+        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
 
     def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
         if self.cfg.num_quantiles is not None:
@@ -324,10 +322,7 @@ class DQN(Agent):
         """[B, A]"""
         if self.cfg.num_quantiles is not None:
             return jnp.mean(self._quantiles(params, observation), axis=-1)
-        outputs = self.network.apply(params, observation)
-        if not isinstance(outputs, (tuple, list)):
-            return outputs
-        return losses.dueling_values(*outputs) if len(outputs) == 2 else outputs[0]
+        return losses.action_values(self.network.apply(params, observation))
 
     def _quantiles(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A, N], in the order of their shares of the return's distribution."""

@@ -160,9 +160,7 @@ class IMPALA(Agent):
         self, params: Params, learner_state: NormalisedState, batch: Batch
     ) -> tuple[Params, NormalisedState, Logs]:
         """One update, from what the normaliser makes of the batch."""
-        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
-        params, learner_state, logs = super().learner_step(params, learner_state, batch._replace(data=data))
-        return params, learner_state._replace(statistics=statistics), logs
+        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
 
     def loss(self, params: Params, learner_state: NormalisedState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -180,6 +182,13 @@ def munchausen_errors(
     soft_value = temperature * jax.nn.logsumexp(next_target_values / temperature, axis=-1)
     target = jax.lax.stop_gradient(rewards + scale * bonus + discounts * soft_value)
     return target - jnp.take_along_axis(values, index, axis=-1)[:, 0]
+
+
+def action_values(outputs: Any) -> jax.Array:
+    """[..., A] of what a network gives: the values, alone or in a tuple, or (advantages, value), which are dueling."""
+    if not isinstance(outputs, (tuple, list)):
+        return outputs
+    return dueling_values(*outputs) if len(outputs) == 2 else outputs[0]
 
 
 def dueling_values(advantages: jax.Array, value: jax.Array) -> jax.Array:

@@ -181,7 +181,7 @@ def build_network(
     name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
     is_ours = hasattr(net_factory, "build")
     network = net_factory.build(observation_spec, heads) if is_ours else net_factory(observation_spec, action_spec)
-    if hasattr(network, "initial_state") and not may_recur:
+    if is_recurrent(network) and not may_recur:
         raise UsageError(
             f"The network of {name} has a state, which this agent does not carry from step to step. PPO, IMPALA and "
             "R2D2 do; or use a network without one: mlp, nature_cnn."
@@ -197,11 +197,16 @@ def build_network(
     return network
 
 
+def is_recurrent(network: Any) -> bool:
+    """Whether a network has a state, see `rlframe.agents.recurrent`."""
+    return hasattr(network, "initial_state")
+
+
 def _check_outputs(name: str, network: Any, observation_spec: Tree, accepted: Sequence[Sequence[Head]]) -> None:
     """Raises UsageError unless the outputs of the network called `name` are one of `accepted`."""
     batch_size = 5
     zeros = jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), observation_spec)
-    state = (network.initial_state(batch_size),) if hasattr(network, "initial_state") else ()
+    state = (network.initial_state(batch_size),) if is_recurrent(network) else ()
     outputs = jax.eval_shape(lambda rng: network.apply(network.init(rng, zeros), zeros, *state), jax.random.PRNGKey(0))
     outputs = outputs[0] if state else outputs
     outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]

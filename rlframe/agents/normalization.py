@@ -8,6 +8,7 @@ evaluations.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.types import FIRST, AgentState, Params, SequenceBatch, TransitionBatch, Tree
+from rlframe.types import FIRST, AgentState, Batch, Logs, Params, SequenceBatch, TransitionBatch, Tree
 
 _EPSILON = 1e-8  # added to variances; baselines/common/vec_env/vec_normalize.py
 
@@ -179,6 +180,14 @@ class Normaliser:
         return AccumulatingState(network_state, so_far), {"return": so_far}
 
     # Learning
+
+    def learn(
+        self, update: Callable[..., tuple[Any, Any, Logs]], params: Any, learner_state: Any, batch: Batch
+    ) -> tuple[Any, Any, Logs]:
+        """One `update(params, learner_state, batch)` from the batch as it is to be learned from; as `learner_step`."""
+        data, statistics = self.batch(learner_state.statistics, batch.data)
+        params, learner_state, logs = update(params, learner_state, batch._replace(data=data))
+        return params, learner_state._replace(statistics=statistics), logs
 
     def batch(self, statistics: Any, data: Any) -> tuple[Any, Any]:
         """(a batch's data as the agent is to learn from it, the statistics that have seen it).

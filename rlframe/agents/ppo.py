@@ -212,9 +212,8 @@ class PPO(Agent):
     ) -> tuple[Params, NormalisedState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
         rate = self._learning_rate(learner_state.steps)
-        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
-        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch._replace(data=data))
-        return params, learner_state._replace(statistics=statistics), {**logs, "learning_rate": rate}
+        params, learner_state, logs = self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
+        return params, learner_state, {**logs, "learning_rate": rate}
 
     def apply_gradients(
         self, params: Params, grads: Params, learner_state: NormalisedState

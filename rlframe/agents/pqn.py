@@ -150,9 +150,7 @@ class PQN(Agent):
         self, params: Params, learner_state: NormalisedState, batch: Batch
     ) -> tuple[Params, NormalisedState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
-        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
-        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch._replace(data=data))
-        return params, learner_state._replace(statistics=statistics), logs
+        return self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
         """The steps of a batch with their targets, by the values that the actor had."""
@@ -198,5 +196,4 @@ class PQN(Agent):
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A]"""
-        outputs = self.network.apply(params, observation)
-        return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        return losses.action_values(self.network.apply(params, observation))

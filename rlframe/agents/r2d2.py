@@ -148,7 +148,7 @@ class R2D2(Agent):
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
         outputs, core = self._core.step(*self.normaliser.acting(params, timestep.observation), state.core)
-        action = jnp.argmax(_action_values(outputs), axis=-1).astype(self.action_spec.dtype)
+        action = jnp.argmax(losses.action_values(outputs), axis=-1).astype(self.action_spec.dtype)
         return AgentOutput(action, {}), Explorer(core, state.epsilon)
 
     def actor_params(self, params: Params, learner_state: R2D2State) -> Tree:
@@ -183,9 +183,7 @@ class R2D2(Agent):
 
     def learner_step(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[Params, R2D2State, Logs]:
         """One update, from what the normaliser makes of the batch."""
-        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
-        params, learner_state, logs = super().learner_step(params, learner_state, batch._replace(data=data))
-        return params, learner_state._replace(statistics=statistics), logs
+        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
 
     def loss(self, params: Params, learner_state: R2D2State, batch: Batch) -> tuple[jax.Array, Logs]:
         """Half the squared errors, summed over a sequence; the mean over sequences."""
@@ -220,7 +218,7 @@ class R2D2(Agent):
             state = jax.lax.stop_gradient(state)
         late = jax.tree.map(lambda leaf: leaf[:, burn_in:], data.observation)
         outputs, _ = self._core.unroll(params, late, data.step_type[:, burn_in:], state)
-        return jnp.swapaxes(_action_values(outputs), 0, 1)
+        return jnp.swapaxes(losses.action_values(outputs), 0, 1)
 
     def _targets(self, values: jax.Array, target_values: jax.Array, data: SequenceBatch) -> jax.Array:
         """[T, B]: what values [T + 1, B, A] should become, by the target network's of the online one's choices."""
@@ -233,13 +231,6 @@ class R2D2(Agent):
 
     def _unscale(self, values: jax.Array) -> jax.Array:
         return values if self.cfg.rescaling is None else losses.unscale(values, self.cfg.rescaling)
-
-
-def _action_values(outputs: Any) -> jax.Array:
-    """[..., A] of a network's outputs, dueling or not."""
-    if not isinstance(outputs, (tuple, list)):
-        return outputs
-    return losses.dueling_values(*outputs) if len(outputs) == 2 else outputs[0]
 
 
 def _select(values: jax.Array, actions: jax.Array) -> jax.Array:

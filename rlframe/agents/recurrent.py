@@ -25,6 +25,7 @@ from rlframe.agents.networks import (
     dense_layers,
     has_images,
     initial_weights,
+    is_recurrent,
     vectors,
 )
 from rlframe.errors import UsageError
@@ -101,11 +102,6 @@ class Core:
         inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), (observation, is_first))
         state, outputs = jax.lax.scan(step, jax.tree.map(jnp.asarray, state), inputs)
         return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), outputs), state
-
-
-def is_recurrent(network: Any) -> bool:
-    """Whether a network has a state."""
-    return hasattr(network, "initial_state")
 
 
 def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:

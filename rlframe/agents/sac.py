@@ -183,9 +183,7 @@ class SAC(Agent):
         self, params: SACParams, learner_state: SACState, batch: Batch
     ) -> tuple[SACParams, SACState, Logs]:
         """One update, from what the normaliser makes of the batch."""
-        data, statistics = self.normaliser.batch(learner_state.statistics, batch.data)
-        params, learner_state, logs = super().learner_step(params, learner_state, batch._replace(data=data))
-        return params, learner_state._replace(statistics=statistics), logs
+        return self.normaliser.learn(super().learner_step, params, learner_state, batch)
 
     def loss(self, params: SACParams, learner_state: SACState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The losses of critics, policy and temperature, added: no parameter is in two of them, so one step serves."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -10,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from rlframe.cli.train import SessionOptions
+from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.metrics.statistics import interquartile_mean, interval
 from rlframe.programs.experiment import Experiment, save_experiment
@@ -43,10 +42,11 @@ def parse_seeds(text: str) -> list[int]:
 def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
     """Train once for each seed, in processes of their own, and print and draw what they say together.
 
-    The runs are RUN_DIR/seed-1 and so on. With `--resume`, those that are over stay as they are, and the others go on.
+    The runs are RUN_DIR/seed-1 and so on; what each prints is in seed-1.log beside it. With `--resume`, those that are
+    over stay as they are, and the others go on. Ctrl-C has those under way save and end; after SIGKILL they go on.
 
     Returns:
-        0 where all runs ended well; else the exit code of the first that did not, whose output is in its `output.log`.
+        0 where all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
     """
     assert session.seeds is not None
     seeds = parse_seeds(session.seeds)
@@ -69,17 +69,29 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
         if not session.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    with _ended(running):
-        while waiting or running:
-            while waiting and len(running) < session.at_once:
-                running.append(waiting.pop(0))
-                running[-1].start(session.resume)
-                say(f"seed {running[-1].seed}: began, in {running[-1].path}")
-            for run in [run for run in running if run.has_ended()]:
-                running.remove(run)
-                say(f"seed {run.seed}: {run.said()}")
-            time.sleep(_LOOKS)
-    return _report(directory, runs, session)
+    with StopSignal() as stop:
+        told = False
+        try:
+            while running or (waiting and not told):
+                while waiting and not told and len(running) < session.at_once:
+                    running.append(waiting.pop(0))
+                    running[-1].start(session.resume)
+                    say(f"seed {running[-1].seed}: began, in {running[-1].path}")
+                for run in [run for run in running if run.has_ended()]:
+                    running.remove(run)
+                    say(f"seed {run.seed}: {run.said()}")
+                if stop.number is not None and not told:
+                    told = True
+                    for run in running:
+                        run.stop()
+                time.sleep(_LOOKS)
+        finally:  # of a second signal, which has them leave at once
+            for run in running:
+                run.stop()
+            for run in running:
+                run.wait()
+    code = _report(directory, runs, session)
+    return code if stop.number is None else 128 + stop.number
 
 
 class _Run:
@@ -111,7 +123,11 @@ class _Run:
                 name = f"--{field.name.replace('_', '-')}"
                 command += [name] if value is True else [name, str(value)]
         with open(self.path.with_suffix(".log"), "ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            # In a session of its own: Ctrl-C at a terminal reaches us alone, and each run is told once. A second signal
+            # would have it leave without saving.
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
 
     def has_ended(self) -> bool:
         """Whether its process has."""
@@ -135,24 +151,6 @@ class _Run:
         if self.code or result is None:
             return f"ended with exit code {self.code}; see {self.path.with_suffix('.log')}"
         return f"return {result.return_mean:.1f} ± {result.return_std:.1f}, {result.wall_seconds:.0f} s"
-
-
-@contextlib.contextmanager
-def _ended(running: list[_Run]) -> Iterator[None]:
-    """Has runs that are under way save and end where this process is told to."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        for run in running:
-            run.stop()
-        for run in running:
-            run.wait()
 
 
 def _report(directory: pathlib.Path, runs: list[_Run], session: SessionOptions) -> int:
