@@ -62,6 +62,10 @@ class DQNConfig:
     munchausen_temperature: float = 0.03  # tau, of the policy
     munchausen_clip: float = -1.0  # l_0, the lowest tau log pi in the bonus
     num_quantiles: int | None = None  # of each action's return, in place of its mean; 200 in Dabney et al. 2018
+    # Values of each action's return whose chances the network gives, in place of its mean; 51 in Bellemare et al. 2017.
+    num_atoms: int | None = None
+    value_min: float = -10.0  # the lowest and highest of these values: returns beyond are taken for them
+    value_max: float = 10.0
     # Noisy dense layers (Fortunato et al. 2018): the deviation to begin with, times sqrt(inputs); 0.5 there. Explores
     # instead of random actions: let epsilon be 0.
     noisy: float | None = None
@@ -85,11 +89,12 @@ class DQNConfig:
                 "DQNConfig.exploration_duration_exponent must be above 1 (or None), "
                 f"got {self.exploration_duration_exponent}."
             )
-        if self.munchausen and (self.double or self.n_step > 1 or self.num_quantiles is not None):
+        other_targets = (self.double, self.n_step > 1, self.num_quantiles is not None, self.num_atoms is not None)
+        if self.munchausen and any(other_targets):
             raise UsageError(
                 "DQNConfig.munchausen has targets of its own, means of one step by the target network alone; got "
-                f"double={self.double}, n_step={self.n_step}, num_quantiles={self.num_quantiles}. Leave them False, 1 "
-                "and None."
+                f"double={self.double}, n_step={self.n_step}, num_quantiles={self.num_quantiles}, "
+                f"num_atoms={self.num_atoms}. Leave them False, 1, None and None."
             )
         if self.noisy is not None and not self.noisy > 0.0:
             raise UsageError(f"DQNConfig.noisy must be above 0 (or None), got {self.noisy}.")
@@ -97,6 +102,16 @@ class DQNConfig:
             raise UsageError(
                 "DQNConfig.num_quantiles must be at least 1 (or None) and needs a huber_threshold, got "
                 f"num_quantiles={self.num_quantiles}, huber_threshold={self.huber_threshold}."
+            )
+        if self.num_atoms is not None and (self.num_atoms < 2 or not self.value_min < self.value_max):
+            raise UsageError(
+                "DQNConfig.num_atoms must be at least 2 (or None), between value_min and a higher value_max, got "
+                f"num_atoms={self.num_atoms}, value_min={self.value_min}, value_max={self.value_max}."
+            )
+        if self.num_atoms is not None and self.num_quantiles is not None:
+            raise UsageError(
+                "DQNConfig.num_atoms and num_quantiles are two ways to learn a return's distribution, got "
+                f"{self.num_atoms} and {self.num_quantiles}: leave one None."
             )
         if not self.munchausen_temperature > 0.0:
             raise UsageError(f"DQNConfig.munchausen_temperature must be above 0, got {self.munchausen_temperature}.")
@@ -157,7 +172,7 @@ class DQN(Agent):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self.normaliser = Normaliser(cfg, observation_spec)
         self._num_actions = action_spec.num_values
-        count = cfg.num_quantiles or 1
+        count = cfg.num_quantiles or cfg.num_atoms or 1
         plain = (Head(self._num_actions * count),)
         dueling = (*plain, Head(count))
         heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)
@@ -251,8 +266,8 @@ class DQN(Agent):
         return self.normaliser.learn(super().learner_step, params, learner_state, batch)
 
     def loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
-        if self.cfg.num_quantiles is not None:
-            return self._quantile_loss(params, learner_state, batch)
+        if self._is_distributional:
+            return self._distributional_loss(params, learner_state, batch)
         data = batch.data
         online, target, selecting = self._sampled(params, learner_state)
         values = self._values(online, data.observation)
@@ -277,22 +292,18 @@ class DQN(Agent):
         elementwise = losses.huber(errors, self.cfg.huber_threshold)
         return self._weighed(elementwise, jnp.abs(errors), logs, learner_state, batch)
 
-    def _quantile_loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
-        data = batch.data
+    def _distributional_loss(self, params: Params, learner_state: DQNState, batch: Batch) -> tuple[jax.Array, Logs]:
+        cfg, data = self.cfg, batch.data
         online, target, selecting = self._sampled(params, learner_state)
-        quantiles = self._quantiles(online, data.observation)
-        following = self._quantiles(target, data.next_observation)
-        selector = self._quantiles(selecting, data.next_observation) if self.cfg.double else following
-        elementwise = losses.quantile_errors(
-            quantiles,
-            data.action,
-            data.reward,
-            data.discount,
-            following,
-            jnp.mean(selector, axis=-1),
-            self.cfg.huber_threshold or 1.0,
-        )
-        logs = {"value": jnp.mean(quantiles), "td_error": jnp.mean(elementwise)}
+        outputs = self._distributions(online, data.observation)
+        following = self._distributions(target, data.next_observation)
+        selectors = self._distributions(selecting, data.next_observation) if cfg.double else following
+        steps = (outputs, data.action, data.reward, data.discount, following, self._means(selectors))
+        if cfg.num_quantiles is not None:
+            elementwise = losses.quantile_errors(*steps, cfg.huber_threshold or 1.0)
+        else:
+            elementwise = losses.categorical_errors(*steps, self._support)
+        logs = {"value": jnp.mean(self._means(outputs)), "td_error": jnp.mean(elementwise)}
         return self._weighed(elementwise, elementwise, logs, learner_state, batch)
 
     def _weighed(
@@ -320,19 +331,34 @@ class DQN(Agent):
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
         """[B, A]"""
-        if self.cfg.num_quantiles is not None:
-            return jnp.mean(self._quantiles(params, observation), axis=-1)
+        if self._is_distributional:
+            return self._means(self._distributions(params, observation))
         return losses.action_values(self.network.apply(params, observation))
 
-    def _quantiles(self, params: Params, observation: Tree) -> jax.Array:
-        """[B, A, N], in the order of their shares of the return's distribution."""
+    @property
+    def _is_distributional(self) -> bool:
+        return self.cfg.num_quantiles is not None or self.cfg.num_atoms is not None
+
+    @property
+    def _support(self) -> jax.Array:
+        """[N], the values of the atoms."""
+        return jnp.linspace(self.cfg.value_min, self.cfg.value_max, self.cfg.num_atoms)
+
+    def _distributions(self, params: Params, observation: Tree) -> jax.Array:
+        """[B, A, N]: quantiles, in the order of their shares of the return's distribution, or logits of the atoms."""
         outputs = self.network.apply(params, observation)
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        shaped = [output.reshape(len(output), -1, self.cfg.num_quantiles) for output in outputs]
+        shaped = [output.reshape(len(output), -1, self.cfg.num_quantiles or self.cfg.num_atoms) for output in outputs]
         if len(shaped) == 1:
             return shaped[0]
         advantages, value = shaped
         return value + advantages - jnp.mean(advantages, axis=1, keepdims=True)
+
+    def _means(self, distributions: jax.Array) -> jax.Array:
+        """[B, A] of [B, A, N]."""
+        if self.cfg.num_quantiles is not None:
+            return jnp.mean(distributions, axis=-1)
+        return jax.nn.softmax(distributions) @ self._support
 
     def _sampled(self, params: Params, learner_state: DQNState) -> tuple[Params, Params, Params]:
         """The network's parameters for values, for target values and for choices, each with noise of its own."""

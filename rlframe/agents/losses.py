@@ -135,16 +135,50 @@ def quantile_errors(
         [B]: summed over the quantiles, the mean over their targets. No gradient flows through the targets.
     """
 
-    def of_action(values: jax.Array, action: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(values, action[:, None, None].astype(jnp.int32), axis=1)[:, 0]  # [B, N]
-
-    following = of_action(next_quantiles, jnp.argmax(next_selectors, axis=-1))
+    following = _of_action(next_quantiles, jnp.argmax(next_selectors, axis=-1))
     targets = jax.lax.stop_gradient(rewards[:, None] + discounts[:, None] * following)
-    errors = targets[:, None, :] - of_action(quantiles, actions)[:, :, None]  # [B, N of the values, N of the targets]
+    errors = targets[:, None, :] - _of_action(quantiles, actions)[:, :, None]  # [B, N of the values, N of the targets]
     count = quantiles.shape[-1]
     shares = (jnp.arange(count, dtype=jnp.float32) + 0.5) / count
     weights = jnp.abs(shares[:, None] - (errors < 0.0))
     return jnp.sum(jnp.mean(weights * huber(errors, threshold) / threshold, axis=2), axis=1)
+
+
+def categorical_errors(
+    logits: jax.Array,
+    actions: jax.Array,
+    rewards: jax.Array,
+    discounts: jax.Array,
+    next_logits: jax.Array,
+    next_selectors: jax.Array,
+    support: jax.Array,
+) -> jax.Array:
+    """Losses of a categorical return (Bellemare et al. 2017, arXiv:1707.06887, algorithm 1).
+
+    Args:
+        logits: [B, A, N], of the chances of the values in `support`, for the observation.
+        actions, rewards, discounts: [B] each, as of `td_errors`.
+        next_logits: [B, A, N], of the target network n steps later.
+        next_selectors: [B, A], whose largest picks the next action.
+        support: [N], values in equal distances, increasing.
+
+    Returns:
+        [B]: the divergence KL(target || prediction), which is the algorithm's cross-entropy less what no gradient
+        flows through: 0 where they agree. The target's chances beyond the support are at its ends.
+    """
+    following = jax.nn.softmax(_of_action(next_logits, jnp.argmax(next_selectors, axis=-1)))
+    targets = jnp.clip(rewards[:, None] + discounts[:, None] * support, support[0], support[-1])
+    # Each target's chance goes to the two values around it, in proportion to how near they are.
+    distances = jnp.abs(targets[:, None, :] - support[:, None]) / (support[1] - support[0])  # [B, N values, N targets]
+    projected = jnp.sum(jnp.clip(1.0 - distances, 0.0, 1.0) * following[:, None, :], axis=2)
+    projected = jax.lax.stop_gradient(projected)
+    log_chances = jax.nn.log_softmax(_of_action(logits, actions))
+    return jnp.sum(jax.scipy.special.xlogy(projected, projected) - projected * log_chances, axis=1)
+
+
+def _of_action(values: jax.Array, action: jax.Array) -> jax.Array:
+    """[B, N] of values [B, A, N] and actions [B]."""
+    return jnp.take_along_axis(values, action[:, None, None].astype(jnp.int32), axis=1)[:, 0]
 
 
 def munchausen_errors(

@@ -155,9 +155,9 @@ def test_munchausen_adds_what_the_target_networks_policy_likes():
     np.testing.assert_allclose(loss, np.mean(0.5 * np.square(errors)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"num_quantiles": 5}])
+@pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"num_quantiles": 5}, {"num_atoms": 5}])
 def test_munchausen_with_other_targets_is_refused(change):
-    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False, 1 and None"):
+    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False, 1, None and None"):
         make(munchausen=True, **change)
 
 
@@ -207,13 +207,77 @@ def test_quantiles_find_the_distribution_of_a_bandits_rewards():
         params, learner_state, _ = step(
             params, learner_state, batch._replace(data=data._replace(reward=reward, action=action))
         )
-    np.testing.assert_allclose(agent._quantiles(params, data.observation)[0], [[0, 1, 2, 3]] * 3, atol=0.5)
+    np.testing.assert_allclose(agent._distributions(params, data.observation)[0], [[0, 1, 2, 3]] * 3, atol=0.5)
 
 
 @pytest.mark.parametrize("change", [{"num_quantiles": 0}, {"num_quantiles": 8, "huber_threshold": None}])
 def test_quantiles_that_cannot_be_learned_are_refused(change):
     with pytest.raises(UsageError, match=r"num_quantiles must be at least 1 .* and needs a huber_threshold"):
         make(**change)
+
+
+def test_a_categorical_target_is_shared_by_the_values_around_it():
+    support = jnp.array([-1.0, 0.0, 1.0])
+    chances = np.array([[0.2, 0.3, 0.5]])
+    arguments = (jnp.log(jnp.array([[[0.25, 0.25, 0.5]]])), np.array([0]))
+    following = (jnp.log(chances)[:, None], np.zeros((1, 1)), support)
+    # 0.25 + 0.5 z is -0.25, 0.25 and 0.75: 0.2 a quarter of the way down from 0, 0.3 and 0.5 up to 1.
+    target = np.array([0.2 * 0.25, 0.2 * 0.75 + 0.3 * 0.75 + 0.5 * 0.25, 0.3 * 0.25 + 0.5 * 0.75])
+    expected = np.sum(target * np.log(target / [0.25, 0.25, 0.5]))
+    found = losses.categorical_errors(*arguments, np.array([0.25]), np.array([0.5]), *following)
+    np.testing.assert_allclose(found, [expected], rtol=1e-5)
+    # A reward of 3 at the end is beyond the support: all of it is at 1, whose chance is a half.
+    found = losses.categorical_errors(*arguments, np.array([3.0]), np.array([0.0]), *following)
+    np.testing.assert_allclose(found, [np.log(2.0)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
+    agent = make(num_atoms=5, value_min=-1.0, value_max=1.0, dueling=dueling, double=True, prioritised=True)
+    support = np.linspace(-1.0, 1.0, 5)
+    params, learner_state = started(agent)
+    target = agent.initial_params(jax.random.PRNGKey(9))
+    batch = batches.transitions(agent)
+    data = batch.data
+
+    def chances(params, observation):
+        outputs = [np.asarray(output) for output in agent.network.apply(params, observation)]
+        shaped = outputs[0].reshape(16, 3, 5)
+        shaped = shaped + outputs[1][:, None] - shaped.mean(axis=1, keepdims=True) if dueling else shaped
+        return np.exp(shaped) / np.exp(shaped).sum(axis=2, keepdims=True)
+
+    here, online, following = (
+        chances(p, seen)
+        for p, seen in ((params, data.observation), (params, data.next_observation), (target, data.next_observation))
+    )
+    expected = np.zeros(16)
+    for row in range(16):
+        best = (online[row] @ support).argmax()
+        m = np.zeros(5)  # the paper's loop over l and u
+        for j in range(5):
+            b = (np.clip(data.reward[row] + data.discount[row] * support[j], -1.0, 1.0) + 1.0) / 0.5
+            low = min(int(b), 3)
+            m[low] += following[row, best, j] * (low + 1 - b)
+            m[low + 1] += following[row, best, j] * (b - low)
+        expected[row] = sum(m[i] * np.log(m[i] / here[row, data.action[row], i]) for i in range(5) if m[i] > 0.0)
+    loss, logs = agent.loss(params, learner_state._replace(target_params=target), batch)
+    weights = np.asarray(losses.importance_weights(jnp.asarray(batch.probabilities), 0.4))
+    np.testing.assert_allclose(logs["priorities"], expected + 1e-6, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(loss, np.mean(weights * expected), rtol=1e-4)
+    published = agent.actor_params(params, learner_state)
+    greedy = agent.eval_step(RNG, published, batches.timestep(VECTOR, 16)._replace(observation=data.observation), ())
+    np.testing.assert_array_equal(greedy[0].action, (here @ support).argmax(axis=1))
+
+
+@pytest.mark.parametrize("change", [{"num_atoms": 1}, {"num_atoms": 51, "value_min": 1.0, "value_max": 1.0}])
+def test_atoms_that_cannot_be_learned_are_refused(change):
+    with pytest.raises(UsageError, match=r"num_atoms must be at least 2 .* and a higher value_max"):
+        make(**change)
+
+
+def test_atoms_and_quantiles_at_once_are_refused():
+    with pytest.raises(UsageError, match=r"two ways to learn a return's distribution, got 51 and 200: leave one None"):
+        make(num_atoms=51, num_quantiles=200)
 
 
 def test_the_target_network_is_copied_every_period():

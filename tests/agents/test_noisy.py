@@ -56,7 +56,7 @@ def test_actors_explore_by_noise_and_evaluations_do_not():
     assert evaluates == {np.asarray(values.argmax(axis=1), np.int32).tobytes()}
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_quantiles": 3}, {"double": True}])
+@pytest.mark.parametrize("changes", [{}, {"num_quantiles": 3}, {"num_atoms": 3}, {"double": True}])
 def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes):
     agent = make(**changes)
     plain = make(**changes, noisy=None)

@@ -82,7 +82,10 @@ def test_the_preset_of_an_agent_and_environment(agent, env, name):
 def test_one_preset_at_most_fits():
     for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1"):
         for agent in naming.AGENTS:
-            assert len([preset for preset in PRESETS if preset.agent == agent and preset.fits(env)]) <= 1
+            assert (
+                len([preset for preset in PRESETS if preset.agent == agent and preset.automatic and preset.fits(env)])
+                <= 1
+            )
 
 
 def test_none_switches_presets_off():
@@ -93,6 +96,17 @@ def test_none_switches_presets_off():
 
 def test_a_preset_can_be_named_for_another_environment():
     assert find_preset("ppo/cartpole", "ppo", "Acrobot-v1").name == "ppo/cartpole"
+
+
+def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():
+    assert find_preset("auto", "dqn", "Pong-v5").name == "dqn/atari"
+    cfg = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari").agent_config
+    assert (cfg.double, cfg.dueling, cfg.prioritised, cfg.n_step, cfg.num_atoms, cfg.noisy) == (True,) * 3 + (
+        3,
+        51,
+        0.5,
+    )
+    assert cfg.epsilon_begin == cfg.epsilon_end == 0.0
 
 
 def test_an_unknown_preset_suggests_the_nearest():

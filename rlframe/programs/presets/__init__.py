@@ -38,7 +38,8 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
     if name == "none":
         return None
     if name == "auto":
-        return next((preset for preset in PRESETS if preset.agent == agent and preset.fits(env)), None)
+        fitting = (preset for preset in PRESETS if preset.agent == agent and preset.fits(env))
+        return next((preset for preset in fitting if preset.automatic), None)
     known = {preset.name: preset for preset in PRESETS if _is_kind_of(agent, preset.agent)}
     if name not in known:
         names = ", ".join(["auto", "none", *known])

@@ -130,4 +130,48 @@ ATARI_GAMES = Preset(
     },
 )
 
-PRESETS = (CARTPOLE, ACROBOT, MOUNTAIN_CAR, ATARI_GAMES)
+RAINBOW_ATARI = Preset(
+    name="dqn/rainbow_atari",
+    envs=ATARI,
+    excluded_envs=MUJOCO,
+    automatic=False,
+    fields={
+        **settings(
+            f"{RAINBOW}, frames over 4",
+            agent__min_replay_size=20_000,
+            agent__optimizer="adam",
+            agent__learning_rate=6.25e-5,
+            agent__adam_epsilon=1.5e-4,
+            agent__epsilon_begin=0.0,  # the noise explores
+            agent__epsilon_end=0.0,
+            agent__noisy=0.5,
+            agent__target_update_period=2_000,  # 8,000 steps
+            agent__prioritised=True,
+            agent__priority_exponent=0.5,
+            agent__importance_exponent=0.4,
+            agent__n_step=3,
+            agent__num_atoms=51,
+            agent__value_min=-10.0,
+            agent__value_max=10.0,
+        ),
+        **settings(
+            "Hessel et al. 2018 (Rainbow), table 4",
+            agent__discount=0.99,
+            agent__batch_size=32,
+            agent__update_period=4,
+            agent__replay_capacity=1_000_000,
+        ),
+        **settings("Hessel et al. 2018 (Rainbow): its parts", agent__double=True, agent__dueling=True),
+        **settings("Hessel et al. 2018 (Rainbow) runs 50,000,000", steps=10_000_000),
+        **settings("Mnih et al. 2015: clipped rewards, a life is an episode", env_kwargs=ATARI_TRAINING),
+        **settings(
+            "Mnih et al. 2015: the network; Rainbow gives value and advantages a hidden layer each",
+            network="nature_cnn",
+            network__orthogonal=False,
+        ),
+        **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
+        **settings("our choice", num_envs=8),
+    },
+)
+
+PRESETS = (CARTPOLE, ACROBOT, MOUNTAIN_CAR, ATARI_GAMES, RAINBOW_ATARI)

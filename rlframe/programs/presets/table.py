@@ -27,6 +27,7 @@ class Preset:
     envs: tuple[str, ...]  # names or patterns, without prefix
     fields: Mapping[str, Setting]
     excluded_envs: tuple[str, ...] = ()
+    automatic: bool = True  # whether `--preset auto` takes it; else it is asked for by its name
 
     @property
     def agent(self) -> str:
