@@ -4,6 +4,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+RESULTS_ARGS ?=
 
 # Where the environment forbids bytecode, each of the tests' hundreds of processes would compile its imports again.
 export PYTHONDONTWRITEBYTECODE =
@@ -24,7 +25,7 @@ PYTHON ?= $(or $(call find,10),$(call find,13 12 11))
 PYENV := "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.$$v.*/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system test-learning test-compat compat chromium newest results lint format bench clean
+.PHONY: help setup demo test test-system test-learning test-compat compat chromium newest results results-long lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,8 +59,11 @@ chromium: ## install Chromium, in which the live page is tested, where we are ro
 	  timeout 60 apt-get update -qq >/dev/null && timeout 240 apt-get install -qq -y --no-install-recommends chromium >/dev/null; \
 	} || echo 'rlframe: Chromium cannot be installed here; the tests of the live page will be skipped.' >&2
 
-results: $(ALL) ## train again what docs/results.md shows (hours)
-	$(BIN)/python -m benchmarks.results
+results: $(ALL) ## train what docs/results.md lacks, and write it (RESULTS_ARGS= adds options; about 16 hours in all)
+	$(BIN)/python -m benchmarks.results $(RESULTS_ARGS)
+
+results-long: $(ALL) ## the same, and SAC on HalfCheetah for a million steps
+	$(BIN)/python -m benchmarks.results --long $(RESULTS_ARGS)
 
 lint: $(ALL) ## ruff, mypy, and the layers of the design
 	$(BIN)/ruff check .

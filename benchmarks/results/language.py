@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import pathlib
 import random
-import shutil
 import statistics
 import time
 from typing import Any
 
-from benchmarks.results import runs
-from rlframe.metrics import JSONLLogger
+import numpy as np
+
+from benchmarks.results.records import Made
+from benchmarks.results.runs import Run
+from rlframe.metrics.curves import RunCurve
 from rlframe.metrics.files import read_jsonl
 
 
@@ -26,7 +27,7 @@ class LanguageTask:
     steps: int  # updates of GRPO, after the supervised ones
     eval_every: int
     measure: str  # what the environment's first metric is
-    target: float
+    goal: float
     seconds: float = 900.0  # that a run may take
     seeds: tuple[int, ...] = (1, 2, 3)
     imitation: bool = False  # whether imitation alone is shown beside it, for as long as each run took
@@ -37,6 +38,16 @@ class LanguageTask:
         """`GRPO on Reverse`."""
         return f"GRPO on {self.env.rpartition(':')[2]}"
 
+    @property
+    def arguments(self) -> list[str]:
+        """Of `rlframe train`, but for the seed."""
+        options = ["--topology", "light_env", "--steps", str(self.steps), "--eval-every", str(self.eval_every)]
+        return ["--agent", "grpo", "--env", self.env, *options]
+
+    def command(self, seed: int) -> str:
+        """By which a user trains a seed."""
+        return " ".join(["rlframe train", *self.arguments, "--seed", str(seed)])
+
 
 TASKS = (
     LanguageTask(
@@ -45,7 +56,7 @@ TASKS = (
         steps=200,
         eval_every=50,
         measure="exact match",
-        target=0.9,
+        goal=0.9,
         imitation=True,
         about=(
             "1 to 6 lowercase letters. The measure is on 200 different strings that are in no demonstration and are "
@@ -61,7 +72,7 @@ TASKS = (
         steps=120,
         eval_every=30,
         measure="score",
-        target=0.7,
+        goal=0.7,
         seeds=(4, 5, 6),
         about=(
             "A number from 1 to 15, in at most six guesses, after each of which the game says whether it is smaller or "
@@ -76,22 +87,16 @@ TASKS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of one seed."""
+class LanguageRecord(Made):
+    """A run of GRPO, and of imitation alone for as long."""
 
-    seed: int
     updates: int  # of GRPO
-    seconds: float  # wall time of the process
     before: dict[str, float]  # the environment's evaluation after the supervised steps
     after: dict[str, float]  # at the end
     rewards: tuple[float, float]  # mean scores of the first and of the last 10 updates, sampled at temperature 1
-    reached: float | None  # seconds of the first evaluation at or above the target, and of all after it
-    imitated: list[dict[str, Any]]  # rows of imitation alone
-    date: str
-    machine: str
-    load: float  # as in `runs.Outcome`
-    versions: dict[str, str]
-    command: str
+    reached: float | None  # seconds of the first evaluation at or above the goal, and of all after it
+    evaluations: list[list[float]]  # [seconds, measure]
+    imitated: list[list[float]]  # of imitation alone: [updates, seconds, measure]
 
     @property
     def value(self) -> float:
@@ -100,30 +105,42 @@ class Outcome:
 
     def passed(self, task: LanguageTask) -> bool:
         """Whether it is good enough at the end, and that in time."""
-        return self.value >= task.target and self.seconds <= task.seconds
+        return self.value >= task.goal and self.seconds <= task.seconds
 
 
-def train(task: LanguageTask, seed: int) -> None:
-    """Trains one seed, and imitates for as long where that is asked for."""
-    directory = runs.run_dir(task, seed)
-    if not runs.is_finished(task, seed):
-        runs.run(
-            directory,
-            ["--agent", "grpo", "--env", task.env, "--topology", "light_env", "--seed", str(seed)]
-            + ["--steps", str(task.steps), "--eval-every", str(task.eval_every)],
-        )
-    alone = imitation_dir(task, seed)
-    if task.imitation and not (runs.ROOT / alone / runs.RECORD).is_file():
-        imitate(task, seed, runs.read_record(directory)["seconds"])
+def of_language(task: LanguageTask, run: Run, how: Made) -> LanguageRecord:
+    """The record of a run that has just ended; imitates for as long where that is asked for."""
+    rows = read_jsonl(run.directory / "metrics.jsonl")
+    evaluated = [row for row in rows if "return_mean" in row]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    reached = None
+    for row in reversed(evaluated):
+        if row["return_mean"] < task.goal:
+            break
+        reached = row["wall_seconds"]
+    return LanguageRecord(
+        **vars(how),
+        updates=evaluated[-1]["step"] - evaluated[0]["step"],
+        before=_metrics(evaluated[0]),
+        after=_metrics(evaluated[-1]),
+        rewards=(statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])),
+        reached=reached,
+        evaluations=[[row["wall_seconds"], row["return_mean"]] for row in evaluated],
+        imitated=imitate(task, run.seed, run.seconds) if task.imitation else [],
+    )
 
 
-def imitation_dir(task: LanguageTask, seed: int) -> pathlib.Path:
-    """Where a run of imitation alone is, from `ROOT`."""
-    return runs.RUNS / f"{task.name}-imitation-seed{seed}"
+def _metrics(row: dict[str, Any]) -> dict[str, float]:
+    """`{"exact_match": 0.9}` of a row of an evaluation."""
+    return {name.partition("/")[2]: value for name, value in row.items() if name.startswith("eval/")}
 
 
-def imitate(task: LanguageTask, seed: int, seconds: float) -> None:
-    """The run's supervised steps, which go on for so many seconds, compilation and evaluations included."""
+def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
+    """The run's supervised steps, which go on for so many seconds, compilation and evaluations included.
+
+    Returns:
+        [updates, seconds, measure] of each evaluation.
+    """
     import jax
 
     from rlframe import compilation
@@ -131,12 +148,6 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> None:
     from rlframe.learners.warm_up import demonstration_batch
     from rlframe.programs.experiment import make_experiment
     from rlframe.programs.language.environment import env_class
-
-    directory = runs.ROOT / imitation_dir(task, seed)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    named = {"agent": "imitation alone", "env": task.env, "seed": seed}
-    (directory / "config.json").write_text(json.dumps({"experiment": named}))
 
     began = time.monotonic()
     described = make_experiment("grpo", task.env)
@@ -149,22 +160,21 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> None:
     state = pupil.initial_learner_state(params)
     update = compilation.jit(pupil.learner_step, differentiates=True)
     source = random.Random(seed)
-    logger = JSONLLogger(directory / "metrics.jsonl")
+    evaluations: list[list[float]] = []
     step, due = 0, 0
     while True:
         ended = time.monotonic() - began >= seconds
         if step >= due or ended:
             due = step + (50 if step < cfg.supervised_steps else 500)
             solved = _solved(env, pupil.model_config, params)
-            logger.write(step, {"return_mean": solved, "wall_seconds": time.monotonic() - began})
+            evaluations.append([step, round(time.monotonic() - began, 1), solved])
         if ended:
             break
         pairs = env.demonstrations(source, cfg.supervised_batch_size)
         params, state, _ = update(params, state, demonstration_batch(env.tokenizer, pairs, cfg.max_tokens))
         step += 1
-    logger.close()
     asyncio.run(env.close())
-    runs.write_record(imitation_dir(task, seed), {}, time.monotonic() - began, [])
+    return evaluations
 
 
 def _solved(env: Any, model_config: Any, params: Any) -> float:
@@ -181,70 +191,43 @@ def _solved(env: Any, model_config: Any, params: Any) -> float:
     return sum(said == env.answer(item) for said, item in zip(answers, env.exam)) / len(env.exam)
 
 
-def load(task: LanguageTask, seed: int) -> Outcome:
-    """What a finished run left."""
-    directory = runs.run_dir(task, seed)
-    record = runs.read_record(directory)
-    rows = read_jsonl(runs.ROOT / directory / "metrics.jsonl")
-    evaluated = [row for row in rows if "return_mean" in row]
-    rewards = [row["reward"] for row in rows if "reward" in row]
-    reached = None
-    for row in reversed(evaluated):
-        if row["return_mean"] < task.target:
-            break
-        reached = row["wall_seconds"]
-    alone = runs.ROOT / imitation_dir(task, seed)
-    return Outcome(
-        seed=seed,
-        updates=evaluated[-1]["step"] - evaluated[0]["step"],
-        seconds=record["seconds"],
-        before=_metrics(evaluated[0]),
-        after=_metrics(evaluated[-1]),
-        rewards=(statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])),
-        reached=reached,
-        imitated=read_jsonl(alone / "metrics.jsonl") if (alone / runs.RECORD).is_file() else [],
-        date=record["date"],
-        machine=record["machine"],
-        load=record["load"],
-        command=" ".join(record["command"][: record["command"].index("--json")]),
-        versions=json.loads((runs.ROOT / directory / "config.json").read_text())["notes"]["versions"],
-    )
+def curves(task: LanguageTask, records: list[LanguageRecord]) -> list[RunCurve]:
+    """What its picture is drawn of, over seconds: each run, and imitation alone beside it."""
+    env, none = pathlib.Path(task.env).name, np.zeros(0)
+    lines = [("GRPO", one.evaluations) for one in records]
+    lines += [("imitation alone", [point[1:] for point in one.imitated]) for one in records if one.imitated]
+    return [RunCurve(agent, env, {}, none, none, none, *np.array(points).reshape(-1, 2).T) for agent, points in lines]
 
 
-def _metrics(row: dict[str, Any]) -> dict[str, float]:
-    """`{"exact_match": 0.9}` of a row of an evaluation."""
-    return {name.partition("/")[2]: value for name, value in row.items() if name.startswith("eval/")}
-
-
-def columns(task: LanguageTask, outcomes: list[Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def columns(task: LanguageTask, records: list[LanguageRecord]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The table of a task: names, and a row for each seed."""
-    names = [name.replace("_", " ") for name in outcomes[0].after]
+    names = [name.replace("_", " ") for name in records[0].after]
     head = ("seed", *(["random weights"] if task.imitation else []), *(f"{name}, before GRPO" for name in names))
     head += (
         *(f"{name} after it" for name in names),
         "reward",
         "updates",
         "wall time",
-        f"at least {task.target:g} from",
+        f"at least {task.goal:g} from",
     )
     head += ("imitation alone", "its updates") if task.imitation else ()
-    return head, [_row(task, one) for one in outcomes]
+    return head, [_row(task, one) for one in records]
 
 
-def _row(task: LanguageTask, one: Outcome) -> tuple[str, ...]:
+def _row(task: LanguageTask, one: LanguageRecord) -> tuple[str, ...]:
     cells = [str(one.seed)]
     if task.imitation:
-        cells.append(f"{one.imitated[0]['return_mean']:.3f}" if one.imitated else "-")
+        cells.append(f"{one.imitated[0][2]:.3f}" if one.imitated else "-")
     cells += [f"{value:.3f}" for value in (*one.before.values(), *one.after.values())]
     cells += ["{:.2f} to {:.2f}".format(*one.rewards), str(one.updates), f"{one.seconds:.0f} s"]
     cells.append(f"{one.reached:.0f} s" if one.reached is not None else "never")
     if task.imitation:
         last = one.imitated[-1] if one.imitated else None
-        cells += [f"{last['return_mean']:.3f}", f"{last['step']:,}"] if last else ["-", "-"]
+        cells += [f"{last[2]:.3f}", f"{last[0]:,}"] if last else ["-", "-"]
     return tuple(cells)
 
 
-def median_reached(outcomes: list[Outcome]) -> str:
+def median_reached(records: list[LanguageRecord]) -> str:
     """`120 s`: the median over the seeds that reach the target."""
-    reached = [one.reached for one in outcomes if one.reached is not None]
+    reached = [one.reached for one in records if one.reached is not None]
     return f"{statistics.median(reached):.0f} s" if reached else "never"

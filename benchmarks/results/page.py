@@ -1,137 +1,171 @@
-"""docs/results.md and its pictures, from the runs that are there."""
+"""docs/results.md and its pictures, from the records alone."""
 
 from __future__ import annotations
 
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.results import language, runs
-from benchmarks.results.language import LanguageTask
-from benchmarks.results.runs import ROOT, Outcome
-from benchmarks.results.tasks import TASKS, Task
-from rlframe.metrics import plot_learning_curve
-from rlframe.metrics.curves import group_runs, load_run
+from benchmarks.results import language, records
+from benchmarks.results.language import LanguageRecord, LanguageTask
+from benchmarks.results.records import Made, Record
+from benchmarks.results.runs import ROOT
+from benchmarks.results.tasks import TASKS, Published, Task
+from rlframe.metrics.plots import draw_curves
 
 PAGE = ROOT / "docs/results.md"
 IMAGES = ROOT / "docs/images"
 
+_LAST = 5  # evaluations that a goal of the mean is about
 _INTRO = """\
 # Learning results
 
-Each run is one command, `rlframe train --agent AGENT --env ENV --seed SEED`, with the preset of its agent and
-environment and nothing set by seed. Where a preset departs from its source because of what was found here (lambda of
-PPO on CartPole, the annealed rates of DQN on CartPole and PPO on Pendulum, most of DQN on MountainCar), these seeds
-were among those that it was chosen on. Where a seed misses its target, the table says so. `make results` repeats all
-runs and writes this page; `python -m benchmarks.results NAME` does one task. [engines.md](engines.md)
-has CartPole under every engine and topology.
+Each run is one command, with the preset of its agent and environment and nothing set by seed; each section says which
+one, and on which seeds its preset was chosen. `make results` trains what is missing and writes this page,
+`make results-long` takes the long run as well, `python -m benchmarks.results NAME` does one task. What is kept of a run
+is a small file in `benchmarks/results/records`, from which the page is made. [engines.md](engines.md) has CartPole
+under every engine and topology.
 
-- **return**: of the final policy, greedy, over 20 episodes with seeds that training never used: mean ± deviation
-  over the episodes.
-- **first at target**: environment steps of the first evaluation at or above the target. Evaluations are of 20
-  episodes each, at fixed intervals during training.
+- **goal**: asked of the mean over seeds of the mean of each seed's last 5 evaluations; or, where it says *each*, of
+  every seed's final policy.
+- **evaluations** are greedy, of 20 episodes with seeds that training never used, at fixed intervals during training and
+  at its end. **final**: the last of them, mean ± deviation over the episodes. **first at goal**: environment steps of
+  the first evaluation at or above the goal.
 - **wall time**: of the whole process, with imports, compilation and all those evaluations. **steps/s**: of training
   alone.
-- **curves**: returns of the training episodes, with the agent's exploration, smoothed; the band is one standard
-  deviation over seeds. Points are the evaluations: mean over seeds, bars from the lowest to the highest seed.
-- **published** figures were measured by others, in their own ways and often over more steps. They show what level to
-  expect; they are no ranking.
+- **curves**: returns of the training episodes, with the agent's exploration, smoothed: the interquartile mean over
+  seeds in a band of 95% confidence. Points are the evaluations: mean over seeds, bars from the lowest to the highest.
+- **published** figures were measured by others, in their own ways and often over more steps; each section says how.
+  CleanRL's are returns of training episodes, the zoo's are of one run. They show what level to expect; they are no
+  ranking.
 
 The sections on language models, at the end, say themselves what they show.
 """
 
 
 def write() -> None:
-    """Writes the page over the tasks of which at least one run is finished."""
-    outcomes = {task.name: _outcomes(task) for task in TASKS}
-    shown = [task for task in TASKS if outcomes[task.name]]
-    spoken = [(task, found) for task in language.TASKS if (found := _language_outcomes(task))]
-    if not shown and not spoken:
-        raise SystemExit(f"No run in {runs.RUNS} is finished.")
-    parts = [_INTRO]
-    if shown:
-        parts.append(_conditions([one for task in shown for one in outcomes[task.name]]))
-        parts.append(_summary([(task, outcomes[task.name]) for task in shown]))
-    parts += [_section(task, outcomes[task.name]) for task in shown]
-    parts += [_language_section(task, found) for task, found in spoken]
+    """Write the page, and draw the pictures of all tasks whose records have curves."""
+    for task in TASKS:
+        found = _records(task)
+        if any(one.evaluations for one in found):
+            curves = [one.curve(task.agent.upper(), task.env) for one in found]
+            draw_curves(curves, _picture(task), task.goal)
+    for spoken in language.TASKS:
+        spoke = _spoken(spoken)
+        if any(one.evaluations for one in spoke):
+            draw_curves(language.curves(spoken, spoke), _picture(spoken), spoken.goal, over="seconds")
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("\n".join(parts))
+    PAGE.write_text(text())
 
 
-def _outcomes(task: Task) -> list[Outcome]:
-    return [runs.load(task, seed) for seed in task.seeds if runs.is_finished(task, seed)]
+def text() -> str:
+    """The page.
+
+    Raises:
+        SystemExit: seeds of a task were trained with different settings.
+    """
+    games = [(task, _records(task)) for task in TASKS]
+    spoken = [(task, _spoken(task)) for task in language.TASKS]
+    parts = [_INTRO, _summary(games, spoken)]
+    parts += [_section(task, found) for task, found in games if found]
+    parts += [_language_section(task, found) for task, found in spoken if found]
+    return "\n".join(parts)
 
 
-def _language_outcomes(task: LanguageTask) -> list[language.Outcome]:
-    return [language.load(task, seed) for seed in task.seeds if runs.is_finished(task, seed)]
+def score(task: Task, record: Record) -> float:
+    """What counts of a seed: the mean of its last 5 evaluations, or the return of its final policy."""
+    return record.last(_LAST) if task.measure == "mean" else record.return_mean
 
 
-def _conditions(outcomes: Sequence[Any]) -> str:
-    """The machine, the versions and the days."""
-    machines = " and ".join(sorted({one.machine for one in outcomes}))
-    dates = sorted({one.date for one in outcomes})
-    versions: dict[str, set[str]] = {}
-    for one in outcomes:
-        for name, version in one.versions.items():
-            versions.setdefault(name, set()).add(version)
-    used = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in versions.items())
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    text = f"Machine: {machines}, no accelerator. {used}. {days}."
-    loads = sorted(one.load for one in outcomes)
-    if loads[-1] > 3.0:
-        text += f"\nOther work ran beside the runs (load average {loads[0]:.1f} to {loads[-1]:.1f}): "
-        text += "times are upper bounds, and steps/s lower ones."
-    return text + "\n"
+def reaches(task: Task, found: Sequence[Record]) -> bool:
+    """Whether the seeds reach the goal."""
+    scores = [score(task, one) for one in found]
+    return (statistics.mean(scores) if task.measure == "mean" else min(scores)) >= task.goal
 
 
-def _summary(shown: list[tuple[Task, list[Outcome]]]) -> str:
-    rows = []
-    for task, outcomes in shown:
-        passed = sum(one.passed(task) for one in outcomes)
-        reached = [one.reached for one in outcomes if one.reached is not None]
-        returns = ", ".join(_number(one.return_mean) for one in outcomes)
-        rows.append(
-            (
-                f"[{task.title}](#{task.title.lower().replace(' ', '-')})",
-                f"{task.target:g}",
-                _limit(task),
-                returns,
-                f"{passed} of {len(outcomes)}",
-                f"{statistics.median(reached):,.0f}" if reached else "never",
-                _time(statistics.median(one.seconds for one in outcomes)),
+def _records(task: Task) -> list[Record]:
+    found = [one for seed in task.seeds if (one := records.read(Record, task.name, seed)) is not None]
+    for one in found[1:]:
+        # A field that only one of them has is newer than the other one.
+        differing = [name for name in one.config if one.config[name] != found[0].config.get(name, one.config[name])]
+        if differing:
+            raise SystemExit(
+                f"The seeds {found[0].seed} and {one.seed} of {task.name} differ by {', '.join(differing)}: remove the "
+                "older record, and train it again."
             )
-        )
-    names = (
-        "task",
-        "target",
-        "within",
-        "returns",
-        "seeds that reach it",
-        "first at target, median",
-        "wall time, median",
-    )
+    return found
+
+
+def _spoken(task: LanguageTask) -> list[LanguageRecord]:
+    return [one for seed in task.seeds if (one := records.read(LanguageRecord, task.name, seed)) is not None]
+
+
+def _summary(
+    games: Sequence[tuple[Task, list[Record]]], spoken: Sequence[tuple[LanguageTask, list[LanguageRecord]]]
+) -> str:
+    rows = []
+    for task, found in games:
+        goal = f"{task.goal:,g}{', each' if task.measure == 'each' else ''}"
+        scores, limit = [score(task, one) for one in found], _limit(task)
+        cells = (limit, _wall_time(found), _shortly(task.published), _verdict(task, found))
+        rows.append((_link(task), goal, *_means(scores, ",.1f"), *cells))
+    for spoke, heard in spoken:
+        passed = "yes" if all(one.passed(spoke) for one in heard) else "**no**"
+        cells = (f"{_time(spoke.seconds)} at most", _wall_time(heard), "", passed if heard else "")
+        rows.append((_link(spoke), f"{spoke.goal:g}, each", *_means([one.value for one in heard], ".3f"), *cells))
+    names = ("task", "goal", "mean", "seeds", "after", "wall time, median", "published", "reached")
     return _table(names, rows)
 
 
-def _section(task: Task, outcomes: list[Outcome]) -> str:
-    directories = [ROOT / runs.run_dir(task, one.seed) for one in outcomes]
-    if len(group_runs([load_run(directory) for directory in directories])) > 1:
-        raise SystemExit(f"The runs of {task.name} differ by more than their seed: remove the older ones.")
-    picture = plot_learning_curve(directories, IMAGES / f"results-{task.name}.png", target=task.target)
+def _means(values: Sequence[float], digits: str) -> tuple[str, str]:
+    """The mean over seeds, and each seed's."""
+    if not values:
+        return "**not run yet**", ""
+    return format(statistics.mean(values), digits), "; ".join(format(value, digits) for value in values)
+
+
+def _limit(task: Task) -> str:
+    return f"{task.steps:,} steps" if task.seconds is None else _time(task.seconds)
+
+
+def _link(task: Task | LanguageTask) -> str:
+    found = records.path(task.name, 0).parent.is_dir()
+    return f"[{task.title}](#{task.title.lower().replace(' ', '-')})" if found else task.title
+
+
+def _verdict(task: Task, found: Sequence[Record]) -> str:
+    if not found:
+        return ""
+    if len(found) < len(task.seeds):
+        return f"{len(found)} of {len(task.seeds)} seeds so far"
+    return "yes" if reaches(task, found) else "**no**"
+
+
+def _shortly(published: Sequence[Published]) -> str:
+    return "; ".join(
+        f"{each.source[0]} {_number(each.mean)}" + (f" at {each.steps:,}" if each.steps else "")
+        for each in published[:1]
+    )
+
+
+def _wall_time(found: Sequence[Made]) -> str:
+    return _time(statistics.median(one.seconds for one in found)) if found else ""
+
+
+def _section(task: Task, found: list[Record]) -> str:
     ours = [
         (
             str(one.seed),
             f"{one.env_steps:,}",
-            _time(one.seconds),
+            _time(one.seconds) + (f", {one.sessions} sessions" if one.sessions > 1 else ""),
             f"{one.steps_per_second:,.0f}",
+            _number(one.last(_LAST)) if one.evaluations else "-",
             f"{_number(one.return_mean)} ± {_number(one.return_std)}",
-            f"{one.reached:,}" if one.reached is not None else "never",
-            "yes" if one.passed(task) else "**no**",
+            f"{reached:,}" if (reached := one.reached(task.goal)) is not None else "never" if one.evaluations else "-",
         )
-        for one in outcomes
+        for one in found
     ]
-    names = ("seed", "steps", "wall time", "steps/s", "return", "first at target", f"at least {task.target:g}")
+    names = ("seed", "steps", "wall time", "steps/s", f"last {_LAST} evaluations", "final", "first at goal")
     theirs = [
         (
             p.what,
@@ -142,38 +176,55 @@ def _section(task: Task, outcomes: list[Outcome]) -> str:
         )
         for p in task.published
     ]
-    command = f"rlframe train --agent {task.agent} --env {task.env} --seed {outcomes[0].seed}"
+    of = "the mean over seeds of the last 5 evaluations" if task.measure == "mean" else "each seed's final policy"
     return "\n".join(
         [
             f"## {task.title}\n",
-            f"Asked: at least {task.target:g} within {_limit(task)}. `{command}`\n\n{task.about}".rstrip() + "\n",
-            f"![{task.title}: returns over environment steps]({_beside(picture)})\n",
+            f"Asked: at least {task.goal:,g}, {of}, after {_limit(task)}. `{task.command(found[0].seed)}`\n",
+            f"{task.tuned} {task.about}".rstrip() + "\n",
+            _conditions(found),
+            f"![{task.title}: returns over environment steps]({_beside(_picture(task))})\n",
             _table(names, ours),
-            _table(("published", "steps", "return", "of what", "source"), theirs),
+            _table(("published", "steps", "return", "of what", "source"), theirs) if theirs else "",
         ]
     )
 
 
-def _language_section(task: LanguageTask, outcomes: list[language.Outcome]) -> str:
-    directories = [ROOT / runs.run_dir(task, one.seed) for one in outcomes]
-    directories += [ROOT / language.imitation_dir(task, one.seed) for one in outcomes if one.imitated]
-    picture = plot_learning_curve(directories, IMAGES / f"results-{task.name}.png", target=task.target, over="seconds")
-    passed = sum(one.passed(task) for one in outcomes)
-    asked = f"Asked: {task.measure} of at least {task.target:g} within {_time(task.seconds)}; {passed} of "
-    asked += f"{len(outcomes)} seeds reach it, from {language.median_reached(outcomes)} on (median)."
+def _language_section(task: LanguageTask, found: list[LanguageRecord]) -> str:
+    passed = sum(one.passed(task) for one in found)
+    asked = f"Asked: {task.measure} of at least {task.goal:g} within {_time(task.seconds)}; {passed} of "
+    asked += f"{len(found)} seeds reach it, from {language.median_reached(found)} on (median)."
     return "\n".join(
         [
             f"## {task.title}\n",
-            f"{asked} `{outcomes[0].command}`\n\n{task.about}".rstrip() + "\n",
-            _conditions(outcomes),
-            f"![{task.title}: {task.measure} over wall time]({_beside(picture)})\n",
-            _table(*language.columns(task, outcomes)),
+            f"{asked} `{task.command(found[0].seed)}`\n\n{task.about}".rstrip() + "\n",
+            _conditions(found),
+            f"![{task.title}: {task.measure} over wall time]({_beside(_picture(task))})\n",
+            _table(*language.columns(task, found)),
         ]
     )
 
 
-def _limit(task: Task) -> str:
-    return f"{task.within:,} steps" if task.seconds is None else _time(task.seconds)
+def _conditions(found: Sequence[Made]) -> str:
+    """The machine, the versions, the commits and the days."""
+    machines = " and ".join(sorted({one.machine for one in found}))
+    dates = sorted({one.date for one in found})
+    versions: dict[str, set[str]] = {}
+    for one in found:
+        for name, version in one.versions.items():
+            versions.setdefault(name, set()).add(version)
+    used = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in versions.items())
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    commits = ", ".join(sorted({one.commit for one in found if one.commit}))
+    text = f"Machine: {machines}, no accelerator. {used}. {days}" + (f", commit {commits}" if commits else "") + "."
+    beside = "; ".join(sorted({one.beside for one in found if one.beside}))
+    text += f" {beside[0].upper()}{beside[1:]}." if beside else ""
+    loads = sorted(one.load for one in found)
+    if loads[-1] > 3.0:
+        text += f"\nOther work ran beside the runs (load average {loads[0]:.1f} to {loads[-1]:.1f}): "
+        text += "times are upper bounds, and steps/s lower ones."
+    notes = "\n".join(dict.fromkeys(one.note for one in found if one.note))
+    return f"{text}\n{notes}".rstrip() + "\n"
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -192,6 +243,10 @@ def _time(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
     return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def _picture(task: Task | LanguageTask) -> pathlib.Path:
+    return IMAGES / f"results-{task.name}.png"
 
 
 def _beside(picture: pathlib.Path) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
+_CLEANRL = "https://github.com/vwxyzjn/cleanrl/blob/master/docs/benchmark"
 ZOO = ("rl-baselines3-zoo", "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md")
 CLEANRL_PPO = ("CleanRL", "https://docs.cleanrl.dev/rl-algorithms/ppo/")
 CLEANRL_DQN = ("CleanRL", "https://docs.cleanrl.dev/rl-algorithms/dqn/")
-CLEANRL_ENVPOOL = (
-    "CleanRL",
-    "https://github.com/vwxyzjn/cleanrl/blob/master/docs/benchmark/ppo_atari_envpool.md",
-)
+CLEANRL_PQN = ("CleanRL", "https://docs.cleanrl.dev/rl-algorithms/pqn/")
+CLEANRL_SAC = ("CleanRL", f"{_CLEANRL}/sac.md")
+CLEANRL_TD3 = ("CleanRL", f"{_CLEANRL}/td3.md")
+CLEANRL_CONTINUOUS = ("CleanRL", f"{_CLEANRL}/ppo_continuous_action.md")
+CLEANRL_ENVPOOL = ("CleanRL", f"{_CLEANRL}/ppo_atari_envpool.md")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,27 +30,46 @@ class Published:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """An agent on an environment, with its preset."""
+    """An agent on an environment, with its preset.
+
+    `measure` says what `goal` is asked of: the `mean` over seeds of the mean of each one's last 5 evaluations, or the
+    final policy of `each` seed.
+    """
 
     name: str
     agent: str
     env: str
-    target: float  # return of the final policy, a mean over 20 episodes
-    within: int  # environment steps
+    goal: float  # return, a mean over 20 episodes
+    steps: int  # environment steps
     published: tuple[Published, ...]
-    eval_every: int
+    eval_every: int  # environment steps
+    tuned: str  # on which seeds the preset was chosen, a sentence
+    measure: Literal["mean", "each"] = "mean"
+    options: tuple[str, ...] = ()  # of `rlframe train`, beside these
+    variant: str = ""  # what the title says of them
     seeds: tuple[int, ...] = (1, 2, 3)
     seconds: float | None = None  # of wall time, after which a run is interrupted; None: it runs to its last step
+    long: bool = False  # whether only `make results-long` trains it
     about: str = ""  # what a reader should know
 
     @property
     def title(self) -> str:
         """`PPO on CartPole-v1`."""
-        return f"{self.agent.upper()} on {self.env}"
+        return f"{self.agent.upper()} on {self.env}{self.variant}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """What decides the numbers of a run, but for its seed."""
+        return ["--agent", self.agent, "--env", self.env, "--steps", str(self.steps), *self.options]
+
+    def command(self, seed: int) -> str:
+        """By which a user trains a seed."""
+        return " ".join(["rlframe train", *self.arguments, "--seed", str(seed)])
 
 
-def _zoo(agent: str, steps: int, mean: float, std: float) -> Published:
-    return Published(f"Stable-Baselines3's {agent}", steps, mean, std, ZOO, "one run; deviation over its episodes")
+def _zoo(agent: str, steps: int, mean: float, std: float, of: str = "") -> Published:
+    note = f"{of}evaluation of one run's final policy; deviation over its episodes"
+    return Published(f"Stable-Baselines3's {agent}", steps, mean, std, ZOO, note)
 
 
 def _cleanrl(script: str, mean: float, std: float, source: tuple[str, str], steps: int = 500_000) -> Published:
@@ -60,27 +82,31 @@ def _baselines(mean: float, std: float) -> Published:
     return Published("OpenAI Baselines' PPO", None, mean, std, CLEANRL_PPO, note)
 
 
-TASKS = (
+_CLASSIC = (
     Task(
         name="ppo-cartpole",
         agent="ppo",
         env="CartPole-v1",
-        target=475.0,
-        within=100_000,
+        goal=475.0,
+        steps=100_000,
+        measure="each",
+        tuned="Lambda was chosen on these seeds among 32.",
         published=(
             _zoo("PPO", 100_000, 500.0, 0.0),
             _cleanrl("ppo.py", 490.04, 6.12, CLEANRL_PPO),
             _baselines(497.54, 4.02),
         ),
         eval_every=5_000,
-        about=("Seed 1 is `make demo`. Of the seeds 1 to 12, 11 end at 500.0 and one (seed 4) at 457.0."),
+        about="Seed 1 is `make demo`. Of the seeds 1 to 12, 11 end at 500.0 and one (seed 4) at 457.0.",
     ),
     Task(
         name="dqn-cartpole",
         agent="dqn",
         env="CartPole-v1",
-        target=475.0,
-        within=100_000,
+        goal=475.0,
+        steps=100_000,
+        measure="each",
+        tuned="The preset was chosen on these seeds, among others.",
         published=(
             _zoo("DQN", 50_000, 500.0, 0.0),
             _cleanrl("dqn_jax.py", 498.38, 2.29, CLEANRL_DQN),
@@ -92,8 +118,10 @@ TASKS = (
         name="ppo-acrobot",
         agent="ppo",
         env="Acrobot-v1",
-        target=-100.0,
-        within=500_000,
+        goal=-100.0,
+        steps=500_000,
+        measure="each",
+        tuned="Nothing was tuned: the values are the zoo's.",
         published=(
             _zoo("PPO", 1_000_000, -73.506, 18.201),
             _cleanrl("ppo.py", -86.36, 1.32, CLEANRL_PPO),
@@ -105,8 +133,10 @@ TASKS = (
         name="ppo-pendulum",
         agent="ppo",
         env="Pendulum-v1",
-        target=-250.0,
-        within=300_000,
+        goal=-250.0,
+        steps=300_000,
+        measure="each",
+        tuned="The annealed rate was chosen on these seeds.",
         published=(_zoo("PPO", 100_000, -172.225, 104.159),),
         eval_every=15_000,
     ),
@@ -114,8 +144,10 @@ TASKS = (
         name="dqn-mountain-car",
         agent="dqn",
         env="MountainCar-v0",
-        target=-115.0,
-        within=150_000,
+        goal=-115.0,
+        steps=150_000,
+        measure="each",
+        tuned="Most of the preset was chosen on these seeds.",
         published=(
             _zoo("DQN", 120_000, -100.849, 9.925),
             _cleanrl("dqn_jax.py", -188.90, 11.78, CLEANRL_DQN),
@@ -127,8 +159,10 @@ TASKS = (
         name="ppo-pong",
         agent="ppo",
         env="Pong-v5",
-        target=-18.0,
-        within=10_000_000,
+        goal=-18.0,
+        steps=10_000_000,
+        measure="each",
+        tuned="Nothing was tuned: the values are CleanRL's.",
         published=(
             _zoo("PPO", 10_000_000, 20.989, 0.105),
             _cleanrl("ppo_atari_envpool.py", 20.45, 0.09, CLEANRL_ENVPOOL, steps=10_000_000),
@@ -143,3 +177,170 @@ TASKS = (
         ),
     ),
 )
+
+_SAC_CHEETAH = (
+    _cleanrl("sac_continuous_action.py", 9_634.89, 1_423.73, CLEANRL_SAC, steps=1_000_000),
+    _zoo("SAC", 1_000_000, 9_535.451, 100.47, "HalfCheetah-v3; "),
+)
+
+_CONTINUOUS = (
+    Task(
+        name="sac-pendulum",
+        agent="sac",
+        env="Pendulum-v1",
+        goal=-200.0,
+        steps=20_000,
+        tuned="Nothing was tuned: the values are the zoo's.",
+        published=(_zoo("SAC", 20_000, -156.995, 88.714),),
+        eval_every=1_000,
+    ),
+    Task(
+        name="sac-half-cheetah",
+        agent="sac",
+        env="HalfCheetah-v4",
+        goal=4_500.0,
+        steps=300_000,
+        tuned="Nothing was tuned: the values are CleanRL's.",
+        published=_SAC_CHEETAH,
+        eval_every=15_000,
+        about="The published runs took a million steps.",
+    ),
+    Task(
+        name="sac-half-cheetah-1m",
+        agent="sac",
+        env="HalfCheetah-v4",
+        variant=" for a million steps",
+        goal=4_500.0,
+        steps=1_000_000,
+        tuned="Nothing was tuned: the values are CleanRL's.",
+        published=_SAC_CHEETAH,
+        eval_every=50_000,
+        seeds=(1,),
+        long=True,
+        about="One seed, as long as the published runs. The goal is that of 300,000 steps.",
+    ),
+    Task(
+        name="sac-hopper",
+        agent="sac",
+        env="Hopper-v4",
+        goal=1_500.0,
+        steps=300_000,
+        tuned="Nothing was tuned: the values are CleanRL's.",
+        published=(
+            _cleanrl("sac_continuous_action.py", 2_310.46, 342.82, CLEANRL_SAC, steps=1_000_000),
+            _zoo("SAC", 1_000_000, 2_325.547, 1_129.676, "Hopper-v3; "),
+        ),
+        eval_every=15_000,
+        about="The published runs took a million steps.",
+    ),
+    Task(
+        name="td3-half-cheetah",
+        agent="td3",
+        env="HalfCheetah-v4",
+        goal=4_000.0,
+        steps=300_000,
+        tuned="Nothing was tuned: the values are CleanRL's.",
+        published=(
+            _cleanrl("td3_continuous_action.py", 9_583.22, 126.09, CLEANRL_TD3, steps=1_000_000),
+            _zoo("TD3", 1_000_000, 9_655.666, 969.916, "HalfCheetah-v3; "),
+        ),
+        eval_every=15_000,
+        about="The published runs took a million steps.",
+    ),
+    Task(
+        name="ppo-half-cheetah",
+        agent="ppo",
+        env="HalfCheetah-v4",
+        goal=1_400.0,
+        steps=1_000_000,
+        tuned="Nothing was tuned: the values are CleanRL's.",
+        published=(_cleanrl("ppo_continuous_action.py", 1_442.64, 46.03, CLEANRL_CONTINUOUS, steps=1_000_000),),
+        eval_every=50_000,
+        about="Observations and rewards are normalised, as CleanRL has it.",
+    ),
+    Task(
+        name="ppo-lunar-lander",
+        agent="ppo",
+        env="LunarLander-v3",
+        goal=200.0,
+        steps=1_000_000,
+        tuned="Nothing was tuned: the values are the zoo's.",
+        published=(_zoo("PPO", 1_000_000, 242.119, 31.823, "LunarLander-v2; "),),
+        eval_every=50_000,
+        about="Needs the extra `box2d`.",
+    ),
+)
+
+_MEMORY = tuple(
+    Task(
+        name=f"{agent}-position-only-cartpole",
+        agent=agent,
+        env="PositionOnlyCartPole-v1",
+        options=options,
+        variant=variant,
+        goal=goal,
+        steps=300_000,
+        tuned=tuned,
+        published=(),
+        eval_every=15_000,
+        about="CartPole without its velocities, which takes a memory. No comparable figure was found.",
+    )
+    for agent, options, variant, goal, tuned in (
+        (
+            "ppo",
+            ("--network", "lstm"),
+            " with an LSTM",
+            450.0,
+            "The preset was chosen on seed 11, with a GRU, with which seeds 1 to 3 were run since.",
+        ),
+        ("r2d2", (), "", 400.0, "The preset was chosen on seeds 11 to 13."),
+        ("impala", (), " with a GRU", 400.0, "The preset was chosen on seed 11; seeds 1 to 3 were run since."),
+    )
+)
+
+_MORE = (
+    *(
+        Task(
+            name=f"dqn-cartpole-{topology.replace('_', '-')}",
+            agent="dqn",
+            env="CartPole-v1",
+            options=("--topology", topology),
+            variant=f" under {topology}",
+            goal=450.0,
+            steps=100_000,
+            measure="each",
+            tuned="The preset was chosen on other seeds, 1 to 4 among them.",
+            published=(_zoo("DQN", 50_000, 500.0, 0.0),),
+            eval_every=5_000,
+            seeds=(101, 102, 103, 104, 105),
+        )
+        for topology in ("single_process", "heavy_env", "light_env", "elastic")
+    ),
+    Task(
+        name="pqn-cartpole",
+        agent="pqn",
+        env="CartPole-v1",
+        goal=475.0,
+        steps=300_000,
+        tuned="The preset was chosen on seed 11, beside 12.",
+        published=(_cleanrl("pqn.py", 495.13, 6.89, CLEANRL_PQN),),
+        eval_every=15_000,
+    ),
+    Task(
+        name="impala-pong",
+        agent="impala",
+        env="Pong-v5",
+        options=("--topology", "heavy_env"),
+        variant=" under heavy_env",
+        goal=0.0,
+        steps=10_000_000,
+        tuned="Nothing was tuned: the values are the paper's.",
+        published=(),
+        eval_every=400_000,
+        seeds=(1,),
+        seconds=7200.0,
+        about="Two hours. The rates are annealed as for ten million steps; the paper trained for 200 million frames.",
+    ),
+)
+
+TASKS = (*_CLASSIC, *_CONTINUOUS, *_MEMORY, *_MORE)

@@ -12,7 +12,7 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import replacing
 from rlframe.metrics.base import writing
-from rlframe.metrics.curves import Over, SeedGroup, group_runs, load_run
+from rlframe.metrics.curves import Over, RunCurve, SeedGroup, group_runs, load_run
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -53,15 +53,19 @@ def plot_learning_curve(
         raise UsageError("plot_learning_curve needs at least one run directory.")
     if out is None:
         out = pathlib.Path(directories[0] if len(directories) == 1 else "") / "learning_curve.png"
-    out = pathlib.Path(out)
-    groups = group_runs([load_run(directory, over) for directory in directories])
+    draw_curves([load_run(directory, over) for directory in directories], pathlib.Path(out), target, over)
+    return pathlib.Path(out)
+
+
+def draw_curves(runs: Sequence[RunCurve], out: pathlib.Path, target: float | None = None, over: Over = "steps") -> None:
+    """Draw what `plot_learning_curve` does, of curves that are read already."""
+    groups = group_runs(runs)
     envs = list(dict.fromkeys(group.env for group in groups))
 
     figure, axes = _canvas(len(envs))
     for axis, env in zip(axes, envs, strict=True):
         _draw_panel(axis, env, [group for group in groups if group.env == env], target, over)
     _save(figure, out)
-    return out
 
 
 def _canvas(panels: int) -> tuple[Any, list[Any]]:

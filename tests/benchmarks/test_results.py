@@ -1,189 +1,285 @@
-"""The page of learning results, from runs that were written by hand."""
+"""The page of learning results, from records; and records, from runs that were written by hand."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
+import signal
+import sys
+import time
 import types
 
 import pytest
 
-from benchmarks.results import language, page, runs
-from benchmarks.results.tasks import TASKS, Task
+from benchmarks.results import __main__ as command
+from benchmarks.results import language, page, records, runs
+from benchmarks.results.language import LanguageRecord
+from benchmarks.results.records import Made, Record
+from benchmarks.results.tasks import TASKS
 from rlframe.metrics import JSONLLogger
-from rlframe.metrics.files import read_jsonl
 
-TASK = dataclasses.replace(TASKS[0], name="toy", env="Toy-v0", target=10.0, within=100, seeds=(1, 2, 3))
+TASK = dataclasses.replace(
+    TASKS[0], name="toy", env="Toy-v0", goal=10.0, steps=100, seeds=(1, 2, 3), measure="mean", eval_every=10
+)
+SPOKEN = dataclasses.replace(language.TASKS[0], name="toy-lm", env="toy.py:ToyLM", goal=0.9, steps=200, seeds=(1, 2))
+MADE = Made(
+    seed=1,
+    command="rlframe train",
+    commit="abc1234",
+    date="2026-01-02",
+    machine="2 cores, AMD EPYC",
+    beside="",
+    load=1.0,
+    versions={"python": "3.10.13", "jax": "0.5.3"},
+    seconds=65.0,
+    sessions=1,
+)
 
-SPOKEN = dataclasses.replace(language.TASKS[0], name="toy-lm", env="toy.py:ToyLM", target=0.9, steps=200, seeds=(1, 2))
 
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Runs and page are under `tmp_path`, and there is one task."""
+    """Runs, records and page are under `tmp_path`, and there is one task of each kind."""
     monkeypatch.setattr(runs, "ROOT", tmp_path)
-    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(page, "PAGE", tmp_path / "docs/results.md")
     monkeypatch.setattr(page, "IMAGES", tmp_path / "docs/images")
-    monkeypatch.setattr(page, "TASKS", (TASK,))
+    for module in (page, command):
+        monkeypatch.setattr(module, "TASKS", (TASK,))
     monkeypatch.setattr(language, "TASKS", (SPOKEN,))
     return tmp_path
 
 
-def write_run(root: pathlib.Path, seed: int, evaluations: dict[int, float], *, load: float = 1.0, **config) -> None:
-    directory = root / runs.run_dir(TASK, seed)
-    directory.mkdir(parents=True)
-    experiment = {"agent": TASK.agent, "env": TASK.env, "seed": seed, **config}
-    notes = {"versions": {"python": "3.10.13", "jax": "0.5.3"}}
-    (directory / "config.json").write_text(json.dumps({"experiment": experiment, "notes": notes}))
-    logger = JSONLLogger(directory / "metrics.jsonl")
-    for step, value in evaluations.items():
-        logger.write(step, {"episode_return": value, "episodes": 1})
-        logger.write(step, {"return_mean": value})
-    logger.close()
-    final_step, final = list(evaluations.items())[-1]
-    result = {"env_steps": final_step, "return_mean": final, "return_std": 0.25, "steps_per_second": 1234.4}
-    record = {"result": result, "seconds": 65.0, "date": "2026-01-02", "machine": "2 cores, AMD EPYC", "load": load}
-    (directory / runs.RECORD).write_text(json.dumps(record))
+def write_record(seed: int, evaluations: dict[int, float], config: dict | None = None, **changes) -> None:
+    step, final = list(evaluations.items())[-1]
+    made = dataclasses.replace(MADE, seed=seed, **changes)
+    record = Record(
+        **vars(made),
+        env_steps=step,
+        steps_per_second=1234.4,
+        return_mean=final,
+        return_std=0.25,
+        config=config or {},
+        evaluations=[[step, value, 0.25] for step, value in evaluations.items()],
+        training=[[step, value, 2] for step, value in evaluations.items()],
+    )
+    records.write(TASK.name, seed, record)
 
 
-def test_a_run_says_when_it_was_first_at_its_target(elsewhere):
-    write_run(elsewhere, 1, {20: 9.9, 40: 10.0, 60: 3.0, 100: 11.0})
-    outcome = runs.load(TASK, 1)
-    assert (outcome.reached, outcome.return_mean, outcome.passed(TASK)) == (40, 11.0, True)
+# --- the page
 
 
-def test_a_final_policy_below_the_target_fails_though_an_earlier_one_reached_it(elsewhere):
-    write_run(elsewhere, 1, {50: 12.0, 100: 9.0})
-    assert not runs.load(TASK, 1).passed(TASK)
+def test_the_page_in_git_is_that_of_the_records_in_git():
+    assert page.PAGE.read_text() == page.text(), "write it anew: python -m benchmarks.results --page"
 
 
-def test_a_target_that_is_reached_too_late_is_missed(elsewhere):
-    write_run(elsewhere, 1, {200: 12.0})
-    assert not runs.load(TASK, 1).passed(TASK)
+def test_all_tasks_name_their_sources_and_on_what_they_were_tuned():
+    assert len({task.name for task in TASKS}) == len({task.title for task in TASKS}) == len(TASKS)
+    for task in TASKS:
+        assert all(published.source[1].startswith("https://") for published in task.published), task.name
+        assert task.tuned.endswith(".") and task.steps >= 15 * task.eval_every, task.name
 
 
-def test_the_page_shows_every_finished_seed_and_its_picture(elsewhere):
-    write_run(elsewhere, 1, {50: 5.0, 100: 10.5})
-    write_run(elsewhere, 3, {50: 5.0, 100: 9.0})
+def test_a_seeds_score_is_the_mean_of_its_last_5_evaluations_or_its_final_policy(elsewhere):
+    write_record(1, {10: 100.0, 20: 1.0, 30: 2.0, 40: 3.0, 50: 4.0, 60: 20.0})
+    record = records.read(Record, "toy", 1)
+    assert page.score(TASK, record) == 6.0
+    assert page.score(dataclasses.replace(TASK, measure="each"), record) == 20.0
+    assert (record.reached(10.0), record.reached(3.0), record.reached(101.0)) == (10, 10, None)
+
+
+def test_a_goal_is_asked_of_the_mean_over_seeds_or_of_each_seed(elsewhere):
+    write_record(1, {100: 9.0})
+    write_record(2, {100: 12.0})
+    found = [records.read(Record, "toy", seed) for seed in (1, 2)]
+    assert page.reaches(TASK, found)
+    assert not page.reaches(dataclasses.replace(TASK, measure="each"), found)
+    assert not page.reaches(dataclasses.replace(TASK, goal=10.6), found)
+
+
+def test_a_task_without_a_record_is_listed_as_not_run(elsewhere):
+    text = page.text()
+    assert "| PPO on Toy-v0 | 10 | **not run yet** |  | 100 steps |  | rl-baselines3-zoo 500.0 at 100,000 |  |" in text
+    assert "| GRPO on ToyLM | 0.9, each | **not run yet** |" in text
+    assert "## PPO on Toy-v0" not in text
+
+
+def test_the_page_shows_every_seed_and_its_picture(elsewhere):
+    write_record(1, {50: 5.0, 100: 10.5})
+    write_record(3, {50: 5.0, 100: 9.0}, sessions=2)
     page.write()
     text = (elsewhere / "docs/results.md").read_text()
-    assert "| 1 | 100 | 1 min 5 s | 1,234 | 10.5 ± 0.2 | 100 | yes |" in text
-    assert "| 3 | 100 | 1 min 5 s | 1,234 | 9.0 ± 0.2 | never | **no** |" in text
-    assert "| [PPO on Toy-v0](#ppo-on-toy-v0) | 10 | 100 steps | 10.5, 9.0 | 1 of 2 | 100 | 1 min 5 s |" in text
-    assert "Machine: 2 cores, AMD EPYC, no accelerator. python 3.10.13, jax 0.5.3. 2026-01-02." in text
+    assert "| 1 | 100 | 1 min 5 s | 1,234 | 7.8 | 10.5 ± 0.2 | 100 |" in text
+    assert "| 3 | 100 | 1 min 5 s, 2 sessions | 1,234 | 7.0 | 9.0 ± 0.2 | never |" in text
+    assert "| [PPO on Toy-v0](#ppo-on-toy-v0) | 10 | 7.4 | 7.8; 7.0 | 100 steps | 1 min 5 s |" in text
+    assert "| 2 of 3 seeds so far |" in text
+    assert "Machine: 2 cores, AMD EPYC, no accelerator. python 3.10.13, jax 0.5.3. 2026-01-02, commit abc1234." in text
     assert "Other work" not in text
     assert "![PPO on Toy-v0: returns over environment steps](images/results-toy.png)" in text
     assert (elsewhere / "docs/images/results-toy.png").is_file()
-    assert str(elsewhere) not in text
+    write_record(2, {50: 5.0, 100: 30.0}, load=4.2, beside="2 runs at once", note="By hand.")
+    assert page.text().count("| yes |") == 1
+    assert "2 runs at once.\nOther work ran beside the runs (load average 1.0 to 4.2)" in page.text()
+    assert "\nBy hand.\n" in page.text()
 
 
-def test_a_busy_machine_is_mentioned(elsewhere):
-    write_run(elsewhere, 1, {100: 10.5}, load=4.2)
-    page.write()
-    assert "Other work ran beside the runs (load average 4.2 to 4.2)" in (elsewhere / "docs/results.md").read_text()
-
-
-def test_runs_with_different_settings_are_not_mixed(elsewhere):
-    write_run(elsewhere, 1, {100: 10.5}, num_envs=8)
-    write_run(elsewhere, 2, {100: 10.5}, num_envs=16)
-    with pytest.raises(SystemExit, match="toy differ by more than their seed"):
-        page.write()
-
-
-def test_training_leaves_a_record_and_a_run_out_of_time_is_evaluated(elsewhere, monkeypatch):
-    called: list[tuple[list[str], float | None]] = []
-
-    def answer(arguments: list[str], seconds: float | None) -> dict[str, object]:
-        called.append((arguments, seconds))
-        (elsewhere / runs.run_dir(TASK, 2)).mkdir(parents=True, exist_ok=True)
-        if arguments[0] == "evaluate":
-            return {"return_mean": 7.0, "return_std": 1.0, "run_dir": "x"}
-        return {"env_steps": 90, "return_mean": None, "return_std": None, "run_dir": "x"}
-
-    monkeypatch.setattr(runs, "_rlframe", answer)
-    task: Task = dataclasses.replace(TASK, seconds=3600.0)
-    runs.train(task, 2)
-    assert called[0][0][:3] == ["train", "--agent", "ppo"]
-    assert [(arguments[0], seconds) for arguments, seconds in called] == [("train", 3600.0), ("evaluate", None)]
-    record = json.loads((elsewhere / runs.run_dir(task, 2) / runs.RECORD).read_text())
-    assert record["result"] == {"env_steps": 90, "return_mean": 7.0, "return_std": 1.0}
-    assert runs.is_finished(task, 2)
-    row = (elsewhere / runs.run_dir(task, 2) / "metrics.jsonl").read_text()
-    assert json.loads(row) == {"step": 90, "return_mean": 7.0}
-
-
-@pytest.mark.system
-def test_a_command_that_runs_out_of_time_is_interrupted_and_its_last_line_read(elsewhere):
-    program = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
-try:
-    time.sleep(60)
-except KeyboardInterrupt:
-    print('{"env_steps": 5}')
-    sys.exit(130)
-"""
-    (elsewhere / "rlframe.py").write_text(program)  # what `python -m rlframe` finds first where it starts
-    assert runs._rlframe(["train"], 3.0) == {"env_steps": 5}
-
-
-def test_a_command_that_fails_stops_everything(elsewhere):
-    (elsewhere / "rlframe.py").write_text("import sys\nsys.exit(2)\n")
-    with pytest.raises(SystemExit, match=r"rlframe train exited with 2"):
-        runs._rlframe(["train"], None)
-
-
-def test_all_tasks_name_their_sources():
-    assert len({task.name for task in TASKS}) == len(TASKS)
-    for task in TASKS:
-        assert all(published.source[1].startswith("https://") for published in task.published), task.name
-
-
-def write_language_run(root: pathlib.Path, seed: int, evaluations: list[float], imitated: list[float]) -> None:
-    experiment = {"agent": "grpo", "env": SPOKEN.env, "seed": seed}
-    for directory, values in (
-        (runs.run_dir(SPOKEN, seed), evaluations),
-        (language.imitation_dir(SPOKEN, seed), imitated),
-    ):
-        (root / directory).mkdir(parents=True)
-        notes = {"versions": {"python": "3.10.13"}}
-        (root / directory / "config.json").write_text(json.dumps({"experiment": experiment, "notes": notes}))
-        experiment = {**experiment, "agent": "imitation alone"}
-        logger = JSONLLogger(root / directory / "metrics.jsonl")
-        for number, value in enumerate(values):
-            row = {"return_mean": value, "eval/exact_match": value, "wall_seconds": 100.0 * (number + 1), "reward": 0.5}
-            logger.write(500 * number, row)
-        logger.close()
-        runs.write_record(directory, {}, 650.0, ["rlframe", "train", "--json"])
+def test_seeds_that_were_trained_differently_are_not_mixed(elsewhere):
+    write_record(1, {100: 10.5}, {"num_envs": 8, "steps": 100})
+    write_record(2, {100: 10.5}, {"num_envs": 8, "newer": True})
+    assert "2 of 3 seeds so far" in page.text()
+    write_record(3, {100: 10.5}, {"num_envs": 16, "steps": 100})
+    with pytest.raises(SystemExit, match="seeds 1 and 3 of toy differ by num_envs: remove"):
+        page.text()
 
 
 def test_a_language_model_is_shown_beside_imitation_alone(elsewhere):
-    write_language_run(elsewhere, 1, [0.6, 0.95, 0.8, 0.9, 0.98], [0.0, 0.5, 0.75])
-    write_language_run(elsewhere, 2, [0.6, 0.95, 0.85], [0.01, 0.4])
+    for seed, values, imitated in ((1, [0.6, 0.95], [0.0, 0.75]), (2, [0.6, 0.85], [0.01, 0.4])):
+        record = LanguageRecord(
+            **vars(dataclasses.replace(MADE, seed=seed, seconds=650.0)),
+            updates=200,
+            before={"exact_match": values[0]},
+            after={"exact_match": values[1]},
+            rewards=(0.5, 0.9),
+            reached=400.0 if seed == 1 else None,
+            evaluations=[[100.0, values[0]], [400.0, values[1]]],
+            imitated=[[0, 5.0, imitated[0]], [1000, 650.0, imitated[1]]],
+        )
+        records.write(SPOKEN.name, seed, record)
+        assert record.passed(SPOKEN) == (seed == 1)
+        assert not record.passed(dataclasses.replace(SPOKEN, seconds=600.0))
     page.write()
-    text = (elsewhere / "docs/results.md").read_text()
-    assert "1 of 2 seeds reach it, from 400 s on (median). `rlframe train`" in text
-    assert "| 1 | 0.000 | 0.600 | 0.980 | 0.50 to 0.50 | 2000 | 650 s | 400 s | 0.750 | 1,000 |" in text
-    assert "| 2 | 0.010 | 0.600 | 0.850 | 0.50 to 0.50 | 1000 | 650 s | never | 0.400 | 500 |" in text
+    text = page.text()
+    assert "1 of 2 seeds reach it, from 400 s on (median). `rlframe train --agent grpo --env toy.py:ToyLM" in text
+    assert "| 1 | 0.000 | 0.600 | 0.950 | 0.50 to 0.90 | 200 | 650 s | 400 s | 0.750 | 1,000 |" in text
+    assert "| 2 | 0.010 | 0.600 | 0.850 | 0.50 to 0.90 | 200 | 650 s | never | 0.400 | 1,000 |" in text
+    assert "0.900 | 0.950; 0.850 | 15 min 0 s at most | 10 min 50 s |  | **no** |" in text
     assert (elsewhere / "docs/images/results-toy-lm.png").is_file()
 
 
-def test_a_language_model_that_took_too_long_fails(elsewhere):
-    write_language_run(elsewhere, 1, [0.6, 0.98], [0.0])
-    outcome = language.load(SPOKEN, 1)
-    assert outcome.passed(SPOKEN) and not outcome.passed(dataclasses.replace(SPOKEN, seconds=600.0))
+# --- records, from a program that does as `rlframe train` does
+
+PROGRAM = """
+import json, pathlib, signal, sys, time
+arguments = sys.argv[1:]
+if arguments[0] == "evaluate":
+    print(json.dumps({"return_mean": 7.0, "return_std": 1.0, "episodes": 20}))
+    sys.exit()
+directory = pathlib.Path(arguments[arguments.index("--run-dir") + 1])
+directory.mkdir(parents=True, exist_ok=True)
+seed = next((int(arguments[i + 1]) for i, name in enumerate(arguments) if name == "--seed"), None)
+if seed is not None:
+    experiment = {"agent": "ppo", "env": "Toy-v0", "seed": seed, "num_envs": 8}
+    config = {"experiment": experiment, "notes": {"versions": {"python": "3.10.13"}}}
+    (directory / "config.json").write_text(json.dumps(config))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
+result = {"env_steps": 90, "return_mean": None, "return_std": None, "steps_per_second": 10.0}
+rows = [{"step": 30, "episode_return": 1.0, "episodes": 2}, {"step": 60, "return_mean": 5.0, "return_std": 0.5}]
+with open(directory / "metrics.jsonl", "a") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+code = 0
+try:
+    if "--wait" in arguments or seed == 2:
+        time.sleep(60)
+    result.update(env_steps=100, return_mean=11.0, return_std=2.0)
+except KeyboardInterrupt:
+    code = 130
+if seed == 3:
+    sys.exit(2)
+(directory / "result.json").write_text(json.dumps(result))
+print(" ".join(arguments))
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def program(elsewhere: pathlib.Path) -> pathlib.Path:
+    """Is what `python -m rlframe` finds first where it starts."""
+    (elsewhere / "rlframe.py").write_text(PROGRAM)
+    return elsewhere
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """The command, but for the drawing of pictures."""
+    monkeypatch.setattr(page, "draw_curves", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.results", *arguments])
+    command.main()
+
+
+def test_a_run_leaves_a_record_and_is_not_trained_again(program, monkeypatch):
+    run_command(monkeypatch, "toy", "--seeds", "1", "--threads", "1")
+    record = records.read(Record, "toy", 1)
+    assert (record.env_steps, record.return_mean, record.return_std, record.sessions) == (100, 11.0, 2.0, 1)
+    assert record.evaluations == [[60, 5.0, 0.5]] and record.training == [[30, 1.0, 2]]
+    assert "| 1 of 3 seeds so far |" in (program / "docs/results.md").read_text()
+    assert record.config == {"num_envs": 8} and record.beside == "1 of JAX's threads each"
+    assert record.command == "rlframe train --agent ppo --env Toy-v0 --steps 100 --seed 1"
+    assert 0 < record.seconds < 60
+    log = program / runs.RUNS / "toy-seed1.log"
+    said = log.read_text()
+    assert "--eval-every 10 --checkpoint-every 10 --replay-checkpoint-every 10 --seed 1" in said
+    run_command(monkeypatch, "toy", "--seeds", "1")
+    assert log.read_text() == said
+    assert records.path("toy", 1).stat().st_size < 2_000
+
+
+def test_a_run_that_fails_is_said_and_the_others_go_on(program, monkeypatch):
+    with pytest.raises(SystemExit, match="toy, seed 3: exit code 2; see"):
+        run_command(monkeypatch, "toy", "--seeds", "3,1", "--at-once", "2")
+    assert records.path("toy", 1).is_file() and not records.path("toy", 3).exists()
+
+
+def test_a_run_whose_time_is_up_is_interrupted_and_evaluated(program, monkeypatch):
+    rows = program / runs.RUNS / "toy-seed1/metrics.jsonl"
+    monkeypatch.setattr(runs.Run, "seconds", property(lambda self: 1.0 if rows.exists() else 0.0))
+    run = runs.Run("toy", 1, ["--wait"], stop_after=1.0)
+    results = []
+    assert runs.run_all([run], 1, lambda _, result: results.append(result)) == []
+    assert results[0]["return_mean"] == 7.0 and results[0]["env_steps"] == 90
+    assert records.of_games(run, results[0], MADE).evaluations == [[60, 5.0, 0.5], [90, 7.0, 1.0]]
+    again = runs.Run("toy", 1, ["--wait"], stop_after=1.0)
+    assert runs.run_all([again], 1, lambda _, result: results.append(result)) == []
+    assert results[1] == results[0] and again.sessions == 1
+
+
+def test_a_run_that_was_cut_off_goes_on_and_its_time_is_summed(program):
+    def killed(run: runs.Run, sent: signal.Signals) -> None:
+        run.start()
+        while not (run.directory / "metrics.jsonl").is_file():
+            time.sleep(0.01)
+        run._process.send_signal(sent)
+        run._process.wait()
+
+    first = runs.Run("toy", 2, [])
+    killed(first, signal.SIGKILL)
+    run = runs.Run("toy", 2, [])
+    assert runs.run_all([run], 1, lambda *_: None) == []
+    assert run.sessions == 2 and 0 < run.seconds < first.seconds + 10
+    assert "--resume" in run.log.read_text()
+    with pytest.raises(runs.RunFailed, match="interrupted after . s; it can go on"):
+        other = runs.Run("other", 2, [])
+        killed(other, signal.SIGINT)
+        other.end()
+    assert "began" not in json.loads((program / runs.RUNS / "other-seed2.json").read_text())
+
+
+def test_a_training_curve_is_thinned_to_200_points(tmp_path):
+    logger = JSONLLogger(tmp_path / "metrics.jsonl")
+    for step in range(1, 1001):
+        logger.write(step, {"episode_return": float(step), "episodes": 1 + 3 * (step % 2)})
+    logger.close()
+    points = records.thinned(records.load_run(tmp_path))
+    assert len(points) == 200 and points[-1][0] == 1000
+    assert points[0] == [5, round((4 * (1 + 3 + 5) + 2 + 4) / 14, 5), 14]
+    assert sum(point[2] for point in points) == 2500
 
 
 @pytest.mark.system
-def test_imitation_alone_begins_with_random_weights_and_learns(elsewhere, monkeypatch):
+def test_imitation_alone_begins_with_random_weights_and_learns(monkeypatch):
     env = f"{pathlib.Path(__file__).parents[2]}/examples/llm/reverse.py:Reverse"
     task = dataclasses.replace(SPOKEN, env=env)
-    clock = iter(range(10_000))
+    clock = itertools.count()
     monkeypatch.setattr(language, "time", types.SimpleNamespace(monotonic=lambda: float(next(clock))))
-    language.imitate(task, seed=1, seconds=60.0)
-    rows = read_jsonl(elsewhere / language.imitation_dir(task, 1) / "metrics.jsonl")
-    steps = [row["step"] for row in rows]
-    assert steps[:2] == [0, 50] and rows[0]["return_mean"] < 0.05 < rows[-1]["return_mean"]
-    assert runs.read_record(language.imitation_dir(task, 1))["seconds"] >= 60.0
+    evaluations = language.imitate(task, seed=1, seconds=60.0)
+    assert [updates for updates, _, _ in evaluations][:2] == [0, 50]
+    assert evaluations[0][2] < 0.05 < evaluations[-1][2] and evaluations[-1][1] >= 60.0
