@@ -42,6 +42,7 @@ CORE = [
 EXTRAS = {
     # Classic control with rendering, and what `rlframe evaluate --video` needs.
     "gymnasium": ["gymnasium[classic-control]", "imageio", "imageio-ffmpeg"],
+    "box2d": ["gymnasium[box2d]"],  # LunarLander and the like
     "dm_control": [f"dm-control; {DM_CONTROL}", f"mujoco<4; {DM_CONTROL}"],  # 1.0.50 uses what MuJoCo 4 has renamed
     # dm-launchpad 0.5.2 hangs on any numpy array that is sent to a node.
     "launchpad": [f"dm-launchpad[tensorflow]==0.5.1; {REFERENCE}", f"protobuf<3.21; {REFERENCE}"],

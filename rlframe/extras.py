@@ -18,6 +18,7 @@ from rlframe.errors import UsageError
 # extra -> top-level modules of its packages that are imported here. A test compares it with setup.py and the imports.
 MODULES = {
     "gymnasium": ("gymnasium", "imageio_ffmpeg"),
+    "box2d": ("Box2D",),
     "dm_control": ("dm_control",),
     "launchpad": ("launchpad", "courier"),
     "reverb": ("reverb", "tensorflow"),

@@ -230,6 +230,8 @@ def _make_gymnasium(task: str, kwargs: Mapping[str, Any]) -> Any:
         spec.order_enforce = False
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        if "box2d" in str(error).lower():
+            extras.require(f"The environment {task}", "box2d")
         raise UsageError(f"{task!r} needs a package that is not installed here: {error}") from error
     except gymnasium.error.UnregisteredEnv as error:
         raise UsageError(f"Unknown environment {task!r}: {error}{suggest(task, gymnasium_ids())}") from error

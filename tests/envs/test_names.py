@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -114,3 +116,12 @@ def test_envs_are_listed_with_their_backend():
     rows = list_envs()
     assert ("CartPole-v1", "envpool") in rows and ("CartPole-v1", "gymnasium") in rows
     assert rows == sorted(rows)
+
+
+def test_an_environment_of_box2d_names_its_extra_where_that_is_missing(monkeypatch):
+    needs("gymnasium")
+    monkeypatch.setitem(sys.modules, "Box2D", None)
+    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageError, match=r"LunarLander-v3 needs the extra 'box2d': pip install 'rlframe\[box2d\]'"):
+        SyncEnv("LunarLander-v3", 1, "loop", seed=1)

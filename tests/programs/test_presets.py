@@ -53,6 +53,8 @@ def test_a_preset_says_where_it_does_otherwise_than_its_source(name, field, valu
         ("ppo", "Pong-v5", "ppo/atari"),
         ("ppo", "ALE/Breakout-v5", "ppo/atari"),
         ("ppo", "HalfCheetah-v5", "ppo/mujoco"),
+        ("ppo", "LunarLander-v3", "ppo/lunar_lander"),
+        ("ppo", "LunarLanderContinuous-v3", None),
         ("dqn", "MountainCar-v0", "dqn/mountain_car"),
         ("dqn", "Breakout-v5", "dqn/atari"),
         ("dqn", "HalfCheetah-v5", None),

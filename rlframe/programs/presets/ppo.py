@@ -130,6 +130,26 @@ PENDULUM = Preset(
     },
 )
 
+LUNAR_LANDER = Preset(
+    name="ppo/lunar_lander",
+    envs=("LunarLander-v[23]",),
+    fields={
+        **settings(
+            f"{ZOO}, LunarLander-v2",
+            steps=1_000_000,
+            num_envs=16,
+            agent__unroll_length=1024,
+            agent__num_epochs=4,
+            agent__num_minibatches=256,  # of 64
+            agent__discount=0.999,
+            agent__gae_lambda=0.98,
+            agent__entropy_cost=0.01,
+        ),
+        **settings(SB3, agent__learning_rate=3e-4, agent__clip_epsilon=0.2),
+        **ZOO_VALUE,
+    },
+)
+
 ATARI_GAMES = Preset(
     name="ppo/atari",
     envs=ATARI,
@@ -199,4 +219,13 @@ MUJOCO_TASKS = Preset(
     },
 )
 
-PRESETS = (CARTPOLE, POSITION_ONLY_CARTPOLE, ACROBOT, MOUNTAIN_CAR, PENDULUM, ATARI_GAMES, MUJOCO_TASKS)
+PRESETS = (
+    CARTPOLE,
+    POSITION_ONLY_CARTPOLE,
+    ACROBOT,
+    MOUNTAIN_CAR,
+    PENDULUM,
+    LUNAR_LANDER,
+    ATARI_GAMES,
+    MUJOCO_TASKS,
+)
