@@ -1,4 +1,4 @@
-"""SAC on HalfCheetah-v4, one environment, an update of 256 transitions every step, against a bare loop of the same."""
+"""SAC on HalfCheetah-v4, one environment, an update of 256 every step: beside a bare loop of the same, and SBX's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def run(context: Context, say=print) -> list[Table]:
     contenders = {
         "rlframe": lambda: context.ours("train", "sac", "--steps", steps, "--warm-up", warm_up, "--log-every", 100),
         "bare loop": lambda: context.bare("bare_sac", "--steps", steps, "--warm-up", warm_up),
+        "SBX": lambda: context.peer("sbx_sac", "--steps", steps, "--warm-up", warm_up),
     }
     results, failures = in_turns(contenders, context.repeats, say)
     values = {name: middle(result.get("steps_per_second") for result in results[name]) for name in contenders}
@@ -23,6 +24,9 @@ def run(context: Context, say=print) -> list[Table]:
             "SAC on HalfCheetah-v4, an update of 256 every step",
             "environment steps/s",
             Row("rlframe", values["rlframe"], None, failures.get("rlframe", ""), processor(results["rlframe"])),
-            (Row("bare loop", values["bare loop"], 0.85, failures.get("bare loop", "")),),
+            tuple(
+                Row(name, values[name], wanted, failures.get(name, ""))
+                for name, wanted in (("bare loop", 0.85), ("SBX", 1.0))
+            ),
         )
     ]
