@@ -14,7 +14,7 @@ from rlframe.cli.seeds import parse_seeds
 
 
 def main() -> None:
-    """Train the runs that have no record yet, with a record as each of them ends, and write the page."""
+    """Train the runs that have no record yet, and write a record and the page as each of them ends."""
     tasks: dict[str, Task | LanguageTask] = {task.name: task for task in (*TASKS, *language.TASKS)}
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.results",
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="how many runs go on beside each other")
     parser.add_argument("--threads", type=int, help="of JAX in each run of a single process; None: all cores")
     parser.add_argument("--long", action="store_true", help="with no NAME: the long ones as well")
-    parser.add_argument("--page", action="store_true", help="train nothing, only write the page")
+    parser.add_argument("--page", action="store_true", help="train nothing, only write the page, with all pictures")
     asked = parser.parse_args()
     for name in asked.names:
         if name not in tasks:
@@ -34,9 +34,9 @@ def main() -> None:
     chosen = [tasks[name] for name in asked.names] or [
         task for task in tasks.values() if asked.long or not getattr(task, "long", False)
     ]
-    failed = [] if asked.page else _train(chosen, asked.seeds, asked.at_once, asked.threads)
-    page.write()
-    if failed:
+    if asked.page:
+        page.write()
+    elif failed := _train(chosen, asked.seeds, asked.at_once, asked.threads):
         raise SystemExit("\n".join(failed))
 
 
@@ -59,6 +59,7 @@ def _train(chosen: list[Task | LanguageTask], seeds: list[int] | None, at_once: 
         else:
             made = language.of_language(task, run, made)
         records.write(task.name, run.seed, made)
+        page.write(task)
 
     return runs.run_all(list(missing), at_once, ended)
 

@@ -195,7 +195,11 @@ def curves(task: LanguageTask, records: list[LanguageRecord]) -> list[RunCurve]:
     """What its picture is drawn of, over seconds: each run, and imitation alone beside it."""
     env, none = pathlib.Path(task.env).name, np.zeros(0)
     lines = [("GRPO", one.evaluations) for one in records]
-    lines += [("imitation alone", [point[1:] for point in one.imitated]) for one in records if one.imitated]
+    lines += [
+        ("imitation alone", [point[1:] for point in one.imitated])
+        for one in records
+        if one.evaluations and one.imitated
+    ]
     return [RunCurve(agent, env, {}, none, none, none, *np.array(points).reshape(-1, 2).T) for agent, points in lines]
 
 

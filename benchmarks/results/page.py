@@ -43,17 +43,17 @@ The sections on language models, at the end, say themselves what they show.
 """
 
 
-def write() -> None:
-    """Write the page, and draw the pictures of all tasks whose records have curves."""
-    for task in TASKS:
-        found = _records(task)
-        if any(one.evaluations for one in found):
-            curves = [one.curve(task.agent.upper(), task.env) for one in found]
-            draw_curves(curves, _picture(task), task.goal)
-    for spoken in language.TASKS:
-        spoke = _spoken(spoken)
-        if any(one.evaluations for one in spoke):
-            draw_curves(language.curves(spoken, spoke), _picture(spoken), spoken.goal, over="seconds")
+def write(*only: Task | LanguageTask) -> None:
+    """Write the page, and draw the pictures of these tasks (of all, if none is named) whose records have curves."""
+    for task in only or (*TASKS, *language.TASKS):
+        if isinstance(task, LanguageTask):
+            heard = _spoken(task)
+            curves, over = language.curves(task, heard), "seconds"
+        else:
+            heard = _records(task)
+            curves, over = [one.curve(task.agent.upper(), task.env) for one in heard], "steps"
+        if any(len(curve.evaluated_steps) for curve in curves):
+            draw_curves(curves, _picture(task), task.goal, over)
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(text())
 
@@ -221,8 +221,10 @@ def _conditions(found: Sequence[Made]) -> str:
     text += f" {beside[0].upper()}{beside[1:]}." if beside else ""
     loads = sorted(one.load for one in found)
     if loads[-1] > 3.0:
-        text += f"\nOther work ran beside the runs (load average {loads[0]:.1f} to {loads[-1]:.1f}): "
-        text += "times are upper bounds, and steps/s lower ones."
+        text += (
+            f"\nThe load average at their ends was {loads[0]:.1f} to {loads[-1]:.1f}: above the number of cores, times "
+        )
+        text += "are upper bounds, and steps/s lower ones."
     notes = "\n".join(dict.fromkeys(one.note for one in found if one.note))
     return f"{text}\n{notes}".rstrip() + "\n"
 

@@ -115,12 +115,12 @@ def test_the_page_shows_every_seed_and_its_picture(elsewhere):
     assert "| [PPO on Toy-v0](#ppo-on-toy-v0) | 10 | 7.4 | 7.8; 7.0 | 100 steps | 1 min 5 s |" in text
     assert "| 2 of 3 seeds so far |" in text
     assert "Machine: 2 cores, AMD EPYC, no accelerator. python 3.10.13, jax 0.5.3. 2026-01-02, commit abc1234." in text
-    assert "Other work" not in text
+    assert "load average" not in text
     assert "![PPO on Toy-v0: returns over environment steps](images/results-toy.png)" in text
     assert (elsewhere / "docs/images/results-toy.png").is_file()
     write_record(2, {50: 5.0, 100: 30.0}, load=4.2, beside="2 runs at once", note="By hand.")
     assert page.text().count("| yes |") == 1
-    assert "2 runs at once.\nOther work ran beside the runs (load average 1.0 to 4.2)" in page.text()
+    assert "2 runs at once.\nThe load average at their ends was 1.0 to 4.2: above" in page.text()
     assert "\nBy hand.\n" in page.text()
 
 
