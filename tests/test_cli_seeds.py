@@ -77,7 +77,7 @@ def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd)
 
 def test_what_is_of_one_run_does_not_go_with_seeds(capfd):
     assert main([*QUICK, "--seeds", "1-2", "--stop-at", "100"]) == 2
-    assert "--stop-at is of one run; --seeds makes 2." in capfd.readouterr().err
+    assert "--stop-at is of one run; --seeds makes several." in capfd.readouterr().err
 
 
 @pytest.mark.system
@@ -98,10 +98,10 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
         steps = json.loads((run / "result.json").read_text())["env_steps"]
         assert "SIGINT: saving after the step under way" in (folder / f"seed-{seed}.log").read_text()
         assert steps > 0 and list((run / "checkpoints").iterdir())  # it was told once, and saved
-        assert not _running(run)
+        assert not running(run)
 
 
-def _running(run_dir: pathlib.Path) -> list[int]:
+def running(run_dir: pathlib.Path) -> list[int]:
     import psutil
 
     return [p.pid for p in psutil.process_iter(["cmdline"]) if str(run_dir) in (p.info["cmdline"] or [])]

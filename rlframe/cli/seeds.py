@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
-import signal
-import subprocess
 import sys
-import time
 from typing import Any
 
 import numpy as np
 
+from rlframe.cli.seed_runs import SeedRun, check_of_several, run_all
 from rlframe.cli.train import SessionOptions
-from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.metrics.statistics import interquartile_mean, interval
 from rlframe.programs.experiment import Experiment, save_experiment
-from rlframe.programs.run_dir import Result, RunDir, default_path
-
-_ONE_RUN = ("seeds", "at_once", "run_dir", "config", "resume", "preset", "json", "quiet")  # not handed on as they are
-_REFUSED = ("resume_from", "take_over", "listen", "token_file", "stop_at", "profile", "profile_trace")
-_LOOKS = 0.1  # seconds between two looks at the runs
+from rlframe.programs.run_dir import Result, default_path
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -50,110 +42,32 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
     """
     assert session.seeds is not None
     seeds = parse_seeds(session.seeds)
-    for name in _REFUSED:
-        if getattr(session, name) != getattr(SessionOptions, name):
-            raise UsageError(f"--{name.replace('_', '-')} is of one run; --seeds makes {len(seeds)}.")
-    if session.at_once < 1:
-        raise UsageError(f"--at-once must be at least 1, got {session.at_once}.")
+    check_of_several(experiment, session, "--seeds")
     directory = pathlib.Path(session.run_dir) if session.run_dir is not None else default_path(experiment)
     if directory.exists() and any(directory.iterdir()) and not session.resume:
         raise UsageError(f"{directory} is not empty. Add --resume to go on with the runs in it, or name another one.")
     directory.mkdir(parents=True, exist_ok=True)
     if not session.resume:
         save_experiment(experiment, directory / "config.json", {})
-    runs = [_Run(directory, seed, session) for seed in seeds]
+    runs = [SeedRun(directory, seed, session) for seed in seeds]
     waiting = [run for run in runs if run.result is None]
-    running: list[_Run] = []
 
-    def say(text: str) -> None:
+    def say(run: SeedRun, text: str) -> None:
         if not session.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
 
-    with StopSignal() as stop:
-        told = False
-        try:
-            while running or (waiting and not told):
-                while waiting and not told and len(running) < session.at_once:
-                    running.append(waiting.pop(0))
-                    running[-1].start(session.resume)
-                    say(f"seed {running[-1].seed}: began, in {running[-1].path}")
-                for run in [run for run in running if run.has_ended()]:
-                    running.remove(run)
-                    say(f"seed {run.seed}: {run.said()}")
-                if stop.number is not None and not told:
-                    told = True
-                    for run in running:
-                        run.stop()
-                time.sleep(_LOOKS)
-        finally:  # of a second signal, which has them leave at once
-            for run in running:
-                run.stop()
-            for run in running:
-                run.wait()
+    def next_run() -> SeedRun | None:
+        if not waiting:
+            return None
+        say(waiting[0], f"began, in {waiting[0].path}")
+        return waiting.pop(0)
+
+    stopped_by = run_all(next_run, lambda run: say(run, run.said()), session.at_once)
     code = _report(directory, runs, session)
-    return code if stop.number is None else 128 + stop.number
+    return code if stopped_by is None else 128 + stopped_by
 
 
-class _Run:
-    """One seed's run."""
-
-    def __init__(self, directory: pathlib.Path, seed: int, session: SessionOptions) -> None:
-        self.seed, self.path = seed, directory / f"seed-{seed}"
-        self._session = session
-        self._process: subprocess.Popen[bytes] | None = None
-        self.code: int | None = None
-
-    @property
-    def result(self) -> Result | None:
-        """Of a run that is over."""
-        path = RunDir(self.path).result
-        result = Result.read(path) if path.exists() else None
-        return result if result is not None and result.return_mean is not None else None
-
-    def start(self, resume: bool) -> None:
-        """Begins the run, or goes on with what there is of it."""
-        command = [sys.executable, "-m", "rlframe", "train", "--run-dir", str(self.path), "--quiet"]
-        if resume and (self.path / "config.json").exists():
-            command.append("--resume")
-        else:
-            command += ["--config", str(self.path.parent / "config.json"), "--seed", str(self.seed)]
-        for field in dataclasses.fields(SessionOptions):
-            value = getattr(self._session, field.name)
-            if field.name not in _ONE_RUN and value != field.default:
-                name = f"--{field.name.replace('_', '-')}"
-                command += [name] if value is True else [name, str(value)]
-        with open(self.path.with_suffix(".log"), "ab") as log:
-            # In a session of its own: Ctrl-C at a terminal reaches us alone, and each run is told once. A second signal
-            # would have it leave without saving.
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-
-    def has_ended(self) -> bool:
-        """Whether its process has."""
-        assert self._process is not None
-        self.code = self._process.poll()
-        return self.code is not None
-
-    def stop(self) -> None:
-        """Has it save and end, as Ctrl-C does."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
-
-    def wait(self) -> None:
-        """Waits for its end."""
-        assert self._process is not None
-        self.code = self._process.wait()
-
-    def said(self) -> str:
-        """How it ended."""
-        result = self.result
-        if self.code or result is None:
-            return f"ended with exit code {self.code}; see {self.path.with_suffix('.log')}"
-        return f"return {result.return_mean:.1f} ± {result.return_std:.1f}, {result.wall_seconds:.0f} s"
-
-
-def _report(directory: pathlib.Path, runs: list[_Run], session: SessionOptions) -> int:
+def _report(directory: pathlib.Path, runs: list[SeedRun], session: SessionOptions) -> int:
     done = [(run.seed, run.result) for run in runs if run.result is not None]
     failed = next((run for run in runs if run.result is None), None)
     if done:
