@@ -58,6 +58,7 @@ EXTRAS = {
     "envs": ["openai", "pyyaml"],
     "lm": ["jinja2", "safetensors", "tokenizers"],  # published weights, tokenizers and chat templates
     "tokenizers": ["tokenizers"],  # with which the live page shows tokens as text
+    "sweep": ["optuna>=4"],  # the first with the journal of `rlframe sweep` where it is now
     "wandb": ["wandb"],
     "trackio": ["trackio"],
     # rlax is the tests' oracle for losses. The TensorFlow Probability that it imports must suit TensorFlow 2.8.

@@ -31,6 +31,7 @@ MODULES = {
     "envs": ("openai", "yaml"),
     "lm": ("jinja2", "safetensors", "tokenizers"),
     "tokenizers": ("tokenizers",),
+    "sweep": ("optuna",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
 }

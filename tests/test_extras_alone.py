@@ -87,6 +87,7 @@ TRAINING = [
 ]
 OTHERS = [
     Call("evaluate RUN --video RUN/film.mp4", "--video", ("gymnasium",)),
+    of_command("sweep --vary learning-rate=1e-3,1e-2", "sweep"),
     Call("join localhost:5000", "rlframe join", ("launchpad", "reverb")),
     *(
         of_command(f"{command} --url http://localhost:1", "trajectories")

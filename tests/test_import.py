@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "httpx", "tokenizers", "wandb", "trackio")
+ENGINES = ("tensorflow", "launchpad", "reverb", "courier", "ray", "fastapi", "httpx", "tokenizers")
+ENGINES += ("wandb", "trackio", "optuna")
 PUBLIC = (
     "rlframe.actors rlframe.agents rlframe.envs rlframe.inferencers rlframe.learners rlframe.metrics "
     "rlframe.language.decoding rlframe.language.model rlframe.language rlframe.replay rlframe.trajectories"

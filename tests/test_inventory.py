@@ -86,6 +86,10 @@ def commands() -> Inventory:
     for network in ("mlp", "nature_cnn"):
         of_network = flags(shown("train", "--network", network, "--help"))
         found[f"rlframe train --network {network}"] = [each for each in of_network if each.startswith("--network.")]
+    of_train = {flag for flags_of in found.values() for flag in flags_of}
+    found["rlframe sweep, beside those of train"] = [
+        flag for flag in flags(shown("sweep", "--agent", "ppo", "--help")) if flag not in of_train
+    ]
     for command in COMMANDS:
         text = shown(*command.split(), "--help")
         arguments = re.findall(r"positional arguments.*\n(?: -+ *\n)?  (\S.*?)(?:  |$)", text, re.MULTILINE)

@@ -16,6 +16,7 @@ from rlframe.errors import RlframeError, UsageError, suggest
 # command -> what it does, for the help. Each is a module here with `run(arguments) -> exit code`, but `_STEER`.
 COMMANDS = {
     "train": "train an agent on an environment",
+    "sweep": "search the options of train for values that learn best",
     "join": "add actors on this machine to a run on another",
     "evaluate": "play episodes with a trained agent, or write a video of one",
     "plot": "draw the learning curves of runs",

@@ -69,8 +69,8 @@ class ExperimentOptions:
 def run(arguments: list[str]) -> int:
     """Runs the command and returns its exit code."""
     experiment, session, preset = read_arguments(arguments)
-    _set_title("train")
-    _say(session, experiment, preset)
+    set_title("train")
+    print_start(session, experiment, preset)
     if session.seeds is not None:
         from rlframe.cli.seeds import run_seeds
 
@@ -80,15 +80,25 @@ def run(arguments: list[str]) -> int:
     return run_session(experiment, session, preset)
 
 
-def read_arguments(arguments: list[str]) -> tuple[Experiment, SessionOptions, Preset | None]:
+def read_arguments(
+    arguments: list[str],
+    session_cls: type[SessionOptions] = SessionOptions,
+    prog: str = PROG,
+    description: str = DESCRIPTION,
+) -> tuple[Experiment, SessionOptions, Preset | None]:
     """What the command line asks for, and the preset that it is based on.
 
     The options depend on the agent and network, and their defaults on the preset, so those few are
     looked for first.
+
+    Args:
+        arguments: without the program and the command.
+        session_cls: the class of the options beside those of an experiment.
+        prog, description: of the command, as `parse` takes them.
     """
     defaults, preset = _defaults(arguments)
-    start = _start(defaults, arguments)
-    parsed: Any = parse(type(start), arguments, PROG, DESCRIPTION, default=start)
+    start = _start(defaults, arguments, session_cls)
+    parsed: Any = parse(type(start), arguments, prog, description, default=start)
     values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name != "name"}
     values["agent_config"] = parsed.agent_config
     if "network_config" in values:
@@ -130,25 +140,25 @@ def _saved(arguments: list[str]) -> Experiment | None:
     return load_experiment(run_dir)
 
 
-def _start(defaults: Experiment, arguments: list[str]) -> Any:
+def _start(defaults: Experiment, arguments: list[str], session_cls: type[SessionOptions]) -> Any:
     """What tyro parses, with its defaults: an experiment, a session, the agent's config, the network's with prefix."""
     flat_options: Any = tyro.conf.OmitArgPrefixes
     config_cls: Any = type(defaults.agent_config)
     experiment_cls = _flat_class(defaults, arguments)
     fields: list[tuple[str, Any]] = [
         ("experiment", Annotated[experiment_cls, tyro.conf.arg(name=""), flat_options]),
-        ("session", Annotated[SessionOptions, tyro.conf.arg(name=""), flat_options]),
+        ("session", Annotated[session_cls, tyro.conf.arg(name=""), flat_options]),
         # Its own parts keep their prefixes.
         ("agent_config", Annotated[config_cls, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]),
     ]
     own = {**flat(defaults), "agent_config": None}
-    values = {"session": SessionOptions(), "agent_config": defaults.agent_config}
+    values = {"session": session_cls(), "agent_config": defaults.agent_config}
     if own.get("network_config") is not None:
         values["network_config"] = own["network_config"]
         own["network_config"] = None
         network_cls: Any = type(values["network_config"])
         fields.append(("network_config", Annotated[network_cls, tyro.conf.arg(name="network")]))
-    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment_cls), *field_names(SessionOptions)} - {"name"})
+    _check_no_clash(config_cls, defaults.agent, {*field_names(experiment_cls), *field_names(session_cls)} - {"name"})
     values["experiment"] = experiment_cls(**own)
     return dataclasses.make_dataclass("Train", fields, frozen=True)(**values)
 
@@ -201,13 +211,14 @@ def _check_no_clash(config_cls: type, agent: str, taken: set[str]) -> None:
             )
 
 
-def _set_title(role: str) -> None:
+def set_title(role: str) -> None:
+    """Names this process for `ps`."""
     import setproctitle
 
     setproctitle.setproctitle(f"rlframe: {role}")
 
 
-def _say(session: SessionOptions, experiment: Any, preset: Preset | None) -> None:
+def print_start(session: SessionOptions, experiment: Any, preset: Preset | None) -> None:
     """Prints what is about to run, and the preset's table."""
     if session.quiet:
         return

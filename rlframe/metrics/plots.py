@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,37 @@ def draw_curves(runs: Sequence[RunCurve], out: pathlib.Path, target: float | Non
     _save(figure, out)
 
 
+def plot_options(
+    options: Mapping[str, Sequence[float | str]],
+    returns: Sequence[float],
+    out: pathlib.Path,
+    order: Mapping[str, Sequence[str]],
+    log: Collection[str] = (),
+) -> None:
+    """Draw returns against what was varied, one panel for each option; the best point has a colour of its own.
+
+    Args:
+        options: by name its n values, numbers, or words that stand side by side.
+        returns: n.
+        out: the picture, as for `plot_learning_curve`.
+        order: of the words, by option.
+        log: options to draw on a logarithmic scale.
+    """
+    figure, axes = _canvas(len(options))
+    best = int(np.argmax(returns))
+    colours = [_COLOURS[1] if i == best else _COLOURS[0] for i in range(len(returns))]
+    for axis, (name, values) in zip(axes, options.items(), strict=True):
+        if words := order.get(name):
+            axis.set_xticks(range(len(words)), words)
+            axis.set_xlim(-0.5, len(words) - 0.5)
+            values = [words.index(str(value)) for value in values]
+        if name in log:
+            axis.set_xscale("log")
+        axis.scatter(values, returns, c=colours, s=36, edgecolors="white", zorder=5)
+        _frame(axis, name, "return")
+    _save(figure, out)
+
+
 def _canvas(panels: int) -> tuple[Any, list[Any]]:
     """A figure, without pyplot's global state, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -88,15 +119,10 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
     from matplotlib.ticker import FuncFormatter
 
     axis.set_title(_title(env, groups), loc="left", fontsize=12, fontweight="bold", color=_INK)
-    axis.set_xlabel("environment steps" if over == "steps" else "wall time (s)", color=_INK)
-    axis.set_ylabel("episode return" if over == "steps" else "evaluation", color=_INK)
+    by_steps = over == "steps"
+    _frame(axis, "environment steps" if by_steps else "wall time (s)", "episode return" if by_steps else "evaluation")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _steps(value)))
-    axis.grid(axis="y", color="#E5E5E5", linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color("#BBBBBB")
-    axis.tick_params(colors=_INK, length=0)
-    draw = _draw_group if over == "steps" else _draw_evaluations
+    draw = _draw_group if by_steps else _draw_evaluations
     drawn = [draw(axis, group, _COLOURS[i % len(_COLOURS)], len(groups) == 1) for i, group in enumerate(groups)]
     if not any(drawn):
         axis.text(0.5, 0.5, "no episode has ended yet", transform=axis.transAxes, ha="center", color=_FAINT)
@@ -106,6 +132,16 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
     axis.set_xlim(left=0)
     axis.margins(x=0.02)
     axis.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")
+
+
+def _frame(axis: Any, x: str, y: str) -> None:
+    axis.set_xlabel(x, color=_INK)
+    axis.set_ylabel(y, color=_INK)
+    axis.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color("#BBBBBB")
+    axis.tick_params(colors=_INK, length=0)
 
 
 def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:

@@ -1,0 +1,143 @@
+"""`rlframe sweep`: which values of the options of `rlframe train` learn best, by Optuna."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from typing import Annotated, Literal, Union
+
+import tyro
+
+from rlframe import extras
+from rlframe.cli.seed_runs import check_of_several, run_all
+from rlframe.cli.seeds import parse_seeds
+from rlframe.cli.train import SessionOptions, print_start, read_arguments, set_title
+from rlframe.cli.trials import Trials
+from rlframe.cli.varied import Varied, parse_varied
+from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
+from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
+from rlframe.programs.run_dir import default_path
+from rlframe.programs.run_lock import RunLock
+
+PROG = "rlframe sweep"
+DESCRIPTION = (
+    "Search the options of `rlframe train` for values that learn best, with Optuna, by --vary and --trials; all others "
+    "are as there. A trial is a run for each of --seeds, its value the interquartile mean of their final returns. The "
+    "best of many trials looks better than it is on the seeds that chose it: report other seeds, by the command that "
+    "is printed at the end. Ctrl-C saves everything and exits with 130; --resume goes on."
+)
+
+_KEPT = ("vary", "seeds", "sampler", "trials")  # in sweep.json
+_FIXED = ("agent", "env", "seed")  # of the experiment, and not to be varied
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOptions(SessionOptions):
+    """Options of `rlframe sweep` beside those of an experiment."""
+
+    seeds: Union[str, None] = None  # 1-3 or 1,2,7: each trial is a run for each; None: one run, of --seed
+    # an option of `rlframe train`, and its values; once for each: learning-rate=1e-4..1e-2:log, drawn by its logarithm;
+    # num-epochs=1..8; gae-lambda=0.9,0.95,0.98; several words for one that takes several: "network.hidden=64,64 64"
+    vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=VALUES")] = ()
+    trials: Union[int, None] = None  # how many in all; None: every combination, where nothing has a range
+    # auto: grid without --trials, else tpe. tpe looks closer where trials were good, random draws, grid makes all
+    sampler: Literal["auto", "tpe", "random", "grid"] = "auto"
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code."""
+    experiment, session, preset = read_arguments(arguments, SweepOptions, PROG, DESCRIPTION)
+    assert isinstance(session, SweepOptions)
+    extras.require(PROG, "sweep")
+    check_of_several(experiment, session, PROG)
+    path = default_path(experiment)
+    directory = pathlib.Path(session.run_dir) if session.run_dir is not None else path.with_name(f"sweep-{path.name}")
+    session = _settled(experiment, session, directory)
+    varied = _checked(arguments, session)
+    set_title("sweep")
+    print_start(session, experiment, preset)
+    directory.mkdir(parents=True, exist_ok=True)
+    with RunLock(directory):
+        kept = {name: getattr(session, name) for name in _KEPT}
+        write_atomically(directory / "sweep.json", json.dumps(kept), "\n")
+        if not session.resume:
+            save_experiment(experiment, directory / "config.json", {})
+        trials = Trials(varied, functools.partial(_experiment, arguments), experiment.seed, session, directory)
+        stopped_by = run_all(trials.next_run, trials.ended, session.at_once)
+    trials.report()
+    if stopped_by is None:
+        return 0
+    print(f"Everything is saved. Go on: {PROG} --resume --run-dir {directory}", file=sys.stderr)
+    return 128 + stopped_by
+
+
+# --- what is asked for
+
+
+def _settled(experiment: Experiment, session: SweepOptions, directory: pathlib.Path) -> SweepOptions:
+    """The options of the whole sweep: of one that is resumed those that it began with, where they are not given.
+
+    Raises:
+        UsageError: they are of another sweep, or the directory is taken.
+    """
+    if not session.resume:
+        if directory.exists() and any(directory.iterdir()):
+            raise UsageError(f"{directory} is not empty. Add --resume to go on with the sweep in it, or name another.")
+        return dataclasses.replace(session, seeds=session.seeds or str(experiment.seed))
+    try:
+        kept = json.loads((directory / "sweep.json").read_text())
+    except OSError as error:
+        raise UsageError(f"There is no sweep in {directory}: it has no sweep.json.") from error
+    kept["vary"] = tuple(kept["vary"])
+    given = {name: getattr(session, name) for name in _KEPT if getattr(session, name) != getattr(SweepOptions, name)}
+    if experiment != load_experiment(directory) or any(given.get(name, kept[name]) != kept[name] for name in _KEPT[:2]):
+        raise UsageError(
+            f"A resumed sweep keeps its options: leave out of {PROG} --resume --run-dir {directory} all but --trials, "
+            "--sampler and --at-once, or begin another sweep."
+        )
+    return dataclasses.replace(session, **{**kept, **given})
+
+
+def _checked(arguments: list[str], session: SweepOptions) -> list[Varied]:
+    """What is varied, each of its values read as `rlframe train` reads it. Raises UsageError where one does not fit."""
+    parse_seeds(session.seeds or "")
+    varied = [parse_varied(text) for text in session.vary]
+    if not varied:
+        raise UsageError(f"Name what to vary: --vary learning-rate=1e-4..1e-2:log. See `{PROG} --help`.")
+    names = [each.name for each in varied]
+    for i, name in enumerate(names):
+        if name.replace("-", "_") in (*_FIXED, *(field.name for field in dataclasses.fields(SweepOptions))):
+            raise UsageError(f"--vary {name}: all trials have the same one; give it by --{name}.")
+        if name in names[:i]:
+            raise UsageError(f"--vary names {name} twice: give all its values at once.")
+    rows = range(max(len(each.values) for each in varied))
+    read = [_experiment(arguments, {each.name: (each.values * len(rows))[i] for each in varied}) for i in rows]
+    ranges = [each.name for each in varied if each.is_range]
+    if session.sampler == "grid" or (session.sampler == "auto" and session.trials is None):
+        if ranges:
+            raise UsageError(
+                f"{ranges[0]} has a range, and a grid has none: say how many --trials, or list its values."
+            )
+        if session.trials is not None:
+            raise UsageError("--sampler grid makes every combination: leave --trials out.")
+    elif session.trials is None or session.trials < 1:
+        raise UsageError(f"--sampler {session.sampler} needs --trials, at least 1, got {session.trials}.")
+    return [each.typed(read[0]) for each in varied]
+
+
+def _experiment(arguments: list[str], options: dict[str, str]) -> Experiment:
+    """What the command line asks for, with these options changed."""
+    changed = [argument for name, value in options.items() for argument in _as_arguments(name, value)]
+    return read_arguments([*arguments, *changed], SweepOptions, PROG, DESCRIPTION)[0]
+
+
+def _as_arguments(name: str, value: str) -> list[str]:
+    group, dot, own = name.rpartition(".")
+    if value.lower() in ("true", "false"):
+        return [f"--{group}{dot}{'no-' * (value.lower() == 'false')}{own}"]
+    words = value.split()  # `network.hidden=64 64,256` has two of one option, and one
+    return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]

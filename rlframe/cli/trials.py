@@ -1,0 +1,216 @@
+"""The trials of `rlframe sweep`: what Optuna asks for, run for each seed, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlframe import extras
+from rlframe.cli.seed_runs import SeedRun
+from rlframe.cli.seeds import parse_seeds
+from rlframe.cli.varied import Varied
+from rlframe.errors import RlframeError, UsageError
+from rlframe.metrics.plots import plot_options
+from rlframe.metrics.statistics import interquartile_mean
+from rlframe.programs.experiment import Experiment, save_experiment
+
+if TYPE_CHECKING:
+    from rlframe.cli.sweep import SweepOptions
+
+
+@dataclasses.dataclass
+class _Trial:
+    """One choice of values, under way."""
+
+    asked: Any  # the trial of Optuna
+    runs: list[SeedRun]
+    waiting: list[SeedRun]  # those that have not begun
+
+    @property
+    def name(self) -> str:
+        return f"trial {self.asked.number}"
+
+
+class Trials:
+    """The trials of a study, which is kept in `study.journal`; each is as many runs as there are seeds.
+
+    Args:
+        varied: the options that differ.
+        experiment_of: gives the experiment of a trial from its options. Raises UsageError where they do not fit.
+        seed: of what is drawn.
+        session: the other options, of which each is given.
+        directory: of the sweep.
+    """
+
+    def __init__(
+        self,
+        varied: list[Varied],
+        experiment_of: Callable[[dict[str, str]], Experiment],
+        seed: int,
+        session: SweepOptions,
+        directory: pathlib.Path,
+    ) -> None:
+        self._varied, self._experiment_of, self._seed = varied, experiment_of, seed
+        self._session, self._directory, self._seeds = session, directory, parse_seeds(session.seeds or "")
+        with extras.needed("rlframe sweep", "sweep"):
+            import optuna
+            from optuna.storages.journal import JournalFileBackend
+        self._optuna = optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # Absolute: its lock is a link to it, and one that a killed process left is known by the file that it leads to.
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(directory.resolve() / "study.journal")))
+        self._study = optuna.create_study(
+            storage=storage, study_name="sweep", direction="maximize", load_if_exists=True
+        )
+        if session.trials is None:
+            for values in itertools.product(*(each.values for each in varied)):
+                self._study.enqueue_trial(dict(zip([each.name for each in varied], values)), skip_if_exists=True)
+        self._unfinished = self._trials("RUNNING")
+        self._under_way: list[_Trial] = []
+
+    def next_run(self) -> SeedRun | None:
+        """The next run of a trial under way, or of a new one; None where the last trial has begun."""
+        while True:
+            for trial in self._under_way:
+                if trial.waiting:
+                    return trial.waiting.pop(0)
+            if not self._begin():
+                return None
+
+    def ended(self, run: SeedRun) -> None:
+        """Hears of the end of a run. Raises RlframeError where it failed and no trial has ended well."""
+        trial = next((each for each in self._under_way if run in each.runs), None)
+        if trial is None:  # another run of it failed
+            return
+        self._say(f"{trial.name}, seed {run.seed}: {run.said()}")
+        if run.result is None and not run.told:
+            self._fail(trial, f"seed {run.seed} {run.said()}: {run.last_words()}")
+        self._settle(trial)
+
+    def _begin(self) -> bool:
+        """Begins a trial, or goes on with one; False where there is none left."""
+        count = len(self._study.trials)
+        self._study.sampler = self._sampler(count)
+        if self._unfinished:
+            asked = self._optuna.trial.Trial(self._study, self._unfinished.pop(0)._trial_id)
+        elif self._trials("WAITING") or count < (self._session.trials or 0):
+            asked = self._study.ask()
+        else:
+            return False
+        options = {each.name: each.suggest(asked) for each in self._varied}
+        path = self._directory / f"trial-{asked.number}"
+        runs = [SeedRun(path, seed, self._session) for seed in self._seeds]
+        trial = _Trial(asked, runs, [run for run in runs if run.result is None])
+        self._under_way.append(trial)
+        self._say(f"{trial.name}: {', '.join(f'{name} {_short(value)}' for name, value in asked.params.items())}")
+        try:
+            experiment = self._experiment_of(options)
+        except UsageError as error:
+            self._fail(trial, str(error))
+            return True
+        path.mkdir(exist_ok=True)
+        save_experiment(experiment, path / "config.json", {})
+        self._settle(trial)  # of one that was under way all runs may be over
+        return True
+
+    def _settle(self, trial: _Trial) -> None:
+        """Tells Optuna the value of a trial whose runs are all over."""
+        results = [run.result for run in trial.runs]
+        returns = [result.return_mean for result in results if result is not None and result.return_mean is not None]
+        if trial not in self._under_way or len(returns) < len(results):
+            return
+        value = float(interquartile_mean(returns))
+        if not math.isfinite(value):
+            self._fail(trial, f"the returns are {returns}")
+            return
+        trial.asked.set_user_attr("returns", returns)
+        self._study.tell(trial.asked, value)
+        self._under_way.remove(trial)
+        best = self._study.best_trial
+        self._say(f"{trial.name}: return {value:.1f}; the best is {best.value:.1f}, of trial {best.number}")
+
+    def _fail(self, trial: _Trial, why: str) -> None:
+        self._under_way.remove(trial)
+        for run in trial.runs:
+            run.stop()
+        trial.asked.set_user_attr("failed", why)
+        self._study.tell(trial.asked, state=self._optuna.trial.TrialState.FAIL)
+        if not self._trials("COMPLETE"):
+            raise RlframeError(f"No trial has ended well, and {trial.name} failed: {why}")
+        self._say(f"{trial.name} failed: {why}")
+
+    def _sampler(self, number: int) -> Any:
+        # One for each trial, so that a resumed sweep draws as one that was not interrupted, and not the same again.
+        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+        samplers = self._optuna.samplers
+        return (samplers.RandomSampler if self._session.sampler == "random" else samplers.TPESampler)(seed=seed)
+
+    def _trials(self, state: str) -> list[Any]:
+        return [trial for trial in self._study.trials if trial.state.name == state]
+
+    def _say(self, text: str) -> None:
+        if not self._session.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    # --- what came of it
+
+    def report(self) -> None:
+        """Draws sweep.png, and prints the trials by their value, and how to repeat the best."""
+        done = sorted(self._trials("COMPLETE"), key=lambda trial: trial.value, reverse=True)
+        if not done:
+            return
+        plot_options(
+            {each.name: [trial.params[each.name] for trial in done] for each in self._varied},
+            [trial.value for trial in done],
+            self._directory / "sweep.png",
+            {each.name: each.values for each in self._varied if not each.is_range},
+            [each.name for each in self._varied if each.log],
+        )
+        rows = [self._row(trial) for trial in (*done, *self._trials("FAIL"))]
+        fresh = max(self._seeds) + 1
+        command = f"rlframe train --config {rows[0]['run_dir']}/config.json --seeds {fresh}-{fresh + 4}"
+        if not self._session.quiet:
+            self._print(rows)
+            said = f"The best of {len(done)} trials on the seeds that chose it; see {self._directory / 'sweep.png'}."
+            print(f"{said} Try it on others: {command}", file=sys.stderr)
+        if self._session.json:
+            best = {**rows[0], "command": command}
+            print(json.dumps({"best": best, "trials": rows, "run_dir": str(self._directory)}), flush=True)
+
+    def _row(self, trial: Any) -> dict[str, Any]:
+        failed = trial.user_attrs.get("failed")
+        return {
+            "trial": trial.number,
+            "options": trial.params,
+            "return_iqm": trial.value,
+            "returns": trial.user_attrs.get("returns", []),
+            **({} if failed is None else {"failed": failed}),
+            "run_dir": str(self._directory / f"trial-{trial.number}"),
+        }
+
+    def _print(self, rows: list[dict[str, Any]]) -> None:
+        from rich.table import Table
+
+        from rlframe.cli.tables import console
+
+        table = Table(box=None, pad_edge=False)
+        for column in ("trial", "return", "± over seeds", *(each.name for each in self._varied)):
+            table.add_column(column, justify="right")
+        for row in rows:
+            value = ["failed", ""]
+            if row["returns"]:
+                value = [f"{row['return_iqm']:.1f}", f"{np.std(row['returns']):.1f}"]
+            table.add_row(str(row["trial"]), *value, *(_short(row["options"].get(each.name)) for each in self._varied))
+        console(sys.stderr).print(table)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,226 @@
+"""`rlframe sweep`: what it varies, the trials that it makes, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rlframe.cli.main import main
+from rlframe.cli.varied import Varied, parse_varied
+from rlframe.errors import UsageError
+from rlframe.programs.experiment import load_experiment
+from tests.extras import needs
+from tests.test_cli_seeds import QUICK, running
+from tests.waiting import wait_until
+
+needs("sweep")
+
+# In the place of Python with `-m rlframe train`: a run whose return depends on its seed and learning rate alone.
+RUN = """#!{python} -SE
+import json, math, os, sys
+options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
+folder = options["--run-dir"]
+content = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["experiment"]
+rate, seed = content["agent_config"]["learning_rate"], int(sys.argv[sys.argv.index("--seed") + 1])
+if rate > 0.5:
+    print("rlframe: The loss was not finite.")
+    sys.exit(1)
+os.makedirs(folder)
+json.dump({{"experiment": content}}, open(folder + "/config.json", "w"))
+result = dict(env_steps=1, learner_steps=1, return_mean=seed - math.log10(rate), return_std=0.0, episodes=1)
+result.update(steps_per_second=1.0, wall_seconds=1.0, params_version=1, run_dir=folder)
+json.dump(result, open(folder + "/result.json", "w"))
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch, capfd):
+    """Makes `rlframe sweep` with runs that do nothing: (exit code, the object of --json or None, stderr)."""
+    python = tmp_path / "python"
+    python.write_text(RUN.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr("rlframe.cli.seed_runs._LOOKS", 0.01)
+
+    def run(*arguments: str):
+        code = main(["sweep", "--preset", "none", "--json", *arguments])
+        out, err = capfd.readouterr()
+        return code, json.loads(out.splitlines()[-1]) if out else None, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "varied"),
+    [
+        ("learning-rate=1e-4..1e-2:log", Varied("learning-rate", ("1e-4", "1e-2"), is_range=True, log=True)),
+        ("num_epochs=1..8", Varied("num-epochs", ("1", "8"), is_range=True)),
+        ("x=-1..-.5", Varied("x", ("-1", "-.5"), is_range=True)),
+        ("gae-lambda=0.9, 0.95", Varied("gae-lambda", ("0.9", "0.95"))),
+        ("network.hidden=64 64,32", Varied("network.hidden", ("64 64", "32"))),
+        ("network=../nets.py:make,mlp", Varied("network", ("../nets.py:make", "mlp"))),
+    ],
+)
+def test_what_is_varied_is_a_range_or_a_list(text, varied):
+    assert parse_varied(text) == varied
+
+
+@pytest.mark.parametrize("text", ["x", "x=", "=1,2", "x=1,,2", "x=2..1", "x=1..1", "x=0..1:log"])
+def test_what_is_neither_is_refused(text):
+    with pytest.raises(UsageError, match="--vary"):
+        parse_varied(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("", "Name what to vary: --vary learning-rate=1e-4..1e-2:log."),
+        ("--vary learnin-rate=1e-3,1e-2", "There is no option --learnin-rate. Did you mean '--learning-rate'?"),
+        ("--vary learning-rate=1e-3,fast", "--learning-rate: could not convert string to float: 'fast'"),
+        ("--vary num-epochs=1..2.5 --trials 3", "--num-epochs: invalid literal for int() with base 10: '2.5'"),
+        ("--vary eval-every=1,2 --vary eval_every=3", "--vary names eval-every twice"),
+        ("--vary seed=1,2", "--vary seed: all trials have the same one; give it by --seed."),
+        ("--vary at-once=1,2", "--vary at-once: all trials have the same one"),
+        ("--vary learning-rate=1e-3..1e-2", "learning-rate has a range, and a grid has none: say how many --trials"),
+        ("--vary num-epochs=1,2 --sampler grid --trials 2", "--sampler grid makes every combination: leave --trials"),
+        ("--vary num-epochs=1,2 --sampler tpe", "--sampler tpe needs --trials, at least 1, got None."),
+        ("--vary num-epochs=1,2 --seeds 1-", "--seeds is 1-5, or 1,2,7, got '1-'."),
+        ("--vary num-epochs=1,2 --stop-at 9", "--stop-at is of one run; rlframe sweep makes several."),
+        ("--vary network.hidden=1..3 --network mlp --trials 1", "network.hidden has a range, and is no number"),
+        (
+            "--vary learning-rate=1,2 --agent grpo",
+            "rlframe sweep compares returns, and a run of --agent grpo has none.",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_made(arguments, why, tmp_path, capfd):
+    folder = tmp_path / "sweep"
+    assert main(["sweep", "--quiet", "--run-dir", str(folder), *arguments.split()]) == 2
+    assert why in capfd.readouterr().err
+    assert not folder.exists()
+
+
+def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path):
+    folder = tmp_path / "sweep"
+    arguments = ["--vary", "learning-rate=1e-3,1e-4", "--vary", "network.hidden=8,4 4", "--network", "mlp"]
+    arguments += ["--seeds", "3,5", "--at-once", "2", "--run-dir", str(folder)]
+    code, said, err = sweep(*arguments)
+    assert code == 0 and (folder / "sweep.png").stat().st_size > 10_000
+    assert [row["return_iqm"] for row in said["trials"]] == pytest.approx([8.0, 8.0, 7.0, 7.0])
+    best = said["best"]
+    assert best["trial"] == 2 and best["options"] == {"learning-rate": "1e-4", "network.hidden": "8"}
+    assert best["returns"] == [7.0, 9.0]
+    assert best["command"] == f"rlframe train --config {folder}/trial-2/config.json --seeds 6-10"
+    assert "trial 2: return 8.0; the best is 8.0, of trial 2" in err and best["command"] in err
+    experiments = [load_experiment(folder / f"trial-{i}") for i in range(4)]
+    assert [(each.agent_config.learning_rate, each.topology.network_config.hidden) for each in experiments] == [
+        *((1e-3, (8,)), (1e-3, (4, 4)), (1e-4, (8,)), (1e-4, (4, 4)))
+    ]
+    result = folder / "trial-2" / "seed-3" / "result.json"
+    written = result.stat().st_mtime_ns
+    assert sweep("--resume", "--run-dir", str(folder))[1] == said  # all are over
+    assert result.stat().st_mtime_ns == written
+    assert "is not empty. Add --resume" in sweep(*arguments)[2]
+    for change in (["--num-epochs", "7"], ["--vary", "num-epochs=1,2"], ["--seeds", "1"]):
+        assert "A resumed sweep keeps its options" in sweep("--resume", "--run-dir", str(folder), *change)[2]
+
+
+def test_a_sweep_that_is_gone_on_with_draws_as_one_that_was_not_interrupted(sweep, tmp_path):
+    arguments = ["--vary", "learning-rate=1e-5..1e-1:log", "--vary", "num-epochs=2..9", "--vary", "discount=0..0.5"]
+    _, whole, err = sweep(*arguments, "--quiet", "--trials", "5", "--run-dir", str(tmp_path / "whole"))
+    assert err == ""
+    assert sweep(*arguments, "--trials", "2", "--run-dir", str(tmp_path / "parts"))[0] == 0
+    _, parts, _ = sweep("--resume", "--trials", "5", "--run-dir", str(tmp_path / "parts"))
+    options = [row["options"] for row in whole["trials"]]
+    assert [row["options"] for row in parts["trials"]] == options
+    assert len({each["learning-rate"] for each in options}) == 5
+    assert all(1e-5 <= each["learning-rate"] <= 1e-1 and 0.0 <= each["discount"] <= 0.5 for each in options)
+    assert all(isinstance(each["num-epochs"], int) and 2 <= each["num-epochs"] <= 9 for each in options)
+    config = load_experiment(tmp_path / "whole" / f"trial-{whole['best']['trial']}").agent_config
+    assert [config.learning_rate, config.num_epochs, config.discount] == list(whole["best"]["options"].values())
+
+
+@pytest.mark.system
+def test_tpe_looks_where_trials_were_good(sweep, tmp_path):
+    def late(sampler: str) -> float:
+        folder = str(tmp_path / sampler)
+        arguments = ["--vary", "learning-rate=1e-5..1e-1:log", "--trials", "25", "--sampler", sampler, "--quiet"]
+        rows = sweep(*arguments, "--run-dir", folder)[1]["trials"]
+        return sum(row["return_iqm"] for row in rows if row["trial"] >= 15) / 10
+
+    assert late("tpe") > late("random") + 0.5
+
+
+def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(sweep, tmp_path):
+    folder = tmp_path / "sweep"
+    code, said, err = sweep("--vary", "learning-rate=1e-3,1,1e-2", "--seeds", "1-2", "--run-dir", str(folder))
+    assert code == 0 and [row["trial"] for row in said["trials"]] == [0, 2, 1]
+    log = folder / "trial-1" / "seed-1.log"
+    why = f"seed 1 ended with exit code 1; see {log}: rlframe: The loss was not finite."
+    assert said["trials"][2]["failed"] == why and f"trial 1 failed: {why}" in err
+    assert not (folder / "trial-1" / "seed-2.log").exists()
+
+
+def test_a_combination_that_train_refuses_is_a_trial_that_fails(sweep, tmp_path):
+    vary = ["--vary", "topology=single_process,heavy_env", "--vary", "num-actors=2,4"]
+    _, said, _ = sweep(*vary, "--run-dir", str(tmp_path / "sweep"))
+    assert [row["trial"] for row in said["trials"]] == [0, 2, 3, 1]
+    assert said["trials"][3]["failed"].startswith("num_actors=4 is for the topology heavy_env")
+
+
+def test_a_sweep_whose_first_trial_fails_ends_and_says_why(sweep, tmp_path):
+    folder = tmp_path / "sweep"
+    vary = ["--vary", "normalise-observations=True,false", "--vary", "learning-rate=1,1e-3"]
+    code, said, err = sweep(*vary, "--run-dir", str(folder))
+    assert code == 1 and said is None
+    assert "No trial has ended well, and trial 0 failed: seed 1 ended with exit code 1; see " in err
+    assert err.endswith("rlframe: The loss was not finite.\n") and not (folder / "trial-1").exists()
+    code, said, err = sweep("--resume", "--run-dir", str(folder))
+    assert code == 0 and [row["trial"] for row in said["trials"]] == [1, 3, 0, 2]
+    made = [load_experiment(folder / f"trial-{i}").agent_config.normalise_observations for i in range(4)]
+    assert made == [True, True, False, False]
+
+
+@pytest.mark.system
+def test_a_sweep_that_is_killed_goes_on_with_the_trial_under_way(tmp_path):
+    folder = tmp_path / "sweep"
+    command = [sys.executable, "-m", "rlframe", "sweep"]
+    arguments = [*QUICK[1:], "--steps", "3000000", "--checkpoint-every", "2000", "--vary", "learning-rate=1e-3,1e-4"]
+    begun = folder / "trial-0" / "seed-1"
+    process = subprocess.Popen([*command, *arguments, "--run-dir", str(folder)], stderr=subprocess.PIPE)
+    try:
+        wait_until(lambda: list((begun / "checkpoints").glob("*")), seconds=60.0)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    process = subprocess.Popen([*command, "--resume", "--run-dir", str(folder)], stderr=subprocess.PIPE)
+    try:  # the run that the dead one left is taken over; Ctrl-C has it save
+        wait_until(lambda: "SIGTERM" in (folder / "trial-0" / "seed-1.log").read_text(), seconds=60.0)
+        rows = (begun / "metrics.jsonl").stat().st_size
+        wait_until(lambda: (begun / "metrics.jsonl").stat().st_size > rows, seconds=60.0)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and f"Go on: rlframe sweep --resume --run-dir {folder}" in err.decode()
+    result = json.loads((begun / "result.json").read_text())
+    assert result["env_steps"] > 0 and result["return_mean"] is None
+    assert not (folder / "trial-1").exists() and not running(begun)
+
+
+@pytest.mark.system
+def test_a_sweep_of_real_runs_finds_the_learning_rate_that_learns(tmp_path, capfd):
+    folder = tmp_path / "sweep"
+    arguments = ["--steps", "20000", "--vary", "learning-rate=1e-9,1e-3", "--at-once", "2", "--run-dir", str(folder)]
+    assert main(["sweep", "--json", *arguments]) == 0
+    said = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert said["best"]["options"] == {"learning-rate": "1e-3"}
+    again = [*said["best"]["command"].split()[1:], "--run-dir", str(tmp_path / "again"), "--seeds", "7", "--json"]
+    assert main(again) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["return_mean"] > 100.0
