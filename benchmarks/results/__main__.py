@@ -11,6 +11,7 @@ from benchmarks.results.language import LanguageTask
 from benchmarks.results.runs import Run
 from benchmarks.results.tasks import TASKS, Task
 from rlframe.cli.seeds import parse_seeds
+from rlframe.errors import UsageError
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
         "cut off goes on.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"tasks: {', '.join(tasks)}. None: all of them")
-    parser.add_argument("--seeds", type=parse_seeds, help="of those of a task only these: 1,2 or 101-105")
+    parser.add_argument("--seeds", help="of those of a task only these: 1,2 or 101-105")
     parser.add_argument("--at-once", type=int, default=1, help="how many runs go on beside each other")
     parser.add_argument("--threads", type=int, help="of JAX in each run of a single process; None: all cores")
     parser.add_argument("--long", action="store_true", help="with no NAME: the long ones as well")
@@ -34,9 +35,16 @@ def main() -> None:
     chosen = [tasks[name] for name in asked.names] or [
         task for task in tasks.values() if asked.long or not getattr(task, "long", False)
     ]
+    try:
+        seeds = parse_seeds(asked.seeds) if asked.seeds is not None else None
+    except UsageError as error:
+        parser.error(str(error))
+    for task in chosen:
+        if seeds is not None and not set(seeds) & set(task.seeds):
+            parser.error(f"{task.name} has the seeds {', '.join(map(str, task.seeds))}, none of {asked.seeds}")
     if asked.page:
         page.write()
-    elif failed := _train(chosen, asked.seeds, asked.at_once, asked.threads):
+    elif failed := _train(chosen, seeds, asked.at_once, asked.threads):
         raise SystemExit("\n".join(failed))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -175,10 +176,10 @@ if seed is not None:
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without it
 result = {"env_steps": 90, "return_mean": None, "return_std": None, "steps_per_second": 10.0}
 rows = [{"step": 30, "episode_return": 1.0, "episodes": 2}, {"step": 60, "return_mean": 5.0, "return_std": 0.5}]
-with open(directory / "metrics.jsonl", "a") as file:
-    file.writelines(json.dumps(row) + "\\n" for row in rows)
 code = 0
 try:
+    (directory / "rows").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (directory / "rows").rename(directory / "metrics.jsonl")
     if "--wait" in arguments or seed == 2:
         time.sleep(60)
     result.update(env_steps=100, return_mean=11.0, return_std=2.0)
@@ -223,6 +224,14 @@ def test_a_run_leaves_a_record_and_is_not_trained_again(program, monkeypatch):
     assert records.path("toy", 1).stat().st_size < 2_000
 
 
+@pytest.mark.parametrize("arguments", [("tooy",), ("toy", "--seeds", "7"), ("toy", "--seeds", "1-")])
+def test_a_task_or_seed_that_there_is_not_is_refused(elsewhere, monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit):
+        run_command(monkeypatch, *arguments)
+    said = capsys.readouterr().err
+    assert "no task 'tooy'" in said or "toy has the seeds 1, 2, 3, none of 7" in said or "--seeds is 1-5" in said
+
+
 def test_a_run_that_fails_is_said_and_the_others_go_on(program, monkeypatch):
     with pytest.raises(SystemExit, match="toy, seed 3: exit code 2; see"):
         run_command(monkeypatch, "toy", "--seeds", "3,1", "--at-once", "2")
@@ -252,9 +261,11 @@ def test_a_run_that_was_cut_off_goes_on_and_its_time_is_summed(program):
 
     first = runs.Run("toy", 2, [])
     killed(first, signal.SIGKILL)
+    wrote = json.loads((program / runs.RUNS / "toy-seed2.json").read_text())["began"] + 1000.0
+    os.utime(first.directory / "metrics.jsonl", (wrote, wrote))
     run = runs.Run("toy", 2, [])
     assert runs.run_all([run], 1, lambda *_: None) == []
-    assert run.sessions == 2 and 0 < run.seconds < first.seconds + 10
+    assert run.sessions == 2 and 1000.0 < run.seconds < 1060.0
     assert "--resume" in run.log.read_text()
     with pytest.raises(runs.RunFailed, match="interrupted after . s; it can go on"):
         other = runs.Run("other", 2, [])
@@ -266,12 +277,12 @@ def test_a_run_that_was_cut_off_goes_on_and_its_time_is_summed(program):
 def test_a_training_curve_is_thinned_to_200_points(tmp_path):
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     for step in range(1, 1001):
-        logger.write(step, {"episode_return": float(step), "episodes": 1 + 3 * (step % 2)})
+        logger.write(step, {"episode_return": float(step), "episodes": step})
     logger.close()
     points = records.thinned(records.load_run(tmp_path))
     assert len(points) == 200 and points[-1][0] == 1000
-    assert points[0] == [5, round((4 * (1 + 3 + 5) + 2 + 4) / 14, 5), 14]
-    assert sum(point[2] for point in points) == 2500
+    assert points[0] == [5, pytest.approx((1 + 4 + 9 + 16 + 25) / 15, abs=1e-4), 15]
+    assert sum(point[2] for point in points) == 500_500
 
 
 @pytest.mark.system
