@@ -42,6 +42,12 @@ def program_stop() -> threading.Event | None:
         return None
 
 
+def is_told_to_end() -> bool:
+    """Whether the program here is to end: known a moment before `stopped_by_program` calls `stop`."""
+    event = program_stop()
+    return event is not None and event.is_set()
+
+
 def stop_program() -> None:
     """Ends the program, where there is one."""
     if _program is not None:

@@ -176,7 +176,7 @@ class Learner:
         try:
             self._learn_from_dataset()
         except StoppedError:  # while it waited for the replay's server
-            if not self._stop.is_set():
+            if not (self._stop.is_set() or handles.is_told_to_end()):
                 raise
         if self.saver is not None:
             self.saver.save_if_due(final=True)

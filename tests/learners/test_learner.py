@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from rlframe import program_end
 from rlframe.actors import Actor
 from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
@@ -134,6 +135,34 @@ def test_a_restored_learner_goes_on_as_if_it_had_not_stopped(tmp_path):
         each.step(reward_batch([9, 9, 9, 9]))
     assert resumed.get_params()[1]["w"] == twin.get_params()[1]["w"]
     assert (resumed.learner_steps, resumed.params_version) == (twin.learner_steps, twin.params_version)
+    resumed.close()
+
+
+def test_a_replay_whose_wait_hears_of_the_programs_end_first_is_no_failure(tmp_path, monkeypatch):
+    class NotYetHeard(threading.Event):  # by the thread that would call `stop`
+        def wait(self, timeout=None):
+            return False
+
+    class Interrupted:
+        def __iter__(self):
+            yield reward_batch([1, 1, 1, 1])
+            end.set()
+            raise StoppedError("Told to stop while the replay had not answered.")
+
+        def close(self):
+            pass
+
+    end = NotYetHeard()
+    monkeypatch.setattr(program_end, "_program", program_end._Program(end, lambda: None))
+    buffer = RecordingBuffer()
+    buffer.make_dataset = Interrupted
+    learner = make(tmp_path, buffer)
+    learner.run()
+    assert learner.learner_steps == 1
+    learner.close()
+    resumed = make(tmp_path)
+    resumed.restore()
+    assert resumed.learner_steps == 1  # it had saved
     resumed.close()
 
 
