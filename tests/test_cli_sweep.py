@@ -217,10 +217,10 @@ def test_a_sweep_that_is_killed_goes_on_with_the_trial_under_way(tmp_path):
 @pytest.mark.system
 def test_a_sweep_of_real_runs_finds_the_learning_rate_that_learns(tmp_path, capfd):
     folder = tmp_path / "sweep"
-    arguments = ["--steps", "20000", "--vary", "learning-rate=1e-9,1e-3", "--at-once", "2", "--run-dir", str(folder)]
+    arguments = ["--vary", "learning-rate=1e-9,1e-3", "--at-once", "2", "--run-dir", str(folder)]
     assert main(["sweep", "--json", *arguments]) == 0
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert said["best"]["options"] == {"learning-rate": "1e-3"}
     again = [*said["best"]["command"].split()[1:], "--run-dir", str(tmp_path / "again"), "--seeds", "7", "--json"]
     assert main(again) == 0
-    assert json.loads(capfd.readouterr().out.splitlines()[-1])["return_mean"] > 100.0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["return_mean"] > 400.0

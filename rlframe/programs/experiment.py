@@ -241,7 +241,8 @@ def continued(saved: Experiment, wanted: Experiment) -> Experiment:
             )
     if "schedule_steps" not in now_all:
         return wanted
-    return with_fields(wanted, schedule_steps=saved.topology.schedule_steps or saved.steps)
+    schedule_steps = saved.topology.schedule_steps or saved.steps
+    return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
 
 
 def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:

@@ -114,6 +114,11 @@ def test_a_resumed_run_keeps_the_schedules_that_it_began_with():
     assert (again.steps, again.topology.schedule_steps) == (5000, 1000)
 
 
+def test_a_run_that_goes_on_to_its_own_end_is_described_as_one_that_was_not_cut_off():
+    saved = make_experiment("ppo", steps=1000)
+    assert continued(saved, saved) == saved  # a plot puts them in one group
+
+
 def test_a_resumed_run_cannot_change_its_numbers():
     saved = make_experiment("ppo")
     with pytest.raises(UsageError, match="started with seed = 1; a resumed run cannot change it to 2"):
