@@ -22,11 +22,14 @@ needs("sweep")
 
 # In the place of Python with `-m rlframe train`: a run whose return depends on its seed and learning rate alone.
 RUN = """#!{python} -SE
-import json, math, os, sys
+import json, math, os, sys, time
 options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
 folder = options["--run-dir"]
 content = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["experiment"]
 rate, seed = content["agent_config"]["learning_rate"], int(sys.argv[sys.argv.index("--seed") + 1])
+if rate > 0.5 and seed == 2:
+    time.sleep(15.0)
+    os.makedirs(folder)
 if rate > 0.5:
     print("rlframe: The loss was not finite.")
     sys.exit(1)
@@ -164,6 +167,14 @@ def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(sweep, tmp_path):
     why = f"seed 1 ended with exit code 1; see {log}: rlframe: The loss was not finite."
     assert said["trials"][2]["failed"] == why and f"trial 1 failed: {why}" in err
     assert not (folder / "trial-1" / "seed-2.log").exists()
+
+
+def test_what_else_runs_of_a_trial_that_fails_is_stopped(sweep, tmp_path):
+    folder = tmp_path / "sweep"
+    vary = ["--vary", "learning-rate=1e-3,1", "--seeds", "1-2", "--at-once", "2"]
+    _, said, _ = sweep(*vary, "--run-dir", str(folder))
+    assert "seed 1 ended with exit code 1" in said["trials"][1]["failed"]
+    assert (folder / "trial-1" / "seed-2.log").exists() and not (folder / "trial-1" / "seed-2").exists()
 
 
 def test_a_combination_that_train_refuses_is_a_trial_that_fails(sweep, tmp_path):
