@@ -10,6 +10,7 @@ from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 
+_NOTHING = {"id": "", "agent": "", "env": "", "run_dir": "", "until": None}  # of a job that is not described
 _ACCOUNTS = ("granted", "learned", "dropped", "lost", "updates", "learns", "discarded", "stale")
 
 
@@ -36,57 +37,13 @@ def status(
         rates: of environment steps and updates.
         now: the time.
     """
-    env_steps = int(sum(values[0] for values in counters["census"].values()))
-    steps_per_second, updates_per_second = rates.per_second(now)
-    returns, evaluations = counters["returns"], counters["evaluations"]
     return {
-        "job": {
-            "id": "",
-            "agent": "",
-            "env": "",
-            "run_dir": "",
-            "until": None,
-            **describes,
-            "state": job.state.value,
-            "reason": job.reason,
-            "policy_id": job.commander.final_policy(),
-            "began": job.began,
-            "seconds": now - job.began,
-            "env_steps": env_steps,
-            "learner_steps": counters["learner_steps"],
-            "params_version": counters["params_version"],
-            "staleness": counters["logs"].get("staleness"),
-            "env_steps_per_second": steps_per_second,
-            "updates_per_second": updates_per_second,
-            "return_mean": returns[-1][1] if returns else None,
-            "eval_return": evaluations[-1][1] if evaluations else None,
-            "evaluated_version": int(evaluations[-1][2]) if evaluations else None,
-            "waits_for": _waits_for(job),
-            "retries": counters["retries"],
-            "restarts": counters["restarts"],
-            "coordinator_restarts": counters["coordinator_restarts"],
-        },
+        "job": {**_NOTHING, **describes, **_job(job, counters, rates, now)},
         "wanted": dict(job.wanted),
         "limits": limits,
         "scaling": "manual" if job.manual else "auto",
         "workers": [
-            {
-                "worker_id": worker.worker_id,
-                "role": worker.role,
-                "index": worker.index,
-                "incarnation": worker.incarnation,
-                "state": worker.state.value,
-                "task_id": worker.task_id,
-                "attempt": task.attempt if (task := job.tasks.get(worker.task_id)) is not None else None,
-                "host": worker.host,
-                "pid": worker.pid,
-                "silent_for": round(max(now - worker.heard_at, 0.0), 1),
-                "env_steps": int(worker.counts.get("env_steps", 0)),
-                "env_steps_per_second": worker.rates.per_second(now)[0] if worker.role == "collector" else None,
-                "episodes": int(worker.counts.get("episodes", 0)),
-                "return_mean": _mean(worker.counts),
-                "params_version": counters["params_version"] if worker.role == "learner" else _known(worker),
-            }
+            _worker(job, worker, counters["params_version"], now)
             for worker in sorted(job.roster, key=lambda worker: (ROLES.index(worker.role), worker.index))
             if not is_over(worker.state) or worker.state is WorkerState.LOST or is_over(job.state)
         ],
@@ -108,8 +65,54 @@ def status(
             "problem": job.operator_problem,
         },
         "accounts": {name: counters[name] for name in _ACCOUNTS},
-        "returns": returns,
-        "evaluations": evaluations,
+        "returns": counters["returns"],
+        "evaluations": counters["evaluations"],
+    }
+
+
+def _job(job: TrainingJob, counters: dict[str, Any], rates: Rates, now: float) -> dict[str, Any]:
+    steps_per_second, updates_per_second = rates.per_second(now)
+    returns, evaluations = counters["returns"], counters["evaluations"]
+    return {
+        "state": job.state.value,
+        "reason": job.reason,
+        "policy_id": job.commander.final_policy(),
+        "began": job.began,
+        "seconds": now - job.began,
+        "env_steps": int(sum(values[0] for values in counters["census"].values())),
+        "learner_steps": counters["learner_steps"],
+        "params_version": counters["params_version"],
+        "staleness": counters["logs"].get("staleness"),
+        "env_steps_per_second": steps_per_second,
+        "updates_per_second": updates_per_second,
+        "return_mean": returns[-1][1] if returns else None,
+        "eval_return": evaluations[-1][1] if evaluations else None,
+        "evaluated_version": int(evaluations[-1][2]) if evaluations else None,
+        "waits_for": _waits_for(job),
+        "retries": counters["retries"],
+        "restarts": counters["restarts"],
+        "coordinator_restarts": counters["coordinator_restarts"],
+    }
+
+
+def _worker(job: TrainingJob, worker: KnownWorker, learner_version: int, now: float) -> dict[str, Any]:
+    task = job.tasks.get(worker.task_id)
+    return {
+        "worker_id": worker.worker_id,
+        "role": worker.role,
+        "index": worker.index,
+        "incarnation": worker.incarnation,
+        "state": worker.state.value,
+        "task_id": worker.task_id,
+        "attempt": task.attempt if task is not None else None,
+        "host": worker.host,
+        "pid": worker.pid,
+        "silent_for": round(max(now - worker.heard_at, 0.0), 1),
+        "env_steps": int(worker.counts.get("env_steps", 0)),
+        "env_steps_per_second": worker.rates.per_second(now)[0] if worker.role == "collector" else None,
+        "episodes": int(worker.counts.get("episodes", 0)),
+        "return_mean": _mean(worker.counts),
+        "params_version": learner_version if worker.role == "learner" else _known(worker),
     }
 
 
