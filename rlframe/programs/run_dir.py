@@ -108,6 +108,10 @@ class RunDir:
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.config}: {error.strerror}.") from error
 
+    def notes(self) -> dict[str, Any]:
+        """What `write_config` was given for a reader."""
+        return json.loads(self.config.read_text()).get("notes", {})
+
     def write_result(self, result: Result) -> None:
         """Writes `result.json`, the object that `--json` prints, in one piece: its writer may be killed."""
         try:

@@ -71,7 +71,7 @@ def train(
         open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
         progress: a logger that is also written to, without values, a few times a second, by a single process.
         profile: measures where the time of a single process goes.
-        notes: kept in `config.json` for a reader.
+        notes: kept in `config.json` for a reader; those of a resumed run stay as they are.
         listen: of the topology distributed, the port at which programs on other machines may `join` the run.
         control: where the run is shown, and can be told what to do, over HTTP; None: nowhere.
 
@@ -84,14 +84,8 @@ def train(
         RlframeError: the run failed; what was saved is kept.
     """
     check_extras(experiment, with_control=control is not None)
+    _check_place(experiment.topology, listen, profile)
     config, is_program = experiment.topology, isinstance(experiment.topology, ProgramConfig)
-    if listen is not None and not (config.joinable and "ports" in config.engine_class.options):
-        raise UsageError(
-            "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "
-            f"got {config.name} and {config.engine_name}."
-        )
-    if profile is not None and is_program:
-        raise UsageError(f"A profile is of a single process; the topology is {config.name}.")
     with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
         experiment, directory = opened.enter_context(
             open_session(experiment, run_dir, resume, stop_at, take_over, resume_from)
@@ -121,7 +115,7 @@ def train(
         wire = naming.topology(config.name, config.learns_from)
         following = wire(engine, run)
         if resume:
-            directory.write_config(experiment, notes or {})
+            directory.write_config(experiment, directory.notes())
         coordinator = engine.handle_of(config.control) if config.control is not None else None
         opened.enter_context(serve_control_of(directory.path, control, coordinator))
         undo.pop_all()
@@ -139,6 +133,17 @@ def train(
         if directory.metrics.exists():  # not where it was stopped at once
             plot_learning_curve(directory.path, directory.learning_curve)
         return result
+
+
+def _check_place(config: Any, listen: int | None, profile: Profile | None) -> None:
+    """Raises UsageError where a topology takes no guests, or has no single process to measure."""
+    if listen is not None and not (config.joinable and "ports" in config.engine_class.options):
+        raise UsageError(
+            "Other machines can join (listen) a run of the topology distributed and the engine launchpad, "
+            f"got {config.name} and {config.engine_name}."
+        )
+    if profile is not None and isinstance(config, ProgramConfig):
+        raise UsageError(f"A profile is of a single process; the topology is {config.name}.")
 
 
 def _run_programs(engine: Engine, following: Topology | None, run: Run, status: StatusFile) -> int | None:

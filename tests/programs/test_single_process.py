@@ -217,8 +217,9 @@ def test_more_steps_on_resume_do_not_move_the_schedules(tmp_path):
 
 
 def test_a_finished_run_that_is_resumed_is_only_evaluated(tmp_path):
-    first = train(ppo(), run_dir=tmp_path / "run")
+    first = train(ppo(), run_dir=tmp_path / "run", notes={"preset": "ppo/cartpole"})
     again = train(ppo(), run_dir=tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["notes"]["preset"] == "ppo/cartpole"
     assert (again.env_steps, again.learner_steps, again.return_mean) == (
         first.env_steps,
         first.learner_steps,
