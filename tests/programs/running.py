@@ -37,6 +37,9 @@ PROGRAMS = (
     "ray light_env",
     "ray distributed",
 )
+WITH_ELASTIC = (*PROGRAMS, "local elastic")
+# For tests that each agent has: one of Ray's, whose nodes are those of the engine local, stands for all.
+FOR_EACH_AGENT = tuple(one for one in WITH_ELASTIC if one not in ("ray heavy_env", "ray light_env"))
 # Those in `make test` are of the first; the whole grid is in `make test-system`.
 GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system) for one in PROGRAMS]
 

@@ -19,7 +19,7 @@ from rlframe.programs import evaluate, load_experiment, make_experiment, train
 from rlframe.programs.topologies.parts import make_pool, replay_capacity
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, MID, AgentOutput, Step, TimeStep, global_env_ids, specs
-from tests.programs.running import PROGRAMS, ROOT, RunningProgram, options_of
+from tests.programs.running import ROOT, WITH_ELASTIC, RunningProgram, options_of
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "eval_episodes": 2, "num_envs": 8, "async_envs": True}
 PROCESSES = ["--async", "--wait-num", "1", "--steps", "3000", "--num-envs", "8", "--unroll-length", "8"]
@@ -74,7 +74,7 @@ def test_actors_of_a_topology_act_on_what_answers_first(tmp_path, monkeypatch, t
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", [*PROGRAMS, "local elastic"])
+@pytest.mark.parametrize("which", WITH_ELASTIC)
 def test_processes_of_a_topology_do_too(tmp_path, which):
     options = ["--agent", "impala", "--env", f"{__file__}:slow_env", "--preset", "none", "--batch-size", "4"]
     with RunningProgram(tmp_path / "run", *options, *PROCESSES, *options_of(which)) as program:

@@ -10,7 +10,7 @@ from rlframe.agents.networks import MLPConfig
 from rlframe.programs import evaluate, make_experiment, train
 from rlframe.programs.experiment import Experiment
 from tests.extras import import_or_skip
-from tests.programs.running import PROGRAMS, RunningProgram, options_of
+from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
 OPTIONS = {"network": "mlp", "network_config": MLPConfig((16,), "relu"), "eval_episodes": 1, "env_type": "loop"}
@@ -57,7 +57,7 @@ def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, 
 
 @pytest.mark.system
 @pytest.mark.parametrize("agent", ["sac", "td3"])
-@pytest.mark.parametrize("which", [*(one for one in PROGRAMS if not one.startswith("ray")), "local elastic"])
+@pytest.mark.parametrize("which", FOR_EACH_AGENT)
 def test_processes_of_every_topology_learn_the_pendulum(agent, which, tmp_path):
     options = ["--agent", agent, "--env", "Pendulum-v1", "--min-replay-size", "500", "--network", "mlp"]
     options += ["--network.hidden", "64", "64", "--network.activation", "relu", "--batch-size", "64"]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.programs.running import PROGRAMS, options_of
+from tests.programs.running import WITH_ELASTIC, options_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 RANDOM = 22.0  # what a random policy returns on CartPole
@@ -24,7 +24,7 @@ RANDOM = 22.0  # what a random policy returns on CartPole
     ],
     ids=["reinforce", "recurrent"],
 )
-@pytest.mark.parametrize("which", PROGRAMS)
+@pytest.mark.parametrize("which", WITH_ELASTIC)
 def test_a_custom_agent_learns_in_every_topology(which, agent, env, steps, wanted, tmp_path):
     command = [sys.executable, "-m", "rlframe", "train", "--agent", str(ROOT / "examples" / agent)]
     command += ["--env", env, "--num-envs", "8", *options_of(which), "--num-actors", "2"]

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from tests.programs.running import PROGRAMS, RunningProgram, options_of
+from tests.programs.running import WITH_ELASTIC, RunningProgram, options_of
 from tests.programs.test_language import SMALL
 
 # Agents that are made in every node: who makes one writes down whose parameters its process packs or unpacks, and how.
@@ -69,7 +69,7 @@ def counts_of(tmp_path: pathlib.Path, agent: str, *arguments: str) -> tuple[dict
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", [*PROGRAMS, "local elastic"])
+@pytest.mark.parametrize("which", WITH_ELASTIC)
 def test_parameters_are_packed_and_unpacked_inside_jitted_calls_alone(tmp_path, which):
     arguments = ["--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2", "--steps", "20000"]
     arguments += ["--unroll-length", "10", "--batch-size", "4"]

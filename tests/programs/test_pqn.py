@@ -6,7 +6,7 @@ import pytest
 
 from rlframe.agents.networks import MLPConfig
 from rlframe.programs import make_experiment, train
-from tests.programs.running import PROGRAMS, RunningProgram, options_of
+from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
 
@@ -24,7 +24,7 @@ def test_a_run_may_be_stopped_and_resumed(tmp_path):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", [*(one for one in PROGRAMS if not one.startswith("ray")), "local elastic"])
+@pytest.mark.parametrize("which", FOR_EACH_AGENT)
 def test_processes_of_every_topology_learn(which, tmp_path):
     options = ["--agent", "pqn", "--env", "CartPole-v1", "--preset", "none", "--unroll-length", "32", "--num-envs", "4"]
     options += ["--num-minibatches", "4", "--num-epochs", "4", "--num-actors", "2", "--steps", "20000"]

@@ -9,7 +9,7 @@ import rlframe
 from rlframe.agents.recurrent import GRUConfig
 from rlframe.programs import evaluate, make_experiment, train
 from rlframe.programs.experiment import Experiment
-from tests.programs.running import PROGRAMS, RunningProgram, options_of
+from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
 ENV = "PositionOnlyCartPole-v1"
@@ -43,7 +43,7 @@ def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(tmp_path):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("which", [*(one for one in PROGRAMS if not one.startswith("ray")), "local elastic"])
+@pytest.mark.parametrize("which", FOR_EACH_AGENT)
 def test_processes_of_every_topology_learn(which, tmp_path):
     options = ["--agent", "r2d2", "--env", ENV, "--preset", "none", "--min-replay-size", "50", "--update-period", "8"]
     options += [
