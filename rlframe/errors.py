@@ -94,6 +94,14 @@ def check_above(config: object, bound: float, *names: str) -> None:
             raise UsageError(f"{type(config).__name__}.{name} must be above {bound}, got {value}.")
 
 
+def check_share(config: object, *names: str) -> None:
+    """Raise `UsageError` for the first of these fields that is not between 0 and 1. None is left alone."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0.0 <= value <= 1.0:  # NaN is not
+            raise UsageError(f"{type(config).__name__}.{name} must be in [0, 1], got {value}.")
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -14,7 +14,7 @@ from rlframe.agents import losses, noisy
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import Normaliser
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     AgentOutput,
     AgentState,
@@ -76,19 +76,10 @@ class DQNConfig:
     observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "min_replay_size", "update_period", "target_update_period", "n_step"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"DQNConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("discount", "epsilon_begin", "epsilon_end"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"DQNConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
-        if not self.learning_rate > 0.0:  # NaN is not
-            raise UsageError(f"DQNConfig.learning_rate must be above 0, got {self.learning_rate}.")
-        if self.exploration_duration_exponent is not None and not self.exploration_duration_exponent > 1.0:
-            raise UsageError(
-                "DQNConfig.exploration_duration_exponent must be above 1 (or None), "
-                f"got {self.exploration_duration_exponent}."
-            )
+        check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "target_update_period", "n_step")
+        check_share(self, "discount", "epsilon_begin", "epsilon_end")
+        check_above(self, 0, "learning_rate", "noisy", "munchausen_temperature")
+        check_above(self, 1, "exploration_duration_exponent")
         other_targets = (self.double, self.n_step > 1, self.num_quantiles is not None, self.num_atoms is not None)
         if self.munchausen and any(other_targets):
             raise UsageError(
@@ -96,8 +87,6 @@ class DQNConfig:
                 f"double={self.double}, n_step={self.n_step}, num_quantiles={self.num_quantiles}, "
                 f"num_atoms={self.num_atoms}. Leave them False, 1, None and None."
             )
-        if self.noisy is not None and not self.noisy > 0.0:
-            raise UsageError(f"DQNConfig.noisy must be above 0 (or None), got {self.noisy}.")
         if self.num_quantiles is not None and (self.num_quantiles < 1 or not self.huber_threshold):
             raise UsageError(
                 "DQNConfig.num_quantiles must be at least 1 (or None) and needs a huber_threshold, got "
@@ -113,8 +102,6 @@ class DQNConfig:
                 "DQNConfig.num_atoms and num_quantiles are two ways to learn a return's distribution, got "
                 f"{self.num_atoms} and {self.num_quantiles}: leave one None."
             )
-        if not self.munchausen_temperature > 0.0:
-            raise UsageError(f"DQNConfig.munchausen_temperature must be above 0, got {self.munchausen_temperature}.")
         if self.optimizer not in ("rmsprop", "adam"):
             raise UsageError(f"DQNConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
         if self.min_replay_size > self.replay_capacity:

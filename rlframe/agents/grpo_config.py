@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal, Union
 
 from rlframe.agents.losses_lm import Average
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least
 from rlframe.language.model import ModelConfig, weights
 
 
@@ -49,20 +49,10 @@ class GRPOConfig:
     supervised_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"GRPOConfig.{name} must be at least 1, got {value}.")
-        for name in (
-            *("learning_rate", "supervised_learning_rate", "max_grad_norm"),
-            *("clip_epsilon", "clip_epsilon_high", "ratio_cap", "dpo_beta"),
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0.0:  # NaN is not
-                raise UsageError(f"GRPOConfig.{name} must be above 0, got {value}.")
-        for name in ("kl_cost", "learning_rate_rise", "weight_decay", "supervised_steps"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"GRPOConfig.{name} must be at least 0, got {getattr(self, name)}.")
+        check_at_least(self, 1, "max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size")
+        check_above(self, 0, "learning_rate", "supervised_learning_rate", "max_grad_norm")
+        check_above(self, 0, "clip_epsilon", "clip_epsilon_high", "ratio_cap", "dpo_beta")
+        check_at_least(self, 0, "kl_cost", "learning_rate_rise", "weight_decay", "supervised_steps")
         if self.clip_epsilon >= 1.0:
             raise UsageError(f"GRPOConfig.clip_epsilon must be below 1, got {self.clip_epsilon}.")
         if self.loss == "dpo" and self.micro_batch_size is not None:

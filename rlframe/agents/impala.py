@@ -17,7 +17,7 @@ from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
 from rlframe.agents.vtrace import vtrace
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -62,15 +62,9 @@ class IMPALAConfig:
     reward_clip: float = 10.0  # where they are
 
     def __post_init__(self) -> None:
-        for name in ("unroll_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"IMPALAConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("discount", "vtrace_lambda", "rmsprop_decay"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"IMPALAConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
-        for name in ("rho_bar", "c_bar", "learning_rate"):
-            if not getattr(self, name) > 0.0:  # NaN is not
-                raise UsageError(f"IMPALAConfig.{name} must be above 0, got {getattr(self, name)}.")
+        check_at_least(self, 1, "unroll_length", "batch_size")
+        check_share(self, "discount", "vtrace_lambda", "rmsprop_decay")
+        check_above(self, 0, "rho_bar", "c_bar", "learning_rate")
         if self.c_bar > self.rho_bar:  # section 4.1
             raise UsageError(f"IMPALAConfig.c_bar ({self.c_bar}) must be at most rho_bar ({self.rho_bar}).")
         if self.optimizer not in ("rmsprop", "adam"):

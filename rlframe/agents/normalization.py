@@ -7,7 +7,6 @@ evaluations.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above
 from rlframe.types import FIRST, AgentState, Batch, Logs, Params, SequenceBatch, TransitionBatch, Tree
 
 _EPSILON = 1e-8  # added to variances; baselines/common/vec_env/vec_normalize.py
@@ -110,9 +109,7 @@ class Normaliser:
         leaves = jax.tree.leaves(observation_spec)
         self._which = [np.issubdtype(leaf.dtype, np.floating) and len(leaf.shape) < 3 for leaf in leaves]
         self._shapes = [tuple(leaf.shape) for leaf, normalised in zip(leaves, self._which, strict=True) if normalised]
-        for name in ("observation_clip", "reward_clip"):
-            if not getattr(cfg, name, math.inf) > 0.0:  # NaN is not
-                raise UsageError(f"{type(cfg).__name__}.{name} must be above 0, got {getattr(cfg, name)}.")
+        check_above(cfg, 0, *(name for name in ("observation_clip", "reward_clip") if hasattr(cfg, name)))
         if self.observations and not self._shapes:
             raise UsageError(
                 f"{type(cfg).__name__}.normalise_observations is for vectors of floats, of which the observations have "

@@ -17,7 +17,7 @@ from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_netw
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
-from rlframe.errors import UsageError
+from rlframe.errors import check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -63,17 +63,10 @@ class PPOConfig:
     reward_clip: float = 10.0  # where they are
 
     def __post_init__(self) -> None:
-        for name in ("unroll_length", "num_epochs", "num_minibatches"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"PPOConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        if self.max_staleness < 0:
-            raise UsageError(f"PPOConfig.max_staleness must be at least 0, got {self.max_staleness}.")
-        for name in ("discount", "gae_lambda"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"PPOConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
-        for name in ("clip_epsilon", "learning_rate"):
-            if not getattr(self, name) > 0.0:  # NaN is not
-                raise UsageError(f"PPOConfig.{name} must be above 0, got {getattr(self, name)}.")
+        check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
+        check_at_least(self, 0, "max_staleness")
+        check_share(self, "discount", "gae_lambda")
+        check_above(self, 0, "clip_epsilon", "learning_rate")
 
 
 class Rollout(NamedTuple):

@@ -17,7 +17,7 @@ from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import epsilon_greedy
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -54,14 +54,9 @@ class PQNConfig:
     observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
-        for name in ("unroll_length", "num_epochs", "num_minibatches"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"PQNConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"PQNConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
-        if not self.learning_rate > 0.0:  # NaN is not
-            raise UsageError(f"PQNConfig.learning_rate must be above 0, got {self.learning_rate}.")
+        check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
+        check_share(self, "discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share")
+        check_above(self, 0, "learning_rate")
 
 
 class QRollout(NamedTuple):

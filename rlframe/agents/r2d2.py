@@ -16,7 +16,7 @@ from rlframe.agents.networks import Head, build_network, has_images
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.recurrent import Core, LSTMConfig
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
     AgentOutput,
@@ -65,18 +65,11 @@ class R2D2Config:
     observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
-        least = {"burn_in": 0}
-        names = ("batch_size", "sequence_length", "burn_in", "period", "min_replay_size", "update_period")
-        for name in (*names, "target_update_period", "n_step"):
-            if getattr(self, name) < least.get(name, 1):
-                raise UsageError(f"R2D2Config.{name} must be at least {least.get(name, 1)}, got {getattr(self, name)}.")
-        for name in ("discount", "epsilon", "max_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"R2D2Config.{name} must be in [0, 1], got {getattr(self, name)}.")
-        if not self.learning_rate > 0.0:  # NaN is not
-            raise UsageError(f"R2D2Config.learning_rate must be above 0, got {self.learning_rate}.")
-        if self.rescaling is not None and not self.rescaling >= 0.0:
-            raise UsageError(f"R2D2Config.rescaling must be at least 0 (or None), got {self.rescaling}.")
+        check_at_least(self, 1, "batch_size", "sequence_length", "period", "min_replay_size", "update_period")
+        check_at_least(self, 1, "target_update_period", "n_step")
+        check_at_least(self, 0, "burn_in", "rescaling")
+        check_share(self, "discount", "epsilon", "max_share")
+        check_above(self, 0, "learning_rate")
         if self.min_replay_size * self.period > self.replay_capacity:
             raise UsageError(
                 f"R2D2Config.min_replay_size ({self.min_replay_size} sequences, one every {self.period} steps) is "

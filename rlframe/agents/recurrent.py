@@ -28,7 +28,7 @@ from rlframe.agents.networks import (
     is_recurrent,
     vectors,
 )
-from rlframe.errors import UsageError
+from rlframe.errors import check_at_least
 from rlframe.types import FIRST, AgentState, Params, Tree
 
 
@@ -130,8 +130,7 @@ class _RecurrentConfig:
 
     def __post_init__(self) -> None:
         check_layers(self)
-        if self.size < 1:
-            raise UsageError(f"{type(self).__name__}.size must be at least 1, got {self.size}.")
+        check_at_least(self, 1, "size")
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> RecurrentNetwork:
         """A network whose outputs are a tuple with one `[..., head.size]` for each head."""

@@ -17,7 +17,7 @@ from rlframe.agents.critics import build_policy_and_critics, critic_values, firs
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
 
 
@@ -42,16 +42,9 @@ class SACConfig:
     observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "min_replay_size", "update_period"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"SACConfig.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("discount", "target_update_rate"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"SACConfig.{name} must be in [0, 1], got {getattr(self, name)}.")
-        for name in ("learning_rate", "critic_learning_rate", "initial_temperature"):
-            value = getattr(self, name)
-            if value is not None and not value > 0.0:  # NaN is not
-                raise UsageError(f"SACConfig.{name} must be above 0, got {value}.")
+        check_at_least(self, 1, "batch_size", "min_replay_size", "update_period")
+        check_share(self, "discount", "target_update_rate")
+        check_above(self, 0, "learning_rate", "critic_learning_rate", "initial_temperature")
         if self.min_replay_size > self.replay_capacity:
             raise UsageError(
                 f"SACConfig.min_replay_size ({self.min_replay_size}) is above replay_capacity "

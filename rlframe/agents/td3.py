@@ -16,7 +16,7 @@ from rlframe.agents.critics import build_policy_and_critics, critic_values, firs
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, check_bounds
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
 
 
@@ -41,17 +41,10 @@ class TD3Config:
     observation_clip: float = 10.0  # deviations from the mean, where they are normalised
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "min_replay_size", "update_period", "policy_period"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"TD3Config.{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("discount", "target_update_rate"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"TD3Config.{name} must be in [0, 1], got {getattr(self, name)}.")
-        for name in ("exploration_noise", "smoothing_noise", "smoothing_clip"):
-            if not getattr(self, name) >= 0.0:  # NaN is not
-                raise UsageError(f"TD3Config.{name} must be at least 0, got {getattr(self, name)}.")
-        if not self.learning_rate > 0.0:
-            raise UsageError(f"TD3Config.learning_rate must be above 0, got {self.learning_rate}.")
+        check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "policy_period")
+        check_share(self, "discount", "target_update_rate")
+        check_at_least(self, 0, "exploration_noise", "smoothing_noise", "smoothing_clip")
+        check_above(self, 0, "learning_rate")
         if self.min_replay_size > self.replay_capacity:
             raise UsageError(
                 f"TD3Config.min_replay_size ({self.min_replay_size}) is above replay_capacity "

@@ -75,5 +75,5 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
 
 
 def test_noise_of_nothing_is_refused():
-    with pytest.raises(UsageError, match=r"DQNConfig.noisy must be above 0 \(or None\), got 0.0"):
+    with pytest.raises(UsageError, match=r"DQNConfig.noisy must be above 0, got 0.0"):
         make(noisy=0.0)
