@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import math
+import operator
 import threading
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from rlframe import handles
@@ -246,8 +248,11 @@ class Actor:
         return lane.act(request, output, state)
 
     def _begin(self) -> None:
+        first = self.rank * self._size  # row k of the initial state is that of the program's environment k
+        states, end = self._initial_state(first + self._size), first
         for lane in self._lanes:
-            lane.begin(self._initial_state(lane.env.num_envs))
+            begin, end = end, end + lane.env.num_envs
+            lane.begin(jax.tree.map(operator.itemgetter(slice(begin, end)), states))
         buffer = self._replay_buffer
         is_remote = isinstance(buffer, handles.Remote)
         spec = self._inferencer.specs().replay_spec if is_remote else getattr(buffer, "spec", None)

@@ -111,6 +111,9 @@ class Agent:
     def initial_state(self, batch_size: int) -> AgentState:
         """The recurrent state at FIRST, a pytree of `[batch_size, ...]`. `()` where there is none.
 
+        Row k is that of the program's environment k, of Actor k // N where each has N, whatever `batch_size`: what
+        differs between environments, as an exploration rate, may stand in it.
+
         The state travels with the Actor: `actor_step` gets what it gave for the timestep before of the same
         environment, and this where the timestep is FIRST. A loss does the same: the state at the start of a `Sequence`
         is `data.agent_state`, and where `data.step_type` is FIRST, within the sequence too, this takes its place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from rlframe.agents import losses, noisy
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import Normaliser
+from rlframe.agents.policies import epsilon_greedy
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     AgentOutput,
@@ -78,7 +80,10 @@ class DQNConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "target_update_period", "n_step")
         check_share(self, "discount", "epsilon_begin", "epsilon_end")
-        check_above(self, 0, "learning_rate", "noisy", "munchausen_temperature")
+        check_at_least(self, 1, "total_learner_steps")
+        check_at_least(self, 0, "epsilon_decay_steps", "munchausen_scale", "priority_exponent", "importance_exponent")
+        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm", "huber_threshold")
+        check_above(self, 0, "noisy", "munchausen_temperature")
         check_above(self, 1, "exploration_duration_exponent")
         other_targets = (self.double, self.n_step > 1, self.num_quantiles is not None, self.num_atoms is not None)
         if self.munchausen and any(other_targets):
@@ -87,14 +92,17 @@ class DQNConfig:
                 f"double={self.double}, n_step={self.n_step}, num_quantiles={self.num_quantiles}, "
                 f"num_atoms={self.num_atoms}. Leave them False, 1, None and None."
             )
-        if self.num_quantiles is not None and (self.num_quantiles < 1 or not self.huber_threshold):
+        if not self.munchausen_clip <= 0.0:  # logarithms of chances are below 0
+            raise UsageError(f"DQNConfig.munchausen_clip must be at most 0, got {self.munchausen_clip}.")
+        if self.num_quantiles is not None and (self.num_quantiles < 1 or self.huber_threshold is None):
             raise UsageError(
                 "DQNConfig.num_quantiles must be at least 1 (or None) and needs a huber_threshold, got "
                 f"num_quantiles={self.num_quantiles}, huber_threshold={self.huber_threshold}."
             )
-        if self.num_atoms is not None and (self.num_atoms < 2 or not self.value_min < self.value_max):
+        has_values = -math.inf < self.value_min < self.value_max < math.inf
+        if self.num_atoms is not None and (self.num_atoms < 2 or not has_values):
             raise UsageError(
-                "DQNConfig.num_atoms must be at least 2 (or None), between value_min and a higher value_max, got "
+                "DQNConfig.num_atoms must be at least 2 (or None), and value_min below value_max, both finite, got "
                 f"num_atoms={self.num_atoms}, value_min={self.value_min}, value_max={self.value_max}."
             )
         if self.num_atoms is not None and self.num_quantiles is not None:
@@ -141,7 +149,8 @@ _MAX_DURATION = 1_000  # longer ones would have a chance of 0.0006, at the expon
 class DQN(Agent):
     """Q-learning with a target network and replay, for discrete actions.
 
-    A network's `apply` gives action values `[B, A]`, or for dueling (advantages `[B, A]`, value `[B, 1]`).
+    A network's `apply` gives action values `[B, A]`, or for dueling (advantages `[B, A]`, value `[B, 1]`). With N
+    quantiles or atoms it gives N numbers in the place of each: `[B, A N]`, the N of the first action first; `[B, N]`.
     """
 
     config_cls = DQNConfig
@@ -180,15 +189,12 @@ class DQN(Agent):
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         greedy = self._greedy(params.params, timestep.observation, jax.random.fold_in(rng, 2))
-        # One number decides both: given that it is below epsilon, it is uniform there.
-        draw = jax.random.uniform(rng, greedy.shape)
-        random = jnp.minimum(draw / params.epsilon * self._num_actions, self._num_actions - 1).astype(greedy.dtype)
-        explores = draw < params.epsilon
+        chosen, explores = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
         if self.cfg.exploration_duration_exponent is None:
-            return AgentOutput(jnp.where(explores, random, greedy), {}), state
+            return AgentOutput(chosen, {}), state
         repeats = state.steps_left > 0
         duration = self._duration(jax.random.fold_in(rng, 1), greedy.shape)
-        action = jnp.where(repeats, state.action, jnp.where(explores, random, greedy))
+        action = jnp.where(repeats, state.action, chosen)
         steps_left = jnp.where(repeats, state.steps_left, jnp.where(explores, duration, 1)) - 1
         return AgentOutput(action, {}), Repetition(action, steps_left)
 
@@ -287,7 +293,7 @@ class DQN(Agent):
         selectors = self._distributions(selecting, data.next_observation) if cfg.double else following
         steps = (outputs, data.action, data.reward, data.discount, following, self._means(selectors))
         if cfg.num_quantiles is not None:
-            elementwise = losses.quantile_errors(*steps, cfg.huber_threshold or 1.0)
+            elementwise = losses.quantile_errors(*steps, cfg.huber_threshold)
         else:
             elementwise = losses.categorical_errors(*steps, self._support)
         logs = {"value": jnp.mean(self._means(outputs)), "td_error": jnp.mean(elementwise)}

@@ -64,7 +64,8 @@ class IMPALAConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "batch_size")
         check_share(self, "discount", "vtrace_lambda", "rmsprop_decay")
-        check_above(self, 0, "rho_bar", "c_bar", "learning_rate")
+        check_at_least(self, 1, "total_learner_steps")
+        check_above(self, 0, "rho_bar", "c_bar", "learning_rate", "rmsprop_epsilon", "adam_epsilon", "max_grad_norm")
         if self.c_bar > self.rho_bar:  # section 4.1
             raise UsageError(f"IMPALAConfig.c_bar ({self.c_bar}) must be at most rho_bar ({self.rho_bar}).")
         if self.optimizer not in ("rmsprop", "adam"):

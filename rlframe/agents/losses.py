@@ -122,7 +122,9 @@ def quantile_errors(
     next_selectors: jax.Array,
     threshold: float,
 ) -> jax.Array:
-    """Losses of quantile regression (Dabney et al. 2018, arXiv:1710.10044, equation 10 and algorithm 1).
+    """Losses of quantile regression (Dabney et al. 2018, arXiv:1710.10044, algorithm 1).
+
+    Huber's loss is divided by its threshold, as in arXiv:1806.06923, equation 3; at the usual 1 it is the same.
 
     Args:
         quantiles: [B, A, N], of the return, for the observation.
@@ -226,7 +228,8 @@ def action_values(outputs: Any) -> jax.Array:
 
 
 def dueling_values(advantages: jax.Array, value: jax.Array) -> jax.Array:
-    """[B, A] from advantages [B, A] and a value [B, 1] (Wang et al. 2016, equation 9)."""
+    """[..., A] from advantages [..., A] and a value [..., 1] or [...] (Wang et al. 2016, equation 9)."""
+    value = value.reshape(*advantages.shape[:-1], 1)
     return value + advantages - jnp.mean(advantages, axis=-1, keepdims=True)
 
 

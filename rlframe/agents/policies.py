@@ -209,12 +209,15 @@ class SquashedGaussian(ClippedGaussian):
         return mean, jnp.clip(log_std, *self._bounds)
 
 
-def epsilon_greedy(rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int) -> jax.Array:
-    """Actions `[B]`: those of `greedy`, or with the chance `epsilon` ([] or [B]) any of `num_actions`."""
+def epsilon_greedy(
+    rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int
+) -> tuple[jax.Array, jax.Array]:
+    """Actions `[B]`: those of `greedy`, or with the chance `epsilon` ([] or [B]) any of `num_actions`; which are so."""
     # One number decides both: given that it is below epsilon, it is uniform there.
     draw = jax.random.uniform(rng, greedy.shape)
     random = jnp.minimum(draw / epsilon * num_actions, num_actions - 1).astype(greedy.dtype)
-    return jnp.where(draw < epsilon, random, greedy)
+    explores = draw < epsilon
+    return jnp.where(explores, random, greedy), explores
 
 
 def default_policy(action_spec: Tree) -> Policy:

@@ -64,9 +64,10 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
+        check_at_least(self, 1, "total_learner_steps")
         check_at_least(self, 0, "max_staleness")
         check_share(self, "discount", "gae_lambda")
-        check_above(self, 0, "clip_epsilon", "learning_rate")
+        check_above(self, 0, "clip_epsilon", "value_clip", "learning_rate", "adam_epsilon", "max_grad_norm")
 
 
 class Rollout(NamedTuple):

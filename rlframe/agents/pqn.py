@@ -47,7 +47,7 @@ class PQNConfig:
     epsilon_end: float = 0.001
     epsilon_decay_share: float = 0.1  # of total_learner_steps, in which it falls
     learning_rate: float = 2.5e-4  # of RAdam
-    anneal_learning_rate: bool = True  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # None: epsilon is epsilon_end, and annealing does not begin
     max_grad_norm: float | None = 10.0
     normalise_observations: bool = False  # by their running mean and deviation
@@ -56,7 +56,8 @@ class PQNConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
         check_share(self, "discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share")
-        check_above(self, 0, "learning_rate")
+        check_at_least(self, 1, "total_learner_steps")
+        check_above(self, 0, "learning_rate", "max_grad_norm")
 
 
 class QRollout(NamedTuple):
@@ -104,7 +105,7 @@ class PQN(Agent):
     ) -> tuple[AgentOutput, AgentState]:
         values = self._acting_values(params, timestep)
         greedy = jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
-        action = epsilon_greedy(rng, greedy, params.epsilon, self.action_spec.num_values)
+        action, _ = epsilon_greedy(rng, greedy, params.epsilon, self.action_spec.num_values)
         return AgentOutput(action, {"value": jnp.max(values, axis=-1)}), state
 
     def eval_step(

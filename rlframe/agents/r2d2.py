@@ -49,8 +49,8 @@ class R2D2Config:
     n_step: int = 5  # rewards summed before bootstrapping
     # Of the values: epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; None: they stay as they are.
     rescaling: float | None = 1e-3
-    # Environment i of an Actor's N acts at random with the chance epsilon^(1 + exponent i / (N - 1)) (Horgan et al.
-    # 2018, arXiv:1803.00933); one alone with that of the middle.
+    # An environment acts at random with the chance epsilon^(1 + exponent place), with places spread evenly over [0, 1]
+    # (`ladder`), as those of Horgan et al. 2018 (arXiv:1803.00933).
     epsilon: float = 0.4
     epsilon_exponent: float = 7.0
     learning_rate: float = 1e-4  # of Adam
@@ -66,10 +66,10 @@ class R2D2Config:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "sequence_length", "period", "min_replay_size", "update_period")
-        check_at_least(self, 1, "target_update_period", "n_step")
-        check_at_least(self, 0, "burn_in", "rescaling")
+        check_at_least(self, 1, "target_update_period", "n_step", "total_learner_steps")
+        check_at_least(self, 0, "burn_in", "rescaling", "epsilon_exponent", "priority_exponent", "importance_exponent")
         check_share(self, "discount", "epsilon", "max_share")
-        check_above(self, 0, "learning_rate")
+        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm")
         if self.min_replay_size * self.period > self.replay_capacity:
             raise UsageError(
                 f"R2D2Config.min_replay_size ({self.min_replay_size} sequences, one every {self.period} steps) is "
@@ -127,15 +127,15 @@ class R2D2(Agent):
     # Acting
 
     def initial_state(self, batch_size: int) -> Explorer:
-        places = np.linspace(0.0, 1.0, batch_size) if batch_size > 1 else np.array([0.5])
-        epsilon = self.cfg.epsilon ** (1.0 + self.cfg.epsilon_exponent * places)
+        epsilon = self.cfg.epsilon ** (1.0 + self.cfg.epsilon_exponent * ladder(batch_size))
         return Explorer(self._core.initial_state(batch_size), epsilon.astype(np.float32))
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
         output, after = self.eval_step(rng, params, timestep, state)
-        return AgentOutput(epsilon_greedy(rng, output.action, state.epsilon, self._num_actions), {}), after
+        action, _ = epsilon_greedy(rng, output.action, state.epsilon, self._num_actions)
+        return AgentOutput(action, {}), after
 
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
@@ -224,6 +224,17 @@ class R2D2(Agent):
 
     def _unscale(self, values: jax.Array) -> jax.Array:
         return values if self.cfg.rescaling is None else losses.unscale(values, self.cfg.rescaling)
+
+
+def ladder(count: int) -> np.ndarray:
+    """Places [count] in [0, 1]: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ..., evenly spread for each count.
+
+    The first ones do not depend on the count, so an environment has its place by its number, however many there are.
+    """
+    numbers, places, half = np.arange(1, count + 1), np.zeros(count), 0.5
+    while numbers.any():  # van der Corput's sequence: the binary digits, mirrored at the point
+        places, numbers, half = places + half * (numbers & 1), numbers >> 1, half / 2
+    return np.concatenate([places[:1], [0.0, 1.0], places[1:]])[:count]
 
 
 def _select(values: jax.Array, actions: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ class SACConfig:
     update_period: int = 1  # environment steps for each learner step
     discount: float = 0.99
     learning_rate: float = 3e-4
-    critic_learning_rate: float | None = None  # None: the same
+    critic_learning_rate: float | None = None  # of the temperature, too; None: the same
     target_update_rate: float = 0.005  # tau: of each update, the share that goes into the target critics
     initial_temperature: float = 1.0  # alpha: what entropy is worth
     learn_temperature: bool = True  # False: it stays what it is
@@ -50,10 +50,13 @@ class SACConfig:
                 f"SACConfig.min_replay_size ({self.min_replay_size}) is above replay_capacity "
                 f"({self.replay_capacity}): learning would never begin."
             )
-        if not self.min_log_std < self.max_log_std:
+        if not -math.inf < self.min_log_std < self.max_log_std < math.inf:
             raise UsageError(
-                f"SACConfig.min_log_std ({self.min_log_std}) must be below max_log_std ({self.max_log_std})."
+                f"SACConfig.min_log_std ({self.min_log_std}) must be below max_log_std ({self.max_log_std}), and both "
+                "finite."
             )
+        if self.target_entropy is not None and not math.isfinite(self.target_entropy):
+            raise UsageError(f"SACConfig.target_entropy must be a finite number or None, got {self.target_entropy}.")
 
 
 class SACParams(NamedTuple):
@@ -64,7 +67,7 @@ class SACParams(NamedTuple):
     log_temperature: Any  # [] float32
 
 
-class ActorParams(NamedTuple):
+class SACActorParams(NamedTuple):
     """What a SAC actor acts by."""
 
     policy: Any  # its parameters; with statistics where observations are normalised
@@ -123,7 +126,7 @@ class SAC(Agent):
     # Acting
 
     def actor_step(
-        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+        self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         logits = self._logits(*self.normaliser.acting(params.policy, timestep.observation))
         action = self.policy.to_action(self.policy.sample(rng, logits))
@@ -132,14 +135,14 @@ class SAC(Agent):
         return AgentOutput(jnp.where(params.uniform > 0.0, uniform, action), {}), state
 
     def eval_step(
-        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+        self, rng: jax.Array, params: SACActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         logits = self._logits(*self.normaliser.acting(params.policy, timestep.observation))
         return AgentOutput(self.policy.to_action(self.policy.mode(logits)), {}), state
 
-    def actor_params(self, params: SACParams, learner_state: SACState) -> ActorParams:
+    def actor_params(self, params: SACParams, learner_state: SACState) -> SACActorParams:
         policy = self.normaliser.actor_params(params.policy, learner_state.statistics)
-        return ActorParams(policy, (learner_state.steps == 0).astype(jnp.float32))
+        return SACActorParams(policy, (learner_state.steps == 0).astype(jnp.float32))
 
     # Learning
 

@@ -59,7 +59,7 @@ class TD3Params(NamedTuple):
     critics: Params
 
 
-class ActorParams(NamedTuple):
+class TD3ActorParams(NamedTuple):
     """What a TD3 actor acts by."""
 
     policy: Any  # its parameters; with statistics where observations are normalised
@@ -111,7 +111,7 @@ class TD3(Agent):
     # Acting
 
     def actor_step(
-        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+        self, rng: jax.Array, params: TD3ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         action = self._act(*self.normaliser.acting(params.policy, timestep.observation))
         action += params.noise * jax.random.normal(rng, action.shape)
@@ -120,15 +120,15 @@ class TD3(Agent):
         return AgentOutput(action, {}), state
 
     def eval_step(
-        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
+        self, rng: jax.Array, params: TD3ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         action = self._act(*self.normaliser.acting(params.policy, timestep.observation))
         return AgentOutput(self._range.to_action(action), {}), state
 
-    def actor_params(self, params: TD3Params, learner_state: TD3State) -> ActorParams:
+    def actor_params(self, params: TD3Params, learner_state: TD3State) -> TD3ActorParams:
         uniform = (learner_state.steps == 0).astype(jnp.float32)
         policy = self.normaliser.actor_params(params.policy, learner_state.statistics)
-        return ActorParams(policy, uniform, jnp.float32(self.cfg.exploration_noise))
+        return TD3ActorParams(policy, uniform, jnp.float32(self.cfg.exploration_noise))
 
     # Learning
 

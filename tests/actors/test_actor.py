@@ -10,7 +10,16 @@ from rlframe import AsyncEnv, SyncEnv
 from rlframe.actors import Actor
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.types import FIRST, LAST, MID, global_env_ids
-from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
+from tests.fakes import (
+    ACTION_SPEC,
+    OBSERVATION_SPEC,
+    CountingAgent,
+    CountingConfig,
+    CountingEnv,
+    FixedParams,
+    RecordingBuffer,
+    counting_agent,
+)
 
 
 def inferencer() -> Inferencer:
@@ -45,6 +54,25 @@ def test_the_state_before_each_step_is_added_and_zeroed_at_first():
     for _ in range(6):
         actor.step()
     assert [step.agent_state["seen"][0] for _, step in buffer.steps] == [0, 1, 2, 3, 0, 1]
+    actor.close()
+
+
+class NumberedAgent(CountingAgent):
+    """Its state at FIRST is the number of the environment."""
+
+    def initial_state(self, batch_size):
+        return {"seen": np.arange(batch_size, dtype=np.float32)}
+
+
+def test_an_environments_initial_state_is_that_of_its_number_in_the_program():
+    buffer, agent = RecordingBuffer(), NumberedAgent(CountingConfig(), OBSERVATION_SPEC, ACTION_SPEC)
+    numbered = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)}))
+    actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), numbered, buffer, rank=2, num_pools=2)
+    for _ in range(5):
+        actor.step()
+    seen = [step.agent_state["seen"].tolist() for _, step in buffer.steps]
+    assert seen[:2] == [[8, 9], [10, 11]] and seen[2:4] == [[9, 10], [11, 12]]
+    assert seen[-2:] == seen[:2]  # the next episodes
     actor.close()
 
 

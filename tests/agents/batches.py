@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import optax
 from dm_env import specs
 
 from rlframe.agents.networks import NatureCNNConfig
@@ -93,6 +94,13 @@ def learn(agent, params, learner_state, batch):
     """One learner step, jitted where the Learner would (without donating)."""
     step = jax.jit(agent.learner_step) if agent.jit_learner_step else agent.learner_step
     return step(params, learner_state, batch)
+
+
+def clipped(grads, largest):
+    """Gradients at the norm `largest`, above which they are."""
+    norm = optax.global_norm(grads)
+    assert norm > largest
+    return jax.tree.map(lambda leaf: leaf * (largest / norm), grads)
 
 
 def started(agent, seed=0):

@@ -15,16 +15,21 @@ from rlframe.agents import (
     DQN,
     IMPALA,
     PPO,
+    PQN,
+    R2D2,
     SAC,
     TD3,
     Agent,
     DQNConfig,
     IMPALAConfig,
     PPOConfig,
+    PQNConfig,
+    R2D2Config,
     SACConfig,
     TD3Config,
 )
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.recurrent import LSTMConfig
 from rlframe.errors import UsageError
 from rlframe.types import AgentOutput, Transition
 from tests.agents import batches
@@ -36,6 +41,7 @@ DQN_CONFIG = DQNConfig(batch_size=16, min_replay_size=16)
 IMPALA_CONFIG = IMPALAConfig(unroll_length=8, batch_size=4)
 SAC_CONFIG = SACConfig(batch_size=16, min_replay_size=16)
 TD3_CONFIG = TD3Config(batch_size=16, min_replay_size=16)
+R2D2_CONFIG = R2D2Config(batch_size=4, sequence_length=5, burn_in=3, period=4, min_replay_size=4)
 MATRIX = specs.BoundedArray((2, 1), np.float32, np.array([[-2.0], [0.0]]), np.array([[2.0], [1.0]]), "action")
 SMALL_MLP = MLPConfig((8,), "relu")
 
@@ -62,6 +68,12 @@ def make(name: str) -> Agent:
         "sac": lambda: SAC(SAC_CONFIG, VECTOR, BOX, SMALL_MLP),
         "sac matrix": lambda: SAC(SAC_CONFIG, {"a": VECTOR, "b": VECTOR}, MATRIX, SMALL_MLP),
         "sac images": lambda: SAC(SAC_CONFIG, DICT, BOX, SMALL_CNN),
+        "dqn atoms": lambda: DQN(dataclasses.replace(DQN_CONFIG, num_atoms=5, dueling=True), VECTOR, DISCRETE),
+        "dqn quantiles": lambda: DQN(dataclasses.replace(DQN_CONFIG, num_quantiles=5), VECTOR, DISCRETE),
+        "dqn noisy": lambda: DQN(dataclasses.replace(DQN_CONFIG, noisy=0.5), VECTOR, DISCRETE),
+        "pqn": lambda: PQN(PQNConfig(unroll_length=8, num_epochs=2, num_minibatches=2), VECTOR, DISCRETE),
+        "r2d2": lambda: R2D2(R2D2_CONFIG, VECTOR, DISCRETE, LSTMConfig((8,), 4)),
+        "r2d2 images": lambda: R2D2(R2D2_CONFIG, IMAGE, DISCRETE, LSTMConfig((8,), 4)),
         "td3": lambda: TD3(TD3_CONFIG, VECTOR, BOX, SMALL_MLP),
         "td3 matrix": lambda: TD3(TD3_CONFIG, {"a": VECTOR, "b": VECTOR}, MATRIX, SMALL_MLP),
     }[name]()
@@ -70,9 +82,10 @@ def make(name: str) -> Agent:
 AGENTS = ["ppo", "ppo multi-discrete", "ppo continuous", "ppo images", "ppo dict"]
 AGENTS += ["dqn", "dqn prioritised", "dqn images", "dqn dict"]
 AGENTS += ["impala", "impala multi-discrete", "impala continuous", "impala images", "impala dict"]
+AGENTS += ["dqn atoms", "dqn quantiles", "dqn noisy", "pqn", "r2d2", "r2d2 images"]
 AGENTS += ["sac", "sac matrix", "sac images", "ppo normalised", "td3", "td3 matrix"]
 
-ONE_OF_EACH = ["ppo", "ppo continuous", "dqn images", "impala", "sac", "td3"]
+ONE_OF_EACH = ["ppo", "ppo continuous", "dqn images", "dqn noisy", "impala", "pqn", "r2d2", "sac", "td3"]
 
 
 def batch_for(agent, params, learner_state):
@@ -127,7 +140,10 @@ def test_evaluating_ignores_the_key(name):
     params, learner_state = started(agent)
     actor_params = agent.actor_params(params, learner_state)
     seen = batches.timestep(agent.observation_spec, 4)
-    actions = [agent.eval_step(jax.random.PRNGKey(seed), actor_params, seen, ())[0].action for seed in range(3)]
+    actions = [
+        agent.eval_step(jax.random.PRNGKey(seed), actor_params, seen, agent.initial_state(4))[0].action
+        for seed in range(3)
+    ]
     np.testing.assert_array_equal(actions[0], actions[1])
     np.testing.assert_array_equal(actions[0], actions[2])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from rlframe.agents import DQN, DQNConfig, losses
@@ -141,7 +142,8 @@ def test_double_takes_the_online_networks_choice():
 
 
 def test_munchausen_adds_what_the_target_networks_policy_likes():
-    agent = make(munchausen=True, munchausen_temperature=0.5, huber_threshold=None)
+    bonus = {"munchausen_temperature": 0.5, "munchausen_scale": 0.7, "munchausen_clip": -0.6}
+    agent = make(munchausen=True, **bonus, huber_threshold=None)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
     batch = batches.transitions(agent)
@@ -150,7 +152,8 @@ def test_munchausen_adds_what_the_target_networks_policy_likes():
     log_policy = 0.5 * np.asarray(jax.nn.log_softmax(here / 0.5))[np.arange(16), data.action]
     soft = 0.5 * np.log(np.exp(following / 0.5).sum(axis=1))
     chosen = values(agent, params, data.observation)[np.arange(16), data.action]
-    errors = data.reward + 0.9 * np.maximum(log_policy, -1.0) + data.discount * soft - chosen
+    assert (log_policy < -0.6).any() and (log_policy > -0.6).any()
+    errors = data.reward + 0.7 * np.maximum(log_policy, -0.6) + data.discount * soft - chosen
     loss, _ = agent.loss(params, learner_state._replace(target_params=target), batch)
     np.testing.assert_allclose(loss, np.mean(0.5 * np.square(errors)), rtol=1e-5)
 
@@ -269,9 +272,12 @@ def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
     np.testing.assert_array_equal(greedy[0].action, (here @ support).argmax(axis=1))
 
 
-@pytest.mark.parametrize("change", [{"num_atoms": 1}, {"num_atoms": 51, "value_min": 1.0, "value_max": 1.0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"num_atoms": 1}, {"num_atoms": 51, "value_min": 1.0, "value_max": 1.0}, {"num_atoms": 51, "value_max": np.inf}],
+)
 def test_atoms_that_cannot_be_learned_are_refused(change):
-    with pytest.raises(UsageError, match=r"num_atoms must be at least 2 .* and a higher value_max"):
+    with pytest.raises(UsageError, match=r"num_atoms must be at least 2 .* value_min below value_max"):
         make(**change)
 
 
@@ -338,6 +344,16 @@ def test_an_annealed_learning_rate_ends_at_zero():
     assert_trees_equal(after, params)
 
 
+def test_gradients_are_clipped_and_adam_has_its_epsilon():
+    agent = make(optimizer="adam", learning_rate=1e-2, max_grad_norm=0.01, adam_epsilon=0.1)
+    params, learner_state = started(agent)
+    batch, adam = batches.transitions(agent), optax.adam(1e-2, eps=0.1)
+    grads = batches.clipped(agent.compute_gradients(params, learner_state, batch)[1], 0.01)
+    expected = optax.apply_updates(params, adam.update(grads, adam.init(params))[0])
+    after, _, _ = jax.jit(agent.learner_step)(params, learner_state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, expected)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
 def test_it_learns_the_rewards_of_a_bandit(optimizer):
     agent = make(optimizer=optimizer, learning_rate=3e-3)
@@ -365,6 +381,13 @@ def test_actions_that_are_not_discrete_are_refused(spec):
         {"learning_rate": -1.0},
         {"learning_rate": float("nan")},
         {"exploration_duration_exponent": float("nan")},
+        {"huber_threshold": 0.0},
+        {"max_grad_norm": -1.0},
+        {"adam_epsilon": -1.0},
+        {"munchausen_clip": 1.0},
+        {"priority_exponent": -1.0},
+        {"importance_exponent": float("nan")},
+        {"total_learner_steps": 0},
         {"optimizer": "sgd"},
         {"n_step": 0},
     ],

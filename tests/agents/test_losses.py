@@ -121,6 +121,9 @@ def test_no_gradient_flows_through_the_target():
 
 
 def test_dueling_values_by_hand():
+    np.testing.assert_allclose(
+        losses.dueling_values(jnp.array([[1.0, 3.0]] * 2), jnp.array([10.0, 20.0])), [[9, 11], [19, 21]]
+    )
     result = losses.dueling_values(jnp.array([[1.0, 3.0]]), jnp.array([[10.0]]))
     np.testing.assert_allclose(result, [[9.0, 11.0]])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,8 +64,9 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
     plain = make(**changes, noisy=None)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
-    online, target, _ = agent._sampled(params, learner_state)
-    assert (online["head0"]["w"] != target["head0"]["w"]).any()
+    online, target, selecting = agent._sampled(params, learner_state)
+    weights = [each["head0"]["w"] for each in (params.mean, online, target, selecting)]
+    assert all((one != other).any() for one, other in itertools.combinations(weights, 2))
     loss, _ = agent.loss(params, learner_state, batch)
     if not changes.get("double"):  # which takes two samples of the same parameters
         of_samples, _ = plain.loss(online, plain.initial_learner_state(target), batch)

@@ -15,12 +15,14 @@ from rlframe.agents import (
     DQN,
     IMPALA,
     PPO,
+    PQN,
     R2D2,
     SAC,
     TD3,
     DQNConfig,
     IMPALAConfig,
     PPOConfig,
+    PQNConfig,
     R2D2Config,
     SACConfig,
     TD3Config,
@@ -159,8 +161,11 @@ def test_rewards_are_scaled_by_the_deviation_of_returns_without_those_at_first()
         lambda: TD3(TD3Config(normalise_observations=True), VECTOR, BOX, NETWORK),
         lambda: IMPALA(IMPALAConfig(normalise_observations=True), VECTOR, DISCRETE, NETWORK),
         lambda: R2D2(R2D2Config(sequence_length=5, burn_in=3, normalise_observations=True), VECTOR, DISCRETE, NETWORK),
+        lambda: PQN(
+            PQNConfig(unroll_length=8, num_minibatches=1, normalise_observations=True), VECTOR, DISCRETE, NETWORK
+        ),
     ],
-    ids=["dqn", "sac", "td3", "impala", "r2d2"],
+    ids=["dqn", "sac", "td3", "impala", "r2d2", "pqn"],
 )
 def test_every_agent_learns_as_if_its_observations_came_normalised(make):
     agent = make()
@@ -171,7 +176,7 @@ def test_every_agent_learns_as_if_its_observations_came_normalised(make):
     mean, variance = jnp.array([1.0, -2.0, 3.0]), jnp.array([4.0, 0.25, 9.0])
     moments = state.statistics.observation._replace(mean=(mean,), variance=(variance,))
     state = state._replace(statistics=state.statistics._replace(observation=moments))
-    is_sequence = isinstance(agent, (IMPALA, R2D2))
+    is_sequence = isinstance(agent, (IMPALA, R2D2, PQN))
     batch = batches.sequences(plain, params, started(plain)[1]) if is_sequence else batches.transitions(agent)
     raw = {"observation": batch.data.observation * jnp.sqrt(variance) + mean}
     if not is_sequence:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from dm_env import specs
 
 from rlframe.agents import PQN, PQNConfig
 from rlframe.agents.dqn import ActorParams
@@ -97,7 +99,7 @@ def test_a_share_epsilon_of_actions_is_uniform():
 
 
 def test_a_learning_rate_that_anneals_ends_at_zero():
-    agent = make(total_learner_steps=2)
+    agent = make(total_learner_steps=2, anneal_learning_rate=True)
     params, learner_state = started(agent)
     batch = unroll(agent, params, learner_state)
     for _ in range(2):
@@ -105,8 +107,28 @@ def test_a_learning_rate_that_anneals_ends_at_zero():
     batches.assert_trees_equal(learn(agent, params, learner_state, batch)[0], params)
 
 
+def test_a_step_is_one_of_radam_from_a_clipped_gradient():
+    agent = make(max_grad_norm=0.1, learning_rate=3e-3)
+    params, learner_state = started(agent)
+    radam = optax.radam(3e-3)
+    opt_state, slope = radam.init(params), jax.grad(lambda params, rows: agent.loss(params, learner_state, rows)[0])
+    for _ in range(8):  # it corrects for the variance from its sixth step on
+        batch = unroll(agent, params, learner_state)
+        grads = slope(params, batch._replace(data=agent.rollout(params, batch.data)))
+        updates, opt_state = radam.update(batches.clipped(grads, 0.1), opt_state)
+        expected = optax.apply_updates(params, updates)
+        params, learner_state, _ = learn(agent, params, learner_state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected)
+
+
+@pytest.mark.parametrize("spec", [VECTOR, specs.BoundedArray((4, 36, 36), np.uint8, 0, 255)])
+def test_the_layers_of_its_own_network_are_normalised(spec):
+    params = jax.eval_shape(PQN(PQNConfig(), spec, DISCRETE).initial_params, jax.random.PRNGKey(0))
+    assert sum("norm" in name for name in params) == (2 if spec is VECTOR else 4)
+
+
 def test_it_learns_the_rewards_of_a_bandit():
-    agent = make(num_epochs=50, num_minibatches=2, learning_rate=1e-2, anneal_learning_rate=False)
+    agent = make(num_epochs=50, num_minibatches=2, learning_rate=1e-2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, 8, 8)
     reward = np.array([1.0, -1.0, 0.5], np.float32)[batch.data.action]
@@ -121,7 +143,16 @@ def test_actions_that_are_not_discrete_are_refused():
         PQN(PQNConfig(), VECTOR, BOX)
 
 
-@pytest.mark.parametrize("change", [{"num_epochs": 0}, {"q_lambda": 1.5}, {"learning_rate": float("nan")}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_epochs": 0},
+        {"q_lambda": 1.5},
+        {"learning_rate": float("nan")},
+        {"max_grad_norm": -1.0},
+        {"total_learner_steps": 0},
+    ],
+)
 def test_options_out_of_range_are_refused_by_name(change):
     with pytest.raises(UsageError, match=f"PQNConfig.{next(iter(change))}"):
         PQNConfig(**change)

@@ -6,11 +6,12 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from rlframe.agents import R2D2, R2D2Config
 from rlframe.agents.networks import MLPConfig
-from rlframe.agents.r2d2 import Explorer
+from rlframe.agents.r2d2 import Explorer, ladder
 from rlframe.agents.recurrent import GRUConfig
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST, MID, Sequence, SequenceBatch
@@ -148,8 +149,7 @@ def test_the_burn_in_and_the_stored_state_matter_where_the_episode_goes_on():
 
 def test_actors_explore_by_a_ladder_that_no_episode_changes():
     agent = make(epsilon=0.4, epsilon_exponent=7.0)
-    np.testing.assert_allclose(agent.initial_state(3).epsilon, [0.4, 0.4**4.5, 0.4**8], rtol=1e-5)
-    np.testing.assert_allclose(agent.initial_state(1).epsilon, [0.4**4.5], rtol=1e-5)
+    np.testing.assert_allclose(agent.initial_state(3).epsilon, [0.4**4.5, 0.4, 0.4**8], rtol=1e-5)
     params, _ = started(agent)
     rows = 30_000
     seen = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), batches.timestep(VECTOR, 1))
@@ -161,6 +161,28 @@ def test_actors_explore_by_a_ladder_that_no_episode_changes():
     expected[greedy.action[0]] += 0.7
     np.testing.assert_allclose(np.bincount(output.action, minlength=3) / rows, expected, atol=0.01)
     assert output.action.dtype == greedy.action.dtype == np.int32
+
+
+def test_the_ladder_is_even_and_an_environment_keeps_its_rung_however_many_there_are():
+    np.testing.assert_array_equal(ladder(9), [1 / 2, 0, 1, 1 / 4, 3 / 4, 1 / 8, 5 / 8, 3 / 8, 7 / 8])
+    for exponent in range(1, 6):
+        np.testing.assert_array_equal(np.sort(ladder(2**exponent + 1)), np.linspace(0.0, 1.0, 2**exponent + 1))
+    for count in range(1, 40):
+        np.testing.assert_array_equal(ladder(count), ladder(40)[:count])
+
+
+@pytest.mark.parametrize("anneals", [False, True])
+def test_its_optimizer_is_adam_with_a_clipped_gradient(anneals):
+    agent = make(max_grad_norm=0.01, adam_epsilon=0.1, anneal_learning_rate=anneals, total_learner_steps=4)
+    params, learner_state = started(agent)
+    batch, adam = sequences(), optax.adam(optax.linear_schedule(1e-2, 0.0, 4) if anneals else 1e-2, eps=0.1)
+    opt_state = adam.init(params)
+    for _ in range(2):
+        grads = batches.clipped(agent.compute_gradients(params, learner_state, batch)[1], 0.01)
+        updates, opt_state = adam.update(grads, opt_state)
+        expected = optax.apply_updates(params, updates)
+        params, learner_state, _ = jax.jit(agent.learner_step)(params, learner_state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
 
 
 def test_an_epsilon_of_zero_is_greedy():
@@ -208,7 +230,16 @@ def test_actions_that_are_not_discrete_are_refused():
 
 @pytest.mark.parametrize(
     "change",
-    [{"batch_size": 0}, {"burn_in": -1}, {"max_share": 2.0}, {"learning_rate": float("nan")}, {"rescaling": -1.0}],
+    [
+        {"batch_size": 0},
+        {"burn_in": -1},
+        {"max_share": 2.0},
+        {"learning_rate": float("nan")},
+        {"rescaling": -1.0},
+        {"epsilon_exponent": -9.0},
+        {"max_grad_norm": 0.0},
+        {"priority_exponent": float("nan")},
+    ],
 )
 def test_options_out_of_range_are_refused_by_name(change):
     with pytest.raises(UsageError, match=f"R2D2Config.{next(iter(change))}"):

@@ -66,8 +66,8 @@ def mlp(params, inputs, head):
     return hidden @ np.asarray(linear["w"], np.float64) + linear["b"]
 
 
-def brute_force(agent, params, target_critics, batch, noises):
-    """(critic loss, policy loss, temperature loss), one row after the other."""
+def brute_force(agent, params, target_critics, batch, noises, entropy, min_log_std, max_log_std):
+    """(critic loss, policy loss, temperature loss), one row after the other; `entropy` is to be kept."""
     data, temperature = batch.data, np.exp(float(params.log_temperature))
     half, middle = np.array([2.0, 0.5]), np.array([0.0, 0.5])
     losses = np.zeros(3)
@@ -75,6 +75,7 @@ def brute_force(agent, params, target_critics, batch, noises):
 
         def act(observation, noise):
             mean, log_std = np.split(mlp(params.policy, observation, 0), 2)
+            log_std = np.clip(log_std, min_log_std, max_log_std)
             action = np.tanh(mean + np.exp(log_std) * noise)
             density = np.exp(-0.5 * noise**2) / np.sqrt(2 * np.pi) / np.exp(log_std) / (1 - action**2)
             return action, np.log(density).sum()
@@ -90,12 +91,14 @@ def brute_force(agent, params, target_critics, batch, noises):
         losses[0] += sum(0.5 * (value - target) ** 2 for value in values(params.critics, data.observation[i], given))
         action, log_prob = act(data.observation[i], noises[0][i])
         losses[1] += temperature * log_prob - min(values(params.critics, data.observation[i], action))
-        losses[2] += -temperature * (log_prob - 2.0)
+        losses[2] += -temperature * (log_prob + entropy)
     return losses / len(data.reward)
 
 
-def test_the_losses_are_those_of_a_loop_over_rows():
-    agent = make()
+@pytest.mark.parametrize("bounds", [(-20.0, 2.0), (-0.2, 0.2)])
+@pytest.mark.parametrize("entropy", [None, -0.5])
+def test_the_losses_are_those_of_a_loop_over_rows(entropy, bounds):
+    agent = make(target_entropy=entropy, min_log_std=bounds[0], max_log_std=bounds[1])
     params, learner_state = started(agent)
     params = params._replace(log_temperature=jnp.float32(-0.7))
     target = agent.initial_params(jax.random.PRNGKey(9)).critics
@@ -103,7 +106,8 @@ def test_the_losses_are_those_of_a_loop_over_rows():
     batch = batches.transitions(agent)
     rngs = jax.random.split(jax.random.fold_in(learner_state.rng, 5))
     noises = [np.asarray(jax.random.normal(rng, (16, 2)), np.float64) for rng in rngs]
-    critic, policy, temperature = brute_force(agent, params, target, batch, noises)
+    wanted = -2.0 if entropy is None else entropy
+    critic, policy, temperature = brute_force(agent, params, target, batch, noises, wanted, *bounds)
     loss, logs = agent.loss(params, learner_state, batch)
     np.testing.assert_allclose(logs["critic_loss"], critic, rtol=1e-4)
     np.testing.assert_allclose(logs["policy_loss"], policy, rtol=1e-4)
@@ -128,6 +132,19 @@ def test_each_loss_moves_its_own_parameters_alone():
         SACParams(policy.policy, critic.critics, whole.log_temperature),
         whole,
     )
+
+
+def test_critics_and_temperature_have_a_learning_rate_of_their_own():
+    agent = make(learning_rate=1e-3, critic_learning_rate=2e-2)
+    params, learner_state = started(agent)
+    after, _, _ = learn(agent, params, learner_state, batches.transitions(agent))
+
+    def largest(part):  # the first step of Adam is as long as its rate
+        moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), getattr(after, part), getattr(params, part))
+        return max(jax.tree.leaves(moved))
+
+    for part, rate in (("policy", 1e-3), ("critics", 2e-2), ("log_temperature", 2e-2)):
+        np.testing.assert_allclose(largest(part), rate, rtol=1e-3)
 
 
 def test_the_target_critics_follow_slowly():
@@ -212,6 +229,8 @@ def test_actions_without_bounds_are_refused(spec):
         {"critic_learning_rate": 0.0},
         {"initial_temperature": 0.0},
         {"min_log_std": 3.0},
+        {"min_log_std": -float("inf")},
+        {"target_entropy": float("nan")},
         {"min_replay_size": 2_000_000},
     ],
 )

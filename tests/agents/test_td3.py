@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from rlframe.agents import TD3, TD3Config
@@ -83,6 +84,21 @@ def test_the_policy_climbs_the_first_critic():
     values = [mlp(params.critics, np.concatenate(pair), 0)[0] for pair in zip(actions, batch.data.observation)]
     loss = agent.policy_loss(params.policy, params.critics, batch.data.observation)
     np.testing.assert_allclose(loss, -np.mean(values), rtol=1e-4)
+
+
+def test_the_policy_climbs_the_critics_that_have_just_learned():
+    agent = make()
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
+    after, _, _ = jax.jit(agent.learner_step)(params, learner_state, batch)
+    slope = jax.grad(agent.policy_loss)
+    new, old = (slope(params.policy, critics, batch.data.observation) for critics in (after.critics, params.critics))
+    adam = optax.adam(1e-2)
+    expected, with_old = (
+        optax.apply_updates(params.policy, adam.update(grads, adam.init(params.policy))[0]) for grads in (new, old)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after.policy, expected)
+    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), with_old, expected))) > 1e-5
 
 
 def test_the_policy_and_the_targets_move_every_other_step():

@@ -162,6 +162,7 @@ RAINBOW_ATARI = Preset(
             agent__replay_capacity=1_000_000,
         ),
         **settings("Hessel et al. 2018 (Rainbow): its parts", agent__double=True, agent__dueling=True),
+        **settings("dqn_zoo, rainbow/run_atari.py", agent__max_grad_norm=10.0),
         **settings("Hessel et al. 2018 (Rainbow) runs 50,000,000", steps=10_000_000),
         **settings("Mnih et al. 2015: clipped rewards, a life is an episode", env_kwargs=ATARI_TRAINING),
         **settings(

@@ -56,6 +56,7 @@ POSITION_ONLY_CARTPOLE = Preset(
             agent__learning_rate=1e-3,
             agent__anneal_learning_rate=True,
             agent__anneal_clip=True,
+            agent__normalise_observations=True,
         ),
         **settings(
             "found here, on seeds 11 to 13, which end at 500; with 8 environments, or unrolls of 32 and the zoo's 20 "
@@ -67,7 +68,6 @@ POSITION_ONLY_CARTPOLE = Preset(
             agent__num_minibatches=4,  # of 4 environments' unrolls
             agent__discount=0.99,
             agent__gae_lambda=0.95,
-            agent__normalise_observations=True,
         ),
     },
 )
