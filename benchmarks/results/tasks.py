@@ -293,7 +293,13 @@ _MEMORY = tuple(
             450.0,
             "The preset was chosen on seeds 11 to 13; an earlier one was run on seeds 1 to 3.",
         ),
-        ("r2d2", (), "", 400.0, "The preset was chosen on seeds 11 to 13."),
+        (
+            "r2d2",
+            (),
+            "",
+            400.0,
+            "The preset was chosen on seeds 11 to 13. With an earlier ladder of exploration seeds 1 to 3 had 496.0.",
+        ),
         ("impala", (), " with a GRU", 400.0, "The preset was chosen on seed 11; seeds 1 to 3 were run since."),
     )
 )
