@@ -26,8 +26,8 @@ one, and on which seeds its preset was chosen. `make results` trains what is mis
 is a small file in `benchmarks/results/records`, from which the page is made. [engines.md](engines.md) has CartPole
 under every engine and topology.
 
-- **goal**: asked of the mean over seeds of the mean of each seed's last 5 evaluations; or, where it says *each*, of
-  every seed's final policy.
+- **goal**: asked of the mean over seeds of the mean of each seed's last 5 evaluations; where it says *each*, of every
+  seed's; where it says *final*, of every seed's final policy. **mean** and **seeds** are of the same.
 - **evaluations** are greedy, of 20 episodes with seeds that training never used, at fixed intervals during training and
   at its end. **final**: the last of them, mean ± deviation over the episodes. **first at goal**: environment steps of
   the first evaluation at or above the goal.
@@ -74,7 +74,7 @@ def text() -> str:
 
 def score(task: Task, record: Record) -> float:
     """What counts of a seed: the mean of its last 5 evaluations, or the return of its final policy."""
-    return record.last(_LAST) if task.measure == "mean" else record.return_mean
+    return record.return_mean if task.measure == "final" else record.last(_LAST)
 
 
 def reaches(task: Task, found: Sequence[Record]) -> bool:
@@ -105,7 +105,7 @@ def _summary(
 ) -> str:
     rows = []
     for task, found in games:
-        goal = f"{task.goal:,g}{', each' if task.measure == 'each' else ''}"
+        goal = f"{task.goal:,g}{'' if task.measure == 'mean' else f', {task.measure}'}"
         scores, limit = [score(task, one) for one in found], _limit(task)
         cells = (limit, _wall_time(found), _shortly(task.published), _verdict(task, found))
         rows.append((_link(task), goal, *_means(scores, ",.1f"), *cells))
@@ -176,7 +176,11 @@ def _section(task: Task, found: list[Record]) -> str:
         )
         for p in task.published
     ]
-    of = "the mean over seeds of the last 5 evaluations" if task.measure == "mean" else "each seed's final policy"
+    of = {
+        "mean": "the mean over seeds of the last 5 evaluations",
+        "each": "the last 5 evaluations of each seed",
+        "final": "each seed's final policy",
+    }[task.measure]
     return "\n".join(
         [
             f"## {task.title}\n",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import math
-import operator
 import threading
 import time
 from typing import Any
@@ -252,7 +251,7 @@ class Actor:
         states, end = self._initial_state(first + self._size), first
         for lane in self._lanes:
             begin, end = end, end + lane.env.num_envs
-            lane.begin(jax.tree.map(operator.itemgetter(slice(begin, end)), states))
+            lane.begin(jax.tree.map(lambda leaf, begin=begin, end=end: np.array(leaf[begin:end]), states))
         buffer = self._replay_buffer
         is_remote = isinstance(buffer, handles.Remote)
         spec = self._inferencer.specs().replay_spec if is_remote else getattr(buffer, "spec", None)

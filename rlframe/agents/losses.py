@@ -124,7 +124,7 @@ def quantile_errors(
 ) -> jax.Array:
     """Losses of quantile regression (Dabney et al. 2018, arXiv:1710.10044, algorithm 1).
 
-    Huber's loss is divided by its threshold, as in arXiv:1806.06923, equation 3; at the usual 1 it is the same.
+    Huber's loss is divided by its threshold, as in IQN (arXiv:1806.06923); at the usual 1 it is the same.
 
     Args:
         quantiles: [B, A, N], of the return, for the observation.

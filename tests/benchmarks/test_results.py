@@ -86,7 +86,8 @@ def test_a_seeds_score_is_the_mean_of_its_last_5_evaluations_or_its_final_policy
     write_record(1, {10: 100.0, 20: 1.0, 30: 2.0, 40: 3.0, 50: 4.0, 60: 20.0})
     record = records.read(Record, "toy", 1)
     assert page.score(TASK, record) == 6.0
-    assert page.score(dataclasses.replace(TASK, measure="each"), record) == 20.0
+    assert page.score(dataclasses.replace(TASK, measure="each"), record) == page.score(TASK, record)
+    assert page.score(dataclasses.replace(TASK, measure="final"), record) == 20.0
     assert (record.reached(10.0), record.reached(3.0), record.reached(101.0)) == (10, 10, None)
 
 
