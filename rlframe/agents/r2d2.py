@@ -239,4 +239,6 @@ def ladder(count: int) -> np.ndarray:
 
 def _select(values: jax.Array, actions: jax.Array) -> jax.Array:
     """[T, B]: of values [T, B, A] those of the actions [T, B]."""
-    return jnp.take_along_axis(values, actions[..., None].astype(jnp.int32), axis=-1)[..., 0]
+    # The gradient of take_along_axis is a scatter, at whose compilation XLA's older CPU runtime (jaxlib 0.5.3) aborts
+    # the process where the network has no state.
+    return jnp.sum(values * jax.nn.one_hot(actions, values.shape[-1], dtype=values.dtype), axis=-1)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from rlframe import compilation
 from rlframe.agents import R2D2, R2D2Config
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.r2d2 import Explorer, ladder
@@ -221,6 +222,23 @@ def test_it_learns_what_only_a_memory_can_tell(network, error):
         params, learner_state, logs = step(params, learner_state, batches.whole(data, rows))
     errors = (logs["priorities"].mean() - 0.1 * logs["td_error"]) / 0.9  # the largest of each sequence
     np.testing.assert_allclose(errors, error, atol=0.15)
+
+
+def test_a_network_without_a_state_learns_at_the_papers_sizes():
+    agent = R2D2(R2D2Config(), VECTOR, DISCRETE, MLPConfig())
+    params, learner_state = started(agent)
+    rows, steps = agent.cfg.batch_size, agent.cfg.burn_in + agent.cfg.sequence_length
+    data = SequenceBatch(
+        observation=batches.random_tree(VECTOR, (rows, steps + 1)),
+        step_type=np.full((rows, steps + 1), MID, np.uint8),
+        action=batches.random_tree(DISCRETE, (rows, steps)),
+        reward=np.ones((rows, steps), np.float32),
+        discount=np.ones((rows, steps), np.float32),
+        extras={},
+        agent_state=agent.initial_state(rows),
+    )
+    step = compilation.jit(agent.learner_step, differentiates=True)  # as the Learner does: it aborted the process
+    assert np.isfinite(step(params, learner_state, batches.whole(data, rows))[2]["loss"])
 
 
 def test_actions_that_are_not_discrete_are_refused():
