@@ -33,7 +33,7 @@ class LearnerState(NamedTuple):
     """
 
     opt_state: Any
-    steps: Any  # [] int32: learner steps done
+    steps: Any  # [] int32: learner steps done; of agents that count one from a small batch as its share, float32
     rng: Any  # a key of jax.random
 
 
@@ -205,6 +205,9 @@ class Agent:
         """What acting needs and training changes: the parameters, and schedules or statistics."""
         del learner_state
         return params
+
+    def check_num_envs(self, num_envs: int) -> None:
+        """Raises UsageError where batches of one item of each of `num_envs` environments cannot be learned from."""
 
     # What buffers and inferencers check against
 

@@ -37,8 +37,8 @@ class MinibatchUpdates:
         prepare: `f(params, data)` gives the rows to learn from, a tree of `[N, ...]`, by the parameters before the
             first minibatch.
         num_epochs: how often each row is learned from.
-        num_minibatches: of an epoch. Where the rows do not divide into them, each epoch leaves a random few out: how
-            many rows there are may depend on which actors are alive.
+        num_minibatches: of an epoch. Where the rows do not divide into them, each epoch leaves a random few out, and
+            where they are fewer, so are the minibatches: how many rows there are may depend on which actors are alive.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MinibatchUpdates:
         """As `Agent.learner_step`; the logs are means over the minibatches.
 
         Raises:
-            UsageError: there are fewer rows than minibatches, or parameters of several dtypes.
+            UsageError: parameters of several dtypes.
         """
         self._unravel = self._unravel or unraveller(params)
         state = learner_state._replace(opt_state=())
@@ -62,7 +62,7 @@ class MinibatchUpdates:
             def step(carry: Carry, index: jax.Array | None) -> tuple[Carry, Logs]:
                 return self._step(carry, rows, index, state)
 
-            length = self._num_epochs * self._num_minibatches
+            length = self._num_epochs if indices is None else len(indices)
             carry, logs = jax.lax.scan(step, (flat, learner_state.opt_state), indices, length=length)
         else:
             begin, step_of = self._jitted
@@ -79,18 +79,23 @@ class MinibatchUpdates:
         return params, learner_state, {name: values.mean() for name, values in logs.items()}
 
     def indices(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
-        """[epochs * minibatches, rows of one]; None where a minibatch is the whole batch."""
-        size = num_rows // self._num_minibatches
-        if not size:
-            raise UsageError(
-                f"{type(self._agent).__name__}: {num_rows} rows (environments x unroll_length; of a recurrent network "
-                f"environments) cannot fill num_minibatches={self._num_minibatches}. Change one of these."
-            )
-        if self._num_minibatches == 1:
+        """[epochs * minibatches, rows of one]; None where each epoch is one minibatch of all rows."""
+        count = min(self._num_minibatches, num_rows)
+        if count == 1:
             return None
+        size = num_rows // count
         order = jnp.argsort(jax.random.bits(rng, (self._num_epochs, num_rows)), axis=1)
-        order = order[:, : size * self._num_minibatches]
-        return order.reshape(self._num_epochs * self._num_minibatches, size)
+        order = order[:, : size * count]
+        return order.reshape(self._num_epochs * count, size)
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raises UsageError where a whole batch, of so many rows, has fewer than there are to be minibatches."""
+        if num_rows < self._num_minibatches:
+            raise UsageError(
+                f"{type(self._agent).__name__}: num_minibatches={self._num_minibatches} of a batch of {num_rows} rows "
+                "(num_envs x unroll_length; of a recurrent network num_envs, as a row is a whole unroll). Lower "
+                "--num-minibatches, or raise --num-envs."
+            )
 
     @functools.cached_property
     def _jitted(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -110,6 +115,11 @@ class MinibatchUpdates:
         logs, grads = self._agent.compute_gradients(self._unravel(flat), state, Batch(data, (), (), ()))
         flat, opt_state, more = self._agent.apply_gradients(flat, ravel(grads), state)
         return (flat, opt_state), {**logs, **more}
+
+
+def share_of_batch(batch: Batch, num_envs: int | None) -> float:
+    """What one learner step counts as, of those from a batch of `num_envs` environments; None: as one."""
+    return 1.0 if num_envs is None else len(batch.data.reward) / num_envs
 
 
 def ravel(params: Params) -> jax.Array:

@@ -12,7 +12,7 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.minibatches import MinibatchUpdates, ravel
+from rlframe.agents.minibatches import MinibatchUpdates, ravel, share_of_batch
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
@@ -53,6 +53,7 @@ class PPOConfig:
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     anneal_clip: bool = False  # the same for clip_epsilon
     total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
+    envs_per_batch: int | None = None  # of a whole learner step: one of fewer counts as its share; None: as one
     # Versions that an unroll may be behind. 0: actors wait for each update, as in the paper. Above, they run that many
     # unrolls ahead; the correction is the clipped ratio to the policy that acted, whose log-probabilities are stored:
     # equation 7 of the paper asks for no more than that. Hilton et al. 2022 (arXiv:2110.00641) measure what it costs.
@@ -64,7 +65,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
-        check_at_least(self, 1, "total_learner_steps")
+        check_at_least(self, 1, "total_learner_steps", "envs_per_batch")
         check_at_least(self, 0, "max_staleness")
         check_share(self, "discount", "gae_lambda")
         check_above(self, 0, "clip_epsilon", "value_clip", "learning_rate", "adam_epsilon", "max_grad_norm")
@@ -161,7 +162,7 @@ class PPO(Agent):
 
     def initial_learner_state(self, params: Params) -> NormalisedState:
         opt_state, steps, rng = super().initial_learner_state(ravel(params))
-        return NormalisedState(opt_state, steps, rng, self.normaliser.initial_statistics())
+        return NormalisedState(opt_state, jnp.float32(steps), rng, self.normaliser.initial_statistics())
 
     def loss(self, params: Params, learner_state: NormalisedState, batch: Batch) -> tuple[jax.Array, Logs]:
         """The loss of a minibatch: `batch.data` is a `Rollout`."""
@@ -206,8 +207,9 @@ class PPO(Agent):
     ) -> tuple[Params, NormalisedState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
         rate = self._learning_rate(learner_state.steps)
+        steps = learner_state.steps + share_of_batch(batch, self.cfg.envs_per_batch)
         params, learner_state, logs = self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
-        return params, learner_state, {**logs, "learning_rate": rate}
+        return params, learner_state._replace(steps=steps), {**logs, "learning_rate": rate}
 
     def apply_gradients(
         self, params: Params, grads: Params, learner_state: NormalisedState
@@ -215,6 +217,9 @@ class PPO(Agent):
         """One step of Adam, on all parameters as one vector."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
         return params - self._learning_rate(learner_state.steps) * updates, opt_state, {}
+
+    def check_num_envs(self, num_envs: int) -> None:
+        self._minibatch_updates.check_rows(num_envs if self._core.is_recurrent else num_envs * self.cfg.unroll_length)
 
     @functools.cached_property
     def _minibatch_updates(self) -> MinibatchUpdates:

@@ -13,7 +13,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
-from rlframe.agents.minibatches import MinibatchUpdates, ravel
+from rlframe.agents.minibatches import MinibatchUpdates, ravel, share_of_batch
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import epsilon_greedy
@@ -49,6 +49,7 @@ class PQNConfig:
     learning_rate: float = 2.5e-4  # of RAdam
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # None: epsilon is epsilon_end, and annealing does not begin
+    envs_per_batch: int | None = None  # of a whole learner step: one of fewer counts as its share; None: as one
     max_grad_norm: float | None = 10.0
     normalise_observations: bool = False  # by their running mean and deviation
     observation_clip: float = 10.0  # deviations from the mean, where they are normalised
@@ -56,7 +57,7 @@ class PQNConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
         check_share(self, "discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share")
-        check_at_least(self, 1, "total_learner_steps")
+        check_at_least(self, 1, "total_learner_steps", "envs_per_batch")
         check_above(self, 0, "learning_rate", "max_grad_norm")
 
 
@@ -140,13 +141,15 @@ class PQN(Agent):
 
     def initial_learner_state(self, params: Params) -> NormalisedState:
         opt_state, steps, rng = super().initial_learner_state(ravel(params))
-        return NormalisedState(opt_state, steps, rng, self.normaliser.initial_statistics())
+        return NormalisedState(opt_state, jnp.float32(steps), rng, self.normaliser.initial_statistics())
 
     def learner_step(
         self, params: Params, learner_state: NormalisedState, batch: Batch
     ) -> tuple[Params, NormalisedState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
-        return self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
+        steps = learner_state.steps + share_of_batch(batch, self.cfg.envs_per_batch)
+        params, learner_state, logs = self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
+        return params, learner_state._replace(steps=steps), logs
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
         """The steps of a batch with their targets, by the values that the actor had."""
@@ -182,6 +185,9 @@ class PQN(Agent):
         if self.cfg.anneal_learning_rate and self.cfg.total_learner_steps is not None:
             left = jnp.maximum(1.0 - learner_state.steps / self.cfg.total_learner_steps, 0.0)
         return params - self.cfg.learning_rate * left * updates, opt_state, {}
+
+    def check_num_envs(self, num_envs: int) -> None:
+        self._minibatch_updates.check_rows(num_envs * self.cfg.unroll_length)
 
     @functools.cached_property
     def _minibatch_updates(self) -> MinibatchUpdates:

@@ -107,7 +107,7 @@ def train(
             profile=profile,
         )
         if not resume and config.learns_from == "steps":
-            say_updates(experiment, run.agent.replay_spec, progress)
+            say_updates(experiment, run.agent, progress)
         engine = make_engine(experiment, directory.logs, listen)
         loggers += opened.enter_context(_closing(open_loggers(directory.path) if open_loggers is not None else []))
         if engine.in_process:

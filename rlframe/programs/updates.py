@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 
+from rlframe.agents import Agent
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
@@ -38,19 +39,21 @@ def first_update(spec: ReplaySpec, num_envs: int) -> int:
     return steps * num_envs
 
 
-def say_updates(experiment: Experiment, spec: ReplaySpec, progress: Logger | None) -> None:
+def say_updates(experiment: Experiment, agent: Agent, progress: Logger | None) -> None:
     """`check_updates`, for a reader where there is progress to be read."""
-    sentence = check_updates(experiment, spec)
+    sentence = check_updates(experiment, agent)
     if progress is not None:
         print(sentence, file=sys.stderr)
 
 
-def check_updates(experiment: Experiment, spec: ReplaySpec) -> str:
+def check_updates(experiment: Experiment, agent: Agent) -> str:
     """Return the sentence about the updates of a run from its beginning to its last step.
 
     Raises:
-        UsageError: it would make none.
+        UsageError: it would make none, or the agent cannot learn from so many environments.
     """
+    agent.check_num_envs(experiment.num_envs)
+    spec = agent.replay_spec
     first = first_update(spec, experiment.num_envs)
     if experiment.steps <= first - experiment.num_envs:  # a run takes a step in each environment, up to its last one
         known = {field.name for field in dataclasses.fields(experiment.agent_config)}

@@ -180,6 +180,21 @@ def items_kept(spec: ReplaySpec) -> int:
     return max(-(-spec.capacity // stride), spec.min_size)
 
 
+def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
+    """How many samples `rounds` batches are, or `rounds` items of every environment ask for, whichever is more.
+
+    It is what writers in other processes than the reader's may be ahead of `samples_per_insert`, so that neither waits
+    for the other at each item, and hardly an update is left to do when the last item was inserted.
+    """
+    return rounds * max(spec.batch_size or num_envs, (spec.samples_per_insert or 0.0) * num_envs)
+
+
+def items_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> int | None:
+    """`samples_of_rounds` in items; None where inserts have no ratio to be ahead of."""
+    ratio = spec.samples_per_insert
+    return None if ratio is None else math.ceil(samples_of_rounds(spec, num_envs, rounds) / ratio)
+
+
 def default_run_ahead(spec: ReplaySpec) -> int:
     """Items by which writers may be ahead of the ratio: an inline loop adds hundreds before it samples."""
     return max(spec.min_size, 2 * (spec.batch_size or 1), 256)

@@ -14,7 +14,7 @@ from rlframe.interprocess.memory import Name
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments, steps
 from rlframe.replay.block import Block
-from rlframe.replay.rate_limiter import RateLimiter
+from rlframe.replay.rate_limiter import RateLimiter, samples_of_rounds
 from rlframe.replay.segments import SegmentWriter
 from rlframe.replay.steps import Writers
 from rlframe.replay.stores import check_memory
@@ -193,7 +193,7 @@ class SharedWriters:
         if limiter.ratio is None:
             return
         envs = sum([header[block.NUM_ENVS] for header in memory.headers])
-        run_ahead = self._plan.run_ahead * max(spec.batch_size or envs, limiter.ratio * envs)
+        run_ahead = samples_of_rounds(spec, envs, self._plan.run_ahead)
 
         def is_ahead() -> bool:
             return not limiter.may_insert(memory.added_items(), memory.control[block.SAMPLED], run_ahead)

@@ -81,9 +81,25 @@ def test_a_terminated_episode_does_not_bootstrap_and_a_cut_one_does():
     np.testing.assert_allclose(ended, [3.0 - value[0], 0.0], rtol=1e-5)
 
 
-def test_fewer_rows_than_minibatches_are_refused():
-    with pytest.raises(UsageError, match=r"PPO: 32 rows .* cannot fill num_minibatches=33"):
-        learned(make(num_minibatches=33))
+def test_of_a_whole_batch_fewer_rows_than_minibatches_are_refused():
+    agent = make(num_minibatches=33)
+    with pytest.raises(UsageError, match=r"PPO: num_minibatches=33 of a batch of 32 rows"):
+        agent.check_num_envs(4)
+    agent.check_num_envs(5)
+
+
+def test_a_batch_of_fewer_environments_counts_as_its_share_in_annealing():
+    agent = make(anneal_learning_rate=True, total_learner_steps=2, envs_per_batch=8)
+    params, learner_state = started(agent)
+    rates = []
+    for _ in range(4):
+        batch = batches.sequences(agent, params, learner_state)  # 4 environments
+        params, learner_state, logs = learn(agent, params, learner_state, batch)
+        rates.append(float(logs["learning_rate"]))
+    np.testing.assert_allclose(rates, 1e-2 * np.array([1.0, 0.75, 0.5, 0.25]), rtol=1e-6)
+    assert learner_state.steps == 2.0
+    whole = make(anneal_learning_rate=True, total_learner_steps=2)
+    assert learn(whole, params, whole.initial_learner_state(params), batch)[1].steps == 1.0
 
 
 def test_a_replay_of_ppo_holds_what_the_newest_version_acted_unless_told_otherwise():

@@ -28,6 +28,15 @@ def test_what_it_asks_of_the_replay():
     assert (spec.kind, spec.item, spec.batch_size, spec.max_staleness) == ("queue", Sequence(8), None, 0)
 
 
+def test_a_batch_of_fewer_environments_counts_as_its_share_in_its_schedules():
+    agent = make(total_learner_steps=10, epsilon_decay_share=0.5, envs_per_batch=4)
+    params, learner_state = started(agent)
+    batch = batches.sequences(agent, params, learner_state, 2, 8)
+    params, learner_state, _ = learn(agent, params, learner_state, batch)
+    assert learner_state.steps == 0.5
+    np.testing.assert_allclose(agent.actor_params(params, learner_state).epsilon, 1.0 - 0.1 * (1.0 - 0.001), rtol=1e-6)
+
+
 def unroll(agent, params, learner_state):
     """A batch with two ends of episodes, one by a time limit."""
     batch = batches.sequences(agent, params, learner_state, 2, 8)

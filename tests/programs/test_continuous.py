@@ -9,7 +9,7 @@ import rlframe
 from rlframe.agents.networks import MLPConfig
 from rlframe.programs import evaluate, make_experiment, train
 from rlframe.programs.experiment import Experiment
-from tests.extras import import_or_skip
+from tests.extras import import_or_skip, needs
 from tests.programs.running import FOR_EACH_AGENT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
@@ -53,6 +53,25 @@ def test_a_program_learns_at_the_ratio_that_the_agent_asks_for(agent, topology, 
     result = train(described, run_dir=tmp_path / "run")
     due = (result.env_steps - 100) / 4
     assert 0.8 * due <= result.learner_steps <= 1.1 * due
+
+
+@pytest.mark.parametrize(
+    ("replay", "options"),
+    [
+        ("shared_memory", {}),
+        ("service", {}),
+        ("service", {"replay_shards": 2}),
+        pytest.param("reverb", {}, marks=pytest.mark.system),
+    ],
+)
+def test_wherever_the_replay_lies_the_updates_that_are_due_are_made(replay, options, tmp_path):
+    if replay == "reverb":
+        needs("reverb")
+    fields = {"num_envs": 4, "min_replay_size": 500, "update_period": 1, "steps": 1_000}  # learns from the half on
+    described = experiment("td3", topology="heavy_env", engine="threads", replay=replay, **fields, **options)
+    result = train(described, run_dir=tmp_path / "run")
+    due = result.env_steps - 500
+    assert 0.95 * due <= result.learner_steps <= 1.05 * due
 
 
 @pytest.mark.system

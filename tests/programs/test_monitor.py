@@ -151,6 +151,18 @@ def test_what_is_evaluated_is_what_was_saved_though_the_learner_dies_meanwhile(t
     assert [row["step"] for row in rows] == [200]
 
 
+def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
+    run = make_run(tmp_path, steps=100_000)
+    (tmp_path / "gate").touch()
+    with Node(run) as node:
+        wait_until(lambda: node.learner.learner_steps > 0)
+        with running(GameMonitor(run, node.learner, [StoppedActor(100_000)])) as monitor:
+            monitor.join(120.0)
+    made = Result.read(RunDir(run.path).result).learner_steps
+    assert 0 < made < 50_000  # of one each step
+    assert f"{made} updates were made, of 99980 that 100000 environment steps ask for." in caplog.text
+
+
 def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_next(tmp_path):
     run = make_run(tmp_path, steps=100_000, eval_every=300)
     with Node(run) as node:

@@ -42,7 +42,7 @@ def test_the_first_update_comes_once_there_are_items_enough(spec, num_envs, step
 )
 def test_a_run_makes_as_many_updates_as_were_said(agent, fields, tmp_path):
     described = make_experiment(agent, preset="none", num_envs=2, eval_episodes=1, **fields)
-    said = re.fullmatch(SAID, check_updates(described, make_agent(described).replay_spec))
+    said = re.fullmatch(SAID, check_updates(described, make_agent(described)))
     assert said is not None
     updates, _, first = (int(number.replace(",", "")) for number in said.groups())
     result = train(described, run_dir=tmp_path / "run")
@@ -76,6 +76,14 @@ def test_a_fresh_run_without_an_update_is_refused_and_leaves_nothing(agent, firs
         f"rlframe: A run of 5,000 environment steps would make no update: the first one needs {first}."
     )
     assert options in said and not (tmp_path / "run").exists()
+
+
+def test_a_recurrent_agent_of_fewer_environments_than_minibatches_is_refused(tmp_path, capsys):
+    arguments = ["--agent", "ppo", "--network", "lstm", "--preset", "none", "--steps", "50000", "--num-envs", "8"]
+    assert main(["train", *arguments, "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("rlframe: PPO: num_minibatches=32 of a batch of 8 rows") and "--num-minibatches" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_session_that_stops_before_the_first_update_is_not(tmp_path):

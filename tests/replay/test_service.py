@@ -172,7 +172,8 @@ def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_ba
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    wait_until(lambda: len(added) >= 18, "The queue does not fill.")  # 10 steps there, and 8 gathered
+    wait_until(lambda: buffer._writers.by_rank[0]._why, "The queue does not fill.")
+    assert 10 <= len(added) <= 18  # 10 steps there, and 8 gathered at most
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(20.0)
@@ -247,7 +248,7 @@ def test_of_a_queue_each_shard_holds_a_whole_batch(tmp_path):
         agent=agent,
         directory=RunDir(tmp_path),
     )
-    buffer = add_service(ThreadsEngine(), run, 40)
+    buffer = add_service(ThreadsEngine(), run, 40, num_envs=4)
     buffer.claim_rank(4)
     stream = StepStream(4, end=0.0)
     for _ in range(9):

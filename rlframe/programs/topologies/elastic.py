@@ -175,12 +175,13 @@ def add_replay(engine: Engine, run: Run) -> Any:
     # Each collector keeps its share of the steps as if there were num_actors of them: few keep as many as they do in
     # another topology, and many keep more.
     capacity = replay_capacity(run.agent.replay_spec, run.experiment) * most // run.topology.num_actors
+    ahead = most * run.experiment.envs_per_actor, Limits.grant  # so that a learner has what it is told to learn from
     if run.topology.replay_kind == "reverb":
-        add_reverb(engine, run, capacity)
+        add_reverb(engine, run, capacity, *ahead)
         return _reverb(run, engine.address_of("replay"))
     if run.topology.replay_kind == "service":
-        return add_service(engine, run, capacity)
-    # A pause takes as long as it takes: a learner that hangs is the coordinator's to see. Run ahead: keys for one call.
+        return add_service(engine, run, capacity, *ahead)
+    # A pause takes as long as it takes: a learner that hangs is the coordinator's to see.
     options: dict[str, Any] = {"timeout": math.inf, "run_ahead": Limits.grant, "come_and_go": True}
     return add_shared_memory(engine, run, most, capacity, **options)
 

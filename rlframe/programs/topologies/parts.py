@@ -20,8 +20,10 @@ from rlframe.programs.run_dir import CHECKPOINTS_KEPT
 from rlframe.programs.topologies.config import GameConfig
 from rlframe.programs.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
+from rlframe.replay.rate_limiter import items_of_rounds
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
+RUN_AHEAD = 2  # rounds that writers may be ahead of their reader
 # --- environments and actors
 
 
@@ -96,8 +98,10 @@ def make_agent(experiment: Experiment, observation_spec: Any = None, action_spec
     if getattr(config, "total_learner_steps", 0) is not None:
         return make(config)
     steps = topology.schedule_steps or experiment.steps
-    total = total_learner_steps(make(config).replay_spec, steps, experiment.num_envs)
-    return make(dataclasses.replace(config, total_learner_steps=total))
+    known = {"total_learner_steps": total_learner_steps(make(config).replay_spec, steps, experiment.num_envs)}
+    if hasattr(config, "envs_per_batch"):
+        known["envs_per_batch"] = config.envs_per_batch or experiment.num_envs
+    return make(dataclasses.replace(config, **known))
 
 
 def check_learns_from_async(name: str, spec: ReplaySpec) -> None:
@@ -143,9 +147,9 @@ def add_replay(engine: Engine, run: Run) -> Any:
     experiment, kind = run.experiment, run.topology.replay_kind
     capacity = replay_capacity(run.agent.replay_spec, experiment)
     if kind == "reverb":
-        return add_reverb(engine, run, capacity)
+        return add_reverb(engine, run, capacity, experiment.num_envs)
     if kind == "service":
-        return add_service(engine, run, capacity)
+        return add_service(engine, run, capacity, experiment.num_envs)
     if kind == "shared_memory":
         return add_shared_memory(engine, run, run.topology.num_actors, capacity, timeout=max(600.0, run.peer_deadline))
     replay_cls = ReplayBuffer if kind == "local" else naming.load_object(kind, "replay")
@@ -173,14 +177,23 @@ def add_shared_memory(engine: Engine, run: Run, num_writers: int, capacity: int,
     return engine.own(replay_buffer)
 
 
-def add_service(engine: Engine, run: Run, capacity: int) -> Any:
-    """Nodes that hold a replay of `capacity` steps, in equal shares (of a queue each as much): what calls them."""
+def add_service(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = RUN_AHEAD) -> Any:
+    """Nodes that hold a replay of `capacity` steps, in equal shares (of a queue each as much): what calls them.
+
+    Args:
+        engine: runs them.
+        run: the session.
+        capacity: steps that are kept.
+        num_envs: of all writers.
+        rounds: that these may be ahead of `samples_per_insert`: see `items_of_rounds`.
+    """
     from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 
     shards, experiment, spec = run.topology.replay_shards, run.experiment, run.agent.replay_spec
     # A batch is of one shard: each of a queue's must hold a whole one, whatever the others have.
     capacity = capacity if spec.kind == "queue" else -(-capacity // shards)
     shares = {"capacity": capacity, "min_size": -(-spec.min_size // shards)}
+    ahead = items_of_rounds(spec, num_envs, rounds)
     specs = AgentSpecs(spec, run.agent.step_spec)
     services = [
         engine.add(
@@ -190,6 +203,7 @@ def add_service(engine: Engine, run: Run, capacity: int) -> Any:
             str(run.directory.replay_service.absolute() / f"{shard}-of-{shards}"),
             seed=experiment.seed + shard,
             at_end=run.topology.grace_seconds / 2.0,
+            run_ahead=None if ahead is None else -(-ahead // shards),
             **shares,
         )
         for shard in range(shards)
@@ -197,15 +211,16 @@ def add_service(engine: Engine, run: Run, capacity: int) -> Any:
     return ServiceReplayBuffer(specs, services)
 
 
-def add_reverb(engine: Engine, run: Run, capacity: int) -> Any:
-    """A Reverb server of `capacity` steps: the handle to it."""
+def add_reverb(engine: Engine, run: Run, capacity: int, num_envs: int, rounds: int = RUN_AHEAD) -> Any:
+    """A Reverb server of `capacity` steps: the handle to it. Arguments as those of `add_service`."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     experiment, spec = run.experiment, run.agent.replay_spec
     # Environments in step complete their unrolls with the same step: they are sent as one item.
     in_step = spec.kind == "queue" and not run.topology.async_envs
     block = experiment.envs_per_pool if in_step else 1
-    tables = ReverbReplayBuffer.tables(run.agent, block=block, capacity=capacity)
+    ahead = items_of_rounds(spec, num_envs, rounds)
+    tables = ReverbReplayBuffer.tables(run.agent, block=block, capacity=capacity, run_ahead=ahead)
     return engine.add_reverb("replay", tables, str(run.directory.reverb))
 
 

@@ -51,11 +51,11 @@ class Outbox:
         threading.Thread(target=self._run, name="rlframe replay outbox", daemon=True).start()
 
     def put(self, env_ids: np.ndarray, step: Step) -> None:
-        """Takes a step; waits while too many are there. Raises what became of those before."""
+        """Takes a step; waits while too many are there, or one is held back. Raises what became of those before."""
         with self._moved:
             self._check()
-            if self._waiting >= _MOST_STEPS or self._bytes >= _MOST_BYTES:
-                self._wait(lambda: self._waiting < _MOST_STEPS and self._bytes < _MOST_BYTES)
+            if not self._takes_more():
+                self._wait(self._takes_more)
             if not self._stages or not self._stages[-1].takes(env_ids, step):
                 self._stages.append(Stage(env_ids, step, self._stages[-1] if self._stages else None))
             stage = self._stages[-1]
@@ -91,6 +91,9 @@ class Outbox:
             self._closed = True
             self._moved.notify_all()
 
+    def _takes_more(self) -> bool:
+        return not self._why and self._waiting < _MOST_STEPS and self._bytes < _MOST_BYTES
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
@@ -122,7 +125,7 @@ class Outbox:
                     if self._closed:
                         return
                     stacks = [stage.stack(stage.count) for stage in self._stages if stage.count > stage.arrived]
-                self._forget(*self._service.add(self._writer, self._number, stacks))
+                self._forget(*self._service.add(self._writer, self._number, stacks, bool(self._why)))
         except BaseException as error:
             with self._moved:
                 self._error = error

@@ -102,8 +102,14 @@ class ReplayService:
         with self._adding[writer.rank]:
             self._open(writer, 0)
 
-    def add(self, writer: WriterId, number: int, stacks: list[Stack]) -> tuple[int, str]:
+    def add(self, writer: WriterId, number: int, stacks: list[Stack], waits: bool = True) -> tuple[int, str]:
         """Adds the steps of a writer, of which the first one has this number. Waits for room, for half a second.
+
+        Args:
+            writer: whose steps they are.
+            number: of the first one.
+            stacks: the steps, in order.
+            waits: False: does not wait, so that a writer hears at once that it is held back.
 
         Returns:
             (the number of the first step that is not in the replay, why that one is held back).
@@ -113,7 +119,7 @@ class ReplayService:
         """
         with self._adding[writer.rank]:
             self._open(writer, number)
-            held, until = "", time.monotonic() + _HOLD
+            held, until = "", time.monotonic() + _HOLD * waits
             for stack in stacks:
                 skip = max(self._next[writer] - number, 0)  # came with a call before this one
                 for step in unstacked(stack, skip):
