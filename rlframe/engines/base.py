@@ -47,12 +47,14 @@ class Engine(Protocol):
         options: names of the `EngineOptions` that it reads; the others stay at their defaults.
         requires: extras of this package that it needs.
         in_process: whether its nodes are in the process that calls `run`, and share its memory.
+        runs_reverb: whether `add_reverb` starts a server.
         operator: name of the operator that starts workers which come and go while a program runs; None: nothing does.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
     in_process: ClassVar[bool] = False
+    runs_reverb: ClassVar[bool] = True
     operator: ClassVar[str | None] = None
 
     def __init__(self, options: EngineOptions) -> None: ...
@@ -71,7 +73,7 @@ class Engine(Protocol):
         """
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """Adds a Reverb server of `tables`, whose checkpoints lie in `path`."""
+        """Adds a Reverb server of `tables`, whose checkpoints lie in `path`; where `runs_reverb` is True."""
 
     def add_workers(self, makers: Mapping[str, Callable[[str, int, int], Any]], most: Mapping[str, int]) -> Any:
         """Adds groups whose nodes come and go while the program runs: what an operator asks for them.

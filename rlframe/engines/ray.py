@@ -41,6 +41,7 @@ class RayEngine(Engine):
     options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators", "ray_address")
     requires = ("ray",)
     operator = "ray"
+    runs_reverb = False
 
     def __init__(self, options: EngineOptions) -> None:
         with extras.needed("--engine ray", "ray"):
@@ -62,7 +63,7 @@ class RayEngine(Engine):
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `Engine`: there is none."""
-        raise UsageError("The engine ray runs no Reverb server: use --replay shared_memory, or the engine launchpad.")
+        raise UsageError("The engine ray runs no Reverb server.")
 
     def add_workers(self, makers: Mapping[str, Make], most: Mapping[str, int]) -> RayWorkers:
         """See `Engine`. Nodes that are given it are on the Ray node of this process."""

@@ -117,7 +117,10 @@ def from_flat(values: dict[str, Any]) -> Experiment:
             f"{field}={value!r} is for the topology {' or '.join(others)}: {name} does not read it. Leave it at "
             f"{getattr(known[others[0]], field)!r}, or choose another topology."
         )
-    topology = cls(**{**{field: value for field, value in values.items() if field in read}, "name": name})
+    told = {field: value for field, value in values.items() if field in read}
+    if "num_actors" in read:  # by default no more than there are environments for: some presets have one
+        told.setdefault("num_actors", min(cls.num_actors, values.get("num_envs", Experiment.num_envs)))  # type: ignore[attr-defined]
+    topology = cls(**{**told, "name": name})
     return Experiment(**{**{field: value for field, value in values.items() if field in own}, "topology": topology})
 
 

@@ -180,6 +180,21 @@ def test_environments_are_shared_out_evenly_among_actors_and_their_pools():
         experiment("impala", "light_env", num_envs=6, num_pools=2)
 
 
+def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
+    assert make_experiment("sac", "Pendulum-v1", topology="heavy_env").topology.num_actors == 1  # its preset has one
+    assert make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_envs=4).topology.num_actors == 2
+    with pytest.raises(UsageError, match="num_envs=1 cannot be shared evenly by num_actors=2 .* or change num_actors"):
+        make_experiment("sac", "Pendulum-v1", topology="heavy_env", num_actors=2)
+
+
+@pytest.mark.parametrize(
+    ("topology", "instead"), [("elastic", "shared_memory or --replay service"), ("distributed", "service")]
+)
+def test_reverb_under_the_engine_ray_is_refused_before_a_ray_is_started(topology, instead):
+    with pytest.raises(UsageError, match=f"The engine ray runs no Reverb server: use --replay {instead}, or another"):
+        make_experiment("dqn", topology=topology, engine="ray", replay="reverb")
+
+
 class Node:
     """Ends well, raises, waits until it is stopped, or for ever; or presses Ctrl-C, twice or once more when stopped."""
 

@@ -211,7 +211,7 @@ class GameConfig(TopologyConfig):
         if experiment.num_envs % (num_actors * num_pools):
             raise UsageError(
                 f"num_envs={experiment.num_envs} cannot be shared evenly by num_actors={num_actors} with num_pools="
-                f"{num_pools} each. Give num_envs a multiple of {num_actors * num_pools}."
+                f"{num_pools} each. Give num_envs a multiple of {num_actors * num_pools}, or change num_actors."
             )
         if not 1 <= experiment.waits_for <= experiment.envs_per_pool:
             raise UsageError(
@@ -243,6 +243,10 @@ class GameProgram(ProgramConfig, GameConfig):
                 f"replay_shards={self.replay_shards} is for --replay service: {self.replay_kind} has none. Leave it "
                 "at 1, or choose that replay."
             )
+
+        if self.replay_kind == "reverb" and not self.engine_class.runs_reverb:
+            others = " or ".join(f"--replay {kind}" for kind in self.replays if kind != "reverb")
+            raise UsageError(f"The engine {self.engine_name} runs no Reverb server: use {others}, or another engine.")
 
     @property
     def shares(self) -> tuple[int, int]:
