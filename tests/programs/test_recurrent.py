@@ -9,6 +9,8 @@ import rlframe
 from rlframe.agents.recurrent import GRUConfig
 from rlframe.programs import evaluate, make_experiment, train
 from rlframe.programs.experiment import Experiment
+from tests.extras import needs
+from tests.programs.running import FOR_EACH_AGENT, ROOT, RunningProgram, options_of
 from tests.programs.test_single_process import assert_same_arrays
 
 ENV = "PositionOnlyCartPole-v1"
@@ -43,3 +45,60 @@ def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path)
 def test_a_program_carries_the_state(agent, topology, tmp_path):
     described = experiment(agent, topology=topology, engine="threads")
     assert train(described, run_dir=tmp_path / "run").learner_steps >= 8
+
+
+STEPS = 10_000
+COMMON = ["--env", ENV, "--num-envs", "8", "--num-actors", "2", "--steps", str(STEPS), "--eval-episodes", "2"]
+PPO = ["--agent", "ppo", "--preset", "none", "--network", "gru", "--unroll-length", "32", "--num-epochs", "2"]
+IMPALA = ["--agent", "impala", "--preset", "none", "--network", "lstm", "--unroll-length", "16", "--batch-size", "8"]
+OWN = ["--agent", str(ROOT / "examples" / "recurrent_agent.py:Remembering")]
+
+
+def finished(run_dir, which: str, *options: str) -> tuple[dict, list[dict]]:
+    """(the result, the rows) of a program that ended well."""
+    with RunningProgram(run_dir, *COMMON, *options, *options_of(which)) as program:
+        code, result = program.finish(300.0)
+        assert code == 0 and result is not None, program.errors()
+        return result, program.rows()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("which", FOR_EACH_AGENT)
+def test_processes_of_every_topology_learn(which, tmp_path):
+    result, _ = finished(tmp_path / "run", which, *PPO, "--num-minibatches", "4", "--normalise-observations")
+    assert result["learner_steps"] >= 0.9 * STEPS / (32 * 8)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("which", "replay"),
+    [
+        ("local heavy_env", "service"),
+        ("local light_env", "service"),
+        ("local light_env", "reverb"),
+        ("launchpad heavy_env", "reverb"),
+        ("launchpad elastic", "auto"),
+    ],
+)
+def test_an_agent_with_a_memory_learns_wherever_the_replay_lies(which, replay, tmp_path):
+    if replay == "reverb":
+        needs("reverb")
+    result, _ = finished(tmp_path / "run", which, *IMPALA, "--replay", replay)
+    assert result["learner_steps"] >= 0.8 * STEPS / (16 * 8)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("which", "replay"), [("launchpad elastic", "service"), ("ray elastic", "service")])
+def test_ones_own_agent_with_a_memory_runs_elastic_under_every_engine(which, replay, tmp_path):
+    assert finished(tmp_path / "run", which, *OWN, "--replay", replay)[0]["learner_steps"] > 10
+
+
+@pytest.mark.system
+def test_fewer_collectors_than_there_were_to_be_take_smaller_steps_of_the_schedule(tmp_path):
+    options = ["--max-actors", "1", "--num-minibatches", "8", "--anneal-learning-rate", "--log-every", "500"]
+    result, rows = finished(tmp_path / "run", "local elastic", *PPO, *options)
+    assert result["learner_steps"] >= 0.9 * STEPS / (32 * 4)  # each from 4 environments, fewer than minibatches
+    for row in rows:
+        if "learning_rate" in row:
+            assert row["learning_rate"] == pytest.approx(3e-4 * (1.0 - row["step"] / STEPS), abs=0.1 * 3e-4)
+    assert max(row["step"] for row in rows if "learning_rate" in row) > 0.75 * STEPS
