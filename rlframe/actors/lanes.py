@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rlframe.actors.episodes import EpisodeStatistics
-from rlframe.envs.pool import stepping
+from rlframe.envs.pool import stepping, true_rewards
 from rlframe.types import FIRST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
 
 
@@ -82,7 +82,7 @@ class SyncLane:
         if self._is_recurrent:
             self._state = zero_at_first(next_timestep, next_state, self._initial_state)
         self._is_asking = False
-        return self.episodes.update(next_timestep)
+        return self.episodes.update(next_timestep, rewards=true_rewards(self.env, next_timestep))
 
     def get_state(self, with_envs: bool) -> dict[str, Any]:
         """See `Actor.get_state`."""
@@ -108,6 +108,7 @@ class AsyncLane:
         self._has_asked = np.zeros(len(env_ids), bool)
         self._asked: tuple[TimeStep, AgentOutput, AgentState] | None = None
         self._versions = np.zeros(len(env_ids), np.int64)
+        self._rewards = np.zeros(len(env_ids), np.float32)  # the true ones of each environment's newest timestep
         self._running = len(env_ids)  # environments that have something to do
         self._state: AgentState = None
         self.is_adding = False  # to the buffer, which may have no room
@@ -131,6 +132,7 @@ class AsyncLane:
         with self._stepping:
             indices, timestep = self.env.recv()
         self._running -= len(indices)
+        self._rewards[indices] = true_rewards(self.env, timestep)
         self._add_answered(indices, timestep)
         state = self._state
         if self._is_recurrent:
@@ -152,7 +154,7 @@ class AsyncLane:
         self._versions[indices], self._has_asked[indices] = output.params_version, True
         if self._is_recurrent:
             _write(self._state, indices, next_state)
-        return self.episodes.update(request.timestep, indices)
+        return self.episodes.update(request.timestep, indices, self._rewards[indices])
 
     def _add_answered(self, indices: np.ndarray, timestep: TimeStep) -> None:
         """Adds the steps that `timestep` completes: an environment's first answers no action."""

@@ -27,7 +27,8 @@ class EnvPool(Protocol):
 
     It obeys the data contract of `rlframe.types`: it resets an environment by itself on the step after LAST, and says
     by the discount at LAST whether the environment terminated. `SyncEnv` is one; so are those that you write, say
-    around a simulator that is batched itself. It may have `close`, `get_state` and `set_state`, as `SyncEnv` has.
+    around a simulator that is batched itself. It may have `close`, `get_state` and `set_state`, as `SyncEnv` has, and
+    `true_rewards` [num_envs] of its newest timestep, where it gives other rewards: returns are logged of these.
 
     Attributes:
       num_envs: how many environments.
@@ -105,6 +106,7 @@ class PoolHandle:
         self.num_envs: int = pool.num_envs
         self._stack = FrameStack(frame_stack, pool.observation_spec, pool.num_envs) if frame_stack > 1 else None
         self._clip_rewards = clip_rewards
+        self.true_rewards: np.ndarray | None = None  # [B] of the newest timestep, before they were clipped
         self.observation_spec = pool.observation_spec if self._stack is None else self._stack.observation_spec
         self.action_spec: specs.Array = pool.action_spec
         self.answer_timeout = answer_timeout
@@ -117,6 +119,7 @@ class PoolHandle:
         if self._check_finite is not None:
             self._check_finite(timestep, env_ids)
         if self._clip_rewards is not None:
+            self.true_rewards = timestep.reward
             timestep = timestep._replace(reward=np.clip(timestep.reward, -self._clip_rewards, self._clip_rewards))
         return timestep if self._stack is None else self._stack(timestep, env_ids)
 
@@ -143,6 +146,12 @@ class PoolHandle:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
+
+
+def true_rewards(env: Any, timestep: TimeStep) -> np.ndarray:
+    """The rewards [B] that the environments of a pool gave with its newest timestep, before any were clipped."""
+    rewards = getattr(env, "true_rewards", None)
+    return timestep.reward if rewards is None else rewards
 
 
 def stepping(env: Any) -> Phase:

@@ -25,6 +25,7 @@ class ServedStep(NamedTuple):
 
     timestep: TimeStep
     sums: Sums | None
+    true_rewards: np.ndarray | None  # [num_envs], where the pool clips rewards
 
 
 class RemoteEnv:
@@ -42,6 +43,7 @@ class RemoteEnv:
         self._server = server
         self._client, self._number = uuid.uuid4().hex, 0
         self._sums: Sums = {}
+        self.true_rewards: np.ndarray | None = None
         self.num_envs, self.observation_spec, self.action_spec = server.specs()
 
     def reset(self) -> TimeStep:
@@ -58,6 +60,6 @@ class RemoteEnv:
 
     def _call(self, method: str, *args: Any) -> TimeStep:
         self._number += 1
-        timestep, sums = getattr(self._server, method)(self._client, self._number, *args)
+        timestep, sums, self.true_rewards = getattr(self._server, method)(self._client, self._number, *args)
         self._sums = self._sums if sums is None else sums
         return timestep

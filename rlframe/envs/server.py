@@ -94,5 +94,6 @@ class EnvServer:
                 self.stop()
                 raise
             over = np.any(timestep.step_type == LAST)
-            self._answer, self._number = ServedStep(timestep, self._env.sums() if over else None), number
+            rewards = getattr(self._env, "true_rewards", None)
+            self._answer, self._number = ServedStep(timestep, self._env.sums() if over else None, rewards), number
         return self._answer

@@ -43,7 +43,8 @@ class SyncEnv(PoolHandle):
         an EnvError names it. A loop and EnvPool have no such limit.
       frame_stack: how many observations each one is made of, its own and those before; see `FrameStack`.
       action_repeat: how often each action is taken, up to the end of an episode; rewards add up.
-      clip_rewards: rewards are clipped to between minus this and this; None: they are not.
+      clip_rewards: rewards are clipped to between minus this and this; None: they are not. `true_rewards` [B] holds
+        those of the newest timestep before that.
       check_finite: whether NaN and infinity in a reward or an observation is an EnvError that names the environment;
         None: but for EnvPool, a light step of which would take a tenth more time.
 

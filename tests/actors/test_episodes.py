@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+import functools
 
+import numpy as np
+import pytest
+
+from rlframe import Actor, AsyncEnv, Inferencer, InferencerConfig, SyncEnv
 from rlframe.actors.episodes import EpisodeStatistics
 from rlframe.types import FIRST, LAST, MID, TimeStep
+from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
 
 
 def timestep(step_types, rewards) -> TimeStep:
@@ -51,3 +56,15 @@ def test_state_goes_on_where_it_was_saved_and_forgets_open_episodes_on_a_reset()
     assert resumed.update(timestep([LAST], [1.0]))["episode_return"] == 4.0
     assert reset.update(timestep([LAST], [1.0]))["episode_return"] == 1.0
     assert reset.env_steps == 2
+
+
+@pytest.mark.parametrize("pool", [SyncEnv, functools.partial(AsyncEnv, wait_num=1)])
+def test_returns_are_of_true_rewards_where_the_agent_learns_from_clipped_ones(pool):
+    inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
+    buffer = RecordingBuffer()
+    actor = Actor(pool(CountingEnv, size=2, clip_rewards=0.25), inferencer, buffer)
+    logs = [each for each in (actor.step() for _ in range(12)) if each]
+    actor.close()
+    assert logs and {each["episode_return"] for each in logs} == {3.0}
+    rewards = {float(reward) for _, step in buffer.steps for reward in step.next_timestep.reward}
+    assert rewards == {0.0, 0.25}

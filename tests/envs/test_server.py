@@ -18,7 +18,7 @@ from tests.ports import free_address
 
 
 def two_envs():
-    return SyncEnv(CountingEnv, 2, "loop")
+    return SyncEnv(CountingEnv, 2, "loop", clip_rewards=0.5)
 
 
 def served(server, deadline=5.0):
@@ -42,6 +42,7 @@ def test_an_actor_adds_the_steps_that_it_adds_of_environments_of_its_own():
     for (env_ids, step), (their_ids, their_step) in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(env_ids, their_ids)
         np.testing.assert_array_equal(step.next_timestep.observation, their_step.next_timestep.observation)
+        np.testing.assert_array_equal(their_step.next_timestep.reward, 0.5 * (step.next_timestep.step_type != FIRST))
     assert actors[1].num_envs == 2 and actors[1].get_state()["env"] is None
     actors[1].close()
     node.stop()

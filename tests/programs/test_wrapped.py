@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 from rlframe.programs import evaluate, load_experiment, train
 from tests.programs.test_single_process import assert_same_arrays, dqn
 
 WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}
 
 
-def test_wrappers_are_kept_with_the_run_and_evaluations_have_true_rewards(tmp_path):
+def test_wrappers_are_kept_with_the_run_and_returns_are_of_true_rewards(tmp_path):
     described = dqn(**WRAPPED)
     whole = train(described, run_dir=tmp_path / "whole")
     train(described, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
@@ -16,5 +18,7 @@ def test_wrappers_are_kept_with_the_run_and_evaluations_have_true_rewards(tmp_pa
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     evaluated = evaluate(tmp_path / "parts", episodes=2)
     assert evaluated["return_mean"] == whole.return_mean
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["episode_return"] > 1.5 * row["episode_length"] for row in rows if "episode_return" in row)
     # Every step of CartPole gives 1, and all but an episode's last one are two.
     assert 2 * evaluated["length_mean"] - 1 <= evaluated["return_mean"] <= 2 * evaluated["length_mean"]
