@@ -211,7 +211,7 @@ def _language_section(task: LanguageTask, found: list[LanguageRecord]) -> str:
 
 def _conditions(found: Sequence[Made]) -> str:
     """The machine, the versions, the commits and the days."""
-    machines = " and ".join(sorted({one.machine for one in found}))
+    machines = " and ".join(sorted({f"{one.machine}, {one.accelerator}" for one in found}))
     dates = sorted({one.date for one in found})
     versions: dict[str, set[str]] = {}
     for one in found:
@@ -219,12 +219,12 @@ def _conditions(found: Sequence[Made]) -> str:
             versions.setdefault(name, set()).add(version)
     used = ", ".join(f"{name} {' and '.join(sorted(numbers))}" for name, numbers in versions.items())
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    commits = ", ".join(sorted({one.commit for one in found if one.commit}))
-    text = f"Machine: {machines}, no accelerator. {used}. {days}" + (f", commit {commits}" if commits else "") + "."
+    commits = ", ".join(sorted({each for one in found for each in one.commit.split(", ") if each}))
+    text = f"Machine: {machines}. {used}. {days}" + (f", commit {commits}" if commits else "") + "."
     beside = "; ".join(sorted({one.beside for one in found if one.beside}))
     text += f" {beside[0].upper()}{beside[1:]}." if beside else ""
     loads = sorted(one.load for one in found)
-    if loads[-1] > 3.0:
+    if any(one.load > one.cores + 1 for one in found):
         text += (
             f"\nThe load average at their ends was {loads[0]:.1f} to {loads[-1]:.1f}: above the number of cores, times "
         )

@@ -7,6 +7,8 @@ import datetime
 import json
 import os
 import pathlib
+import subprocess
+import sys
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +20,7 @@ from rlframe.metrics.files import read_jsonl
 RECORDS = ROOT / "benchmarks/results/records"
 
 _MOST_POINTS = 200  # of a training curve
+_NO_ACCELERATOR = "no accelerator"
 _Point = list[float]
 _Made = TypeVar("_Made", bound="Made")
 
@@ -28,7 +31,7 @@ class Made:
 
     seed: int
     command: str  # that repeats it
-    commit: str  # of the package; with a plus where its files were not as committed
+    commit: str  # of the package; with a plus where its files were not as committed; of several sessions "a, b"
     date: str  # YYYY-MM-DD, of its end
     machine: str
     beside: str  # what else of ours went on: "2 runs at once, 1 thread each"
@@ -37,6 +40,12 @@ class Made:
     seconds: float  # wall time of all sessions: imports, compilation and evaluations included
     sessions: int  # more than one: it was cut off, and went on from its last checkpoint
     note: str = dataclasses.field(default="", kw_only=True)  # what else a reader must know
+    accelerator: str = dataclasses.field(default=_NO_ACCELERATOR, kw_only=True)  # that JAX found
+
+    @property
+    def cores(self) -> int:
+        """The processor cores that the run could use."""
+        return int(self.machine.split()[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +108,7 @@ def made(run: Run, command: str, beside: str) -> Made:
         versions=config["notes"]["versions"],
         seconds=round(run.seconds, 1),
         sessions=run.sessions,
+        accelerator=accelerator(),
     )
 
 
@@ -140,6 +150,14 @@ def machine() -> str:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0))  # `taskset` leaves fewer than there are
     return f"{cores} core{'s' if cores > 1 else ''}, {names[0] if names else 'an unknown processor'}"
+
+
+def accelerator() -> str:
+    """`no accelerator`, or the kind of JAX's device. A process of its own asks: a GPU is held until that ends."""
+    program = "import jax; device = jax.devices()[0]; print(device.platform != 'cpu' and device.device_kind or '')"
+    variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    asked = subprocess.run([sys.executable, "-c", program], env=variables, stdout=subprocess.PIPE, text=True)
+    return "an unknown accelerator" if asked.returncode else asked.stdout.strip() or _NO_ACCELERATOR
 
 
 def _short(value: float) -> float:

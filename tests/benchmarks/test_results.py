@@ -126,6 +126,16 @@ def test_the_page_shows_every_seed_and_its_picture(elsewhere):
     assert "\nBy hand.\n" in page.text()
 
 
+def test_the_page_says_of_the_records_what_they_were_made_with(elsewhere):
+    write_record(1, {100: 10.5}, commit="aaa1111", load=4.9, machine="4 cores, Arm")
+    write_record(2, {100: 10.5}, commit="aaa1111, bbb2222", load=5.0, machine="4 cores, Arm", accelerator="TPU v4")
+    conditions = "Machine: 4 cores, Arm, TPU v4 and 4 cores, Arm, no accelerator. "
+    assert conditions in page.text() and "commit aaa1111, bbb2222." in page.text()
+    assert "load average" not in page.text()
+    write_record(2, {100: 10.5}, load=5.1, machine="4 cores, Arm")
+    assert "was 4.9 to 5.1: above the number of cores" in page.text()
+
+
 def test_seeds_that_were_trained_differently_are_not_mixed(elsewhere):
     write_record(1, {100: 10.5}, {"num_envs": 8, "steps": 100})
     write_record(2, {100: 10.5}, {"num_envs": 8, "newer": True})
@@ -216,7 +226,7 @@ def test_a_run_leaves_a_record_and_is_not_trained_again(program, monkeypatch):
     assert "| 1 of 3 seeds so far |" in (program / "docs/results.md").read_text()
     assert record.config == {"num_envs": 8} and record.beside == "1 of JAX's threads each"
     assert record.command == "rlframe train --agent ppo --env Toy-v0 --steps 100 --seed 1"
-    assert 0 < record.seconds < 60
+    assert 0 < record.seconds < 60 and record.accelerator == "no accelerator"
     log = program / runs.RUNS / "toy-seed1.log"
     said = log.read_text()
     assert "--eval-every 10 --checkpoint-every 10 --replay-checkpoint-every 10 --seed 1" in said
