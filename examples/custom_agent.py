@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from rlframe import Agent
-from rlframe.types import LAST, AgentOutput, ReplaySpec, Sequence
+from rlframe.errors import UsageError
+from rlframe.types import LAST, AgentOutput, ReplaySpec, Sequence, specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +26,10 @@ class ReinforceConfig:
 class Reinforce(Agent):
     config_cls = ReinforceConfig
 
-    def __init__(self, cfg, observation_spec, action_spec, net_factory=None, policy_factory=None):
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+    def __init__(self, cfg, observation_spec, action_spec):
+        super().__init__(cfg, observation_spec, action_spec)
+        if not isinstance(action_spec, specs.DiscreteArray):
+            raise UsageError(f"Reinforce needs Discrete actions, got the action spec {action_spec!r}.")
 
         def forward(observation):
             logits = hk.nets.MLP([64, 64, action_spec.num_values], activation=jnp.tanh, name="policy")(observation)

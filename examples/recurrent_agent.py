@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe import Agent
-from rlframe.types import FIRST, LAST, AgentOutput, ReplaySpec, Sequence
+from rlframe.errors import UsageError
+from rlframe.types import FIRST, LAST, AgentOutput, ReplaySpec, Sequence, specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,10 @@ class RememberingConfig:
 class Remembering(Agent):
     config_cls = RememberingConfig
 
-    def __init__(self, cfg, observation_spec, action_spec, net_factory=None, policy_factory=None):
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+    def __init__(self, cfg, observation_spec, action_spec):
+        super().__init__(cfg, observation_spec, action_spec)
+        if not isinstance(action_spec, specs.DiscreteArray):
+            raise UsageError(f"Remembering needs Discrete actions, got the action spec {action_spec!r}.")
 
         def forward(observation, state):
             features = jnp.tanh(hk.Linear(64)(10.0 * observation))  # positions are about 0.1

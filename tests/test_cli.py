@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from rlframe.cli import main
 from rlframe.cli.train import read_arguments
 from tests.extras import needs
 
+REMEMBERING = f"{pathlib.Path(__file__).parents[1]}/examples/recurrent_agent.py:Remembering"
 TINY = ["--env-type", "loop", "--num-envs", "2", "--steps", "64", "--unroll-length", "16", "--num-epochs", "1"]
 TINY += ["--eval-episodes", "1", "--network", "mlp", "--network.hidden", "8"]
 
@@ -100,6 +102,11 @@ def test_a_config_is_repeated_and_changed(trained):
         ("train --preset ppo/cartpol", "Did you mean 'ppo/cartpole'?"),
         ("train --env CartPol-v1", "Unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'?"),
         ("train --agent dqn --env Pendulum-v1 --preset none", "DQN needs Discrete actions"),
+        (
+            f"train --agent {REMEMBERING} --env Pendulum-v1",
+            "Remembering needs Discrete actions, got the action spec Bou",
+        ),
+        (f"train --agent {REMEMBERING} --network mlp", "Remembering makes a network of its own and reads no net_fact"),
         ("train --agent sac", "SAC needs continuous actions, a Box of floats; got the action spec DiscreteArray"),
         ("train --config nothing.json", "Cannot read nothing.json: No such file or directory."),
         ("train --resume", "--resume needs --run-dir"),

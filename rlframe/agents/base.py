@@ -53,7 +53,8 @@ class Agent:
         net_factory: None for the agent's default. A `NetworkConfig` of `rlframe.agents.networks`,
             or any `f(observation_spec, action_spec)` that gives an object with `init(rng, observation)`
             and `apply(params, observation)`, where observations are `[B, ...]`. The agent's class
-            says what `apply` must return.
+            says what `apply` must return. A constructor of your own takes it only where it reads it: without,
+            `--network` is refused.
         policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.policies`).
             None for the agent's default. Agents without a distribution ignore it.
     """
@@ -72,6 +73,12 @@ class Agent:
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
         accepted = inspect.signature(cls.__init__).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        inherits_all = cls.__init__ is Agent.__init__ and not hasattr(cls, "network")
+        if kwargs.get("net_factory") is not None and (inherits_all or not (takes_all or "net_factory" in accepted)):
+            raise UsageError(
+                f"{cls.__name__} makes a network of its own and reads no net_factory: leave --network out, or have its "
+                "constructor take net_factory and build what that gives."
+            )
         for name in kwargs:
             if name not in accepted and not takes_all:
                 raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
@@ -216,10 +223,13 @@ class Agent:
         """Shapes and dtypes of one environment's step, from a trace of `actor_step`.
 
         Raises:
-            UsageError: the actions do not have the shape and dtype of the action spec.
+            UsageError: the actions do not have the shape and dtype of the action spec, or the state after a step not
+                those of `initial_state`.
         """
         output, state = jax.eval_shape(self._act_on_zeros)
         check_tree("action", self.action_spec, output.action, owner=type(self).__name__)
+        initial = _without_batch(jax.tree.map(np.asarray, self.initial_state(1)))
+        check_tree("the state after actor_step, as initial_state gives it,", initial, state, owner=type(self).__name__)
         return StepSpec(self.observation_spec, self.action_spec, _without_batch(output.extras), _without_batch(state))
 
     def check_observation(self, observation: Tree) -> None:

@@ -34,6 +34,7 @@ class TrainedPolicy:
         agent: the agent.
         params: the parameters that act.
         seed: of the random numbers of an agent that draws any.
+        frame_stack: how many observations of the environment each one is made of; errors say so.
 
     Attributes:
         agent: the agent.
@@ -41,7 +42,8 @@ class TrainedPolicy:
         state: recurrent state after the last call, a tree of [B, ...]; `()` for an agent without one.
     """
 
-    def __init__(self, agent: Agent, params: NewestParams, seed: int = 0) -> None:
+    def __init__(self, agent: Agent, params: NewestParams, seed: int = 0, frame_stack: int = 1) -> None:
+        self._frame_stack = frame_stack
         self.agent, self.version = agent, params.version
         self.state: AgentState = ()
         self._inferencers = {
@@ -111,9 +113,14 @@ class TrainedPolicy:
         for leaf, spec in zip(leaves, specs):
             fits = is_single or (size and leaf.shape == (*size, *spec.shape))
             if not fits or not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
+                stacked = (
+                    f" Each holds the environment's newest {self._frame_stack}: step a "
+                    f"SyncEnv(..., frame_stack={self._frame_stack}), which stacks them."
+                )
                 raise UsageError(
                     f"The agent was trained on observations ({spec.name}) of {spec.dtype} and shape {spec.shape}, one "
                     f"or a batch of them; got {leaf.dtype} and shape {leaf.shape}."
+                    + (stacked if self._frame_stack > 1 else "")
                 )
         leaves = [leaf.astype(spec.dtype, copy=False) for leaf, spec in zip(leaves, specs)]
         return structure.unflatten([leaf[None] for leaf in leaves] if is_single else leaves), is_single
@@ -131,7 +138,7 @@ def load(run_dir: str | os.PathLike[str], checkpoint: int | None = None) -> Trai
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     agent, params, experiment = _trained(run_dir, checkpoint)
-    return TrainedPolicy(agent, params, experiment.seed)
+    return TrainedPolicy(agent, params, experiment.seed, getattr(experiment.topology, "frame_stack", 1))
 
 
 def _trained(run_dir: str | os.PathLike[str], checkpoint: int | None) -> tuple[Agent, NewestParams, Experiment]:

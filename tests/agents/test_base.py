@@ -31,6 +31,7 @@ from rlframe.agents import (
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.recurrent import LSTMConfig
 from rlframe.errors import UsageError
+from rlframe.replay import ReplayBuffer
 from rlframe.types import AgentOutput, Transition
 from tests.agents import batches
 from tests.agents.batches import BOX, DISCRETE, IMAGE, MULTI, SMALL_CNN, VECTOR, learn, started
@@ -226,6 +227,30 @@ def test_an_agent_whose_actions_do_not_fit_the_spec_is_refused():
         WrongActions(PPO_CONFIG, VECTOR, DISCRETE).step_spec  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("after", "match"),
+    [
+        (
+            lambda state: state[:, :2],
+            r"Grows: the state after actor_step, .* should be \[B, 3\] float32, got \[1, 2\] ",
+        ),
+        (lambda state: state.astype(jnp.float16), r"should be \[B, 3\] float32, got \[1, 3\] float16"),
+        (lambda state: (state, state), r"initial_state gives it, has the leaves \[0\], \[1\], .* \(a single array\)"),
+    ],
+)
+def test_a_state_that_changes_its_shape_is_blamed_on_the_agent(after, match):
+    class Grows(PPO):
+        def initial_state(self, batch_size):
+            return np.zeros((batch_size, 3), np.float32)
+
+        def actor_step(self, rng, params, timestep, state):
+            output, _ = super().actor_step(rng, params, timestep, ())
+            return output, after(state)
+
+    with pytest.raises(UsageError, match=match):
+        ReplayBuffer(Grows(PPO_CONFIG, VECTOR, DISCRETE))
+
+
 @dataclasses.dataclass(frozen=True)
 class MeanConfig:
     learning_rate: float = 0.1
@@ -304,3 +329,14 @@ def test_misspelt_arguments_of_an_agent_are_named():
         PPO(PPO_CONFIG, obs_spec=VECTOR, action_spec=DISCRETE)
     with pytest.raises(UsageError, match="PPO has no argument policy_factor. Did you mean 'policy_factory'?"):
         PPO(PPO_CONFIG, VECTOR, DISCRETE, policy_factor=None)
+
+
+def test_an_agent_that_reads_no_net_factory_refuses_one():
+    class Own(Agent):
+        def __init__(self, cfg, observation_spec, action_spec):
+            super().__init__(cfg, observation_spec, action_spec)
+
+    for agent in (Own, MeanAgent):
+        with pytest.raises(UsageError, match=f"{agent.__name__} makes a network of its own .* leave --network out"):
+            agent(MeanConfig(), VECTOR, DISCRETE, net_factory=MLPConfig())
+    assert PPO(PPO_CONFIG, VECTOR, DISCRETE, net_factory=MLPConfig(hidden=(3,))).net_factory.hidden == (3,)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+import pytest
+
+import rlframe
+from rlframe.errors import UsageError
 from rlframe.programs import evaluate, load_experiment, train
 from tests.programs.test_single_process import assert_same_arrays, dqn
 
@@ -16,6 +21,8 @@ def test_wrappers_are_kept_with_the_run_and_returns_are_of_true_rewards(tmp_path
     train(described, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
     train(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
+    with pytest.raises(UsageError, match=r"newest 3: step a SyncEnv\(..., frame_stack=3\), which stacks them"):
+        rlframe.load(tmp_path / "whole").act(np.zeros(4, np.float32))
     evaluated = evaluate(tmp_path / "parts", episodes=2)
     assert evaluated["return_mean"] == whole.return_mean
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]

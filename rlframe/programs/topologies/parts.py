@@ -88,9 +88,10 @@ def make_agent(experiment: Experiment, observation_spec: Any = None, action_spec
         observation_spec, action_spec = pool.observation_spec, pool.action_spec
         pool.close()
     net_factory = naming.network_factory(topology.network, topology.network_config)
+    networks = {} if net_factory is None else {"net_factory": net_factory}
 
     def make(cfg: Any) -> Agent:
-        agent = agent_cls(cfg, observation_spec, action_spec, net_factory)
+        agent = agent_cls(cfg, observation_spec, action_spec, **networks)
         if topology.async_envs:
             check_learns_from_async(experiment.agent, agent.replay_spec)
         return agent
