@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
 import shutil
@@ -9,6 +10,7 @@ import shutil
 import pytest
 
 from rlframe.cli import main
+from rlframe.cli.tables import print_preset
 from rlframe.cli.train import read_arguments
 from tests.extras import needs
 
@@ -65,6 +67,16 @@ def test_parts_of_a_language_models_config_keep_their_prefix():
     assert (config.dtype, config.model.dtype, config.model_config.dtype) == ("bfloat16", "float32", "bfloat16")
 
 
+@pytest.mark.parametrize(("chosen", "left_out"), [("gru", True), ("mlp", False)])
+def test_a_presets_table_leaves_out_the_sizes_of_a_network_that_is_not_used(chosen, left_out):
+    described, _, preset = read_arguments(["--agent", "dqn", "--env", "CartPole-v1", "--network", chosen])
+    table = io.StringIO()
+    print_preset(preset, described, table)
+    lines = [line.split() for line in table.getvalue().splitlines()]
+    assert (["network", "gru", "(preset:", "mlp)", "command", "line"] in lines) == left_out
+    assert ("network.hidden" not in [line[0] for line in lines if line]) == left_out
+
+
 def test_switches():
     described, session, _ = read_arguments(["--no-anneal-learning-rate", "--json"])
     assert described.agent_config.anneal_learning_rate is False
@@ -90,6 +102,11 @@ def test_a_config_is_repeated_and_changed(trained):
             "train --network.channels 8",
             "--network.channels is an option of what --network chooses: give --network as well.",
         ),
+        (
+            "train --agent dqn --normalise-rewards",
+            "There is no option --normalise-rewards. Agents that have it: impala",
+        ),
+        ("train --agent sac --no-double", "There is no option --no-double. Agents that have it: dqn."),
         ("train --steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'."),
         ("train --steps 0", "steps must be at least 1, got 0."),
         ("train --env-type lop", "invalid choice 'lop' for argument '--env-type'."),

@@ -8,7 +8,7 @@ import io
 import json
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import tyro
@@ -19,7 +19,15 @@ from rlframe.errors import UsageError, suggest
 T = TypeVar("T")
 
 
-def parse(options: type[T], arguments: Sequence[str], prog: str, description: str, *, default: Any = None) -> T:
+def parse(
+    options: type[T],
+    arguments: Sequence[str],
+    prog: str,
+    description: str,
+    *,
+    default: Any = None,
+    elsewhere: Callable[[str], str] = lambda name: "",
+) -> T:
     """Build `options` from the command line.
 
     Args:
@@ -28,6 +36,7 @@ def parse(options: type[T], arguments: Sequence[str], prog: str, description: st
         prog: what help and errors call the command.
         description: the first lines of its help.
         default: an instance of `options` that gives every default.
+        elsewhere: says of an option that there is not (`--x`) where there is one; "" where there is none.
 
     Raises:
         UsageError: an option is unknown or its value does not fit.
@@ -51,7 +60,7 @@ def parse(options: type[T], arguments: Sequence[str], prog: str, description: st
             raise
         raise UsageError(f"{_sentence(errors.getvalue())} See `{prog} --help`.") from None
     if unknown:
-        raise UsageError(_unknown(unknown, list(flags(options)), prog))
+        raise UsageError(_unknown(unknown, list(flags(options)), prog, elsewhere))
     return parsed
 
 
@@ -90,7 +99,7 @@ def flags(options: type, prefix: str = "") -> Iterable[str]:
                 yield f"--{prefix}no-{own}".replace("_", "-")
 
 
-def _unknown(unknown: list[str], known: list[str], prog: str) -> str:
+def _unknown(unknown: list[str], known: list[str], prog: str, elsewhere: Callable[[str], str]) -> str:
     options = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
     if not options:
         hint = " A switch takes no value: --no-NAME turns it off." if unknown[0].lower() in ("true", "false") else ""
@@ -99,7 +108,7 @@ def _unknown(unknown: list[str], known: list[str], prog: str) -> str:
     chooser, dot, _ = name.partition(".")
     if dot and chooser in known and not any(option.startswith(f"{chooser}.") for option in known):
         return f"{name} is an option of what {chooser} chooses: give {chooser} as well. See `{prog} --help`."
-    nearest = suggest(name.replace("_", "-"), known)
+    nearest = elsewhere(name) or suggest(name.replace("_", "-"), known)
     return f"There is no option {name}.{nearest or f' See `{prog} --help`.'}"
 
 

@@ -11,6 +11,8 @@ from rlframe.programs.presets import Preset
 def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     """Print a preset's values with their sources; what the command line changed is marked.
 
+    Where it chose another network, the options of the preset's are left out: they are not used.
+
     Args:
         preset: the table.
         experiment: what runs; None where nothing does.
@@ -21,7 +23,11 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     table = Table(title=f"preset {preset.name}", title_justify="left", box=None, pad_edge=False)
     for column in ("field", "value", "source"):
         table.add_column(column, overflow="fold")
+    network = preset.fields.get("network")
+    has_its_network = experiment is None or network is None or _used(experiment, "network") == network.value
     for key, setting in preset.fields.items():
+        if key.startswith("network.") and not has_its_network:
+            continue
         used = setting.value if experiment is None else _used(experiment, key)
         same = used == setting.value
         value = str(setting.value) if same else f"{used} (preset: {setting.value})"

@@ -98,7 +98,7 @@ def read_arguments(
     """
     defaults, preset = _defaults(arguments)
     start = _start(defaults, arguments, session_cls)
-    parsed: Any = parse(type(start), arguments, prog, description, default=start)
+    parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=_agents_with)
     values = {name: getattr(parsed.experiment, name) for name in field_names(parsed.experiment) if name != "name"}
     values["agent_config"] = parsed.agent_config
     if "network_config" in values:
@@ -127,6 +127,13 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     if network is not None and network != getattr(topology, "network", network):
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
     return complete(defaults), preset
+
+
+def _agents_with(option: str) -> str:
+    """Which agents have an option that the one in question has not; "" where none has."""
+    name = option.removeprefix("--").replace("-", "_").removeprefix("no_")
+    agents = [each for each in naming.AGENTS if name in field_names(naming.agent_class(each).config_cls)]
+    return f" Agents that have it: {', '.join(agents)}." if agents else ""
 
 
 def _saved(arguments: list[str]) -> Experiment | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +95,18 @@ def batch_for(agent, params, learner_state):
     if isinstance(agent.replay_spec.item, Transition):
         return batches.transitions(agent)
     return batches.sequences(agent, params, learner_state)
+
+
+@pytest.mark.parametrize("name", ["ppo", "impala", "dqn", "pqn", "r2d2", "sac", "td3"])
+def test_the_page_about_metrics_has_what_each_agent_logs(name):
+    agent = make(name)
+    params, learner_state = started(agent)
+    logs = jax.eval_shape(agent.learner_step, params, learner_state, batch_for(agent, params, learner_state))[2]
+    page = (pathlib.Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| `loss` and what the agent logs"))
+    pairs = re.findall(r"((?:`\w+`,? )+)\(([^)]*)\)", row)
+    named = {log for logs, agents in pairs if name.upper() in agents.split(", ") for log in re.findall(r"\w+", logs)}
+    assert named == set(logs) - {"loss", "priorities"}
 
 
 @pytest.mark.parametrize("name", AGENTS)

@@ -170,7 +170,7 @@ class GameConfig(TopologyConfig):
     clip_rewards: Union[float, None] = None  # to between minus this and this, in training; None: as they are
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
     eval_episodes: int = 20
-    network: Union[str, None] = None  # mlp, nature_cnn or file.py:make_net; None: what suits the observation
+    network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net; None: what suits the observation
     schedule_steps: int = 0  # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
     network_config: Any = None
 
