@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+import rlframe
 from rlframe.cli.main import main
 from rlframe.cli.seeds import parse_seeds
 from rlframe.errors import UsageError
+from rlframe.programs.run_lock import RunLock
 from tests.waiting import wait_until
 
 QUICK = ["train", "--env", "CartPole-v1", "--preset", "none", "--num-envs", "4", "--unroll-length", "16"]
 QUICK += ["--num-minibatches", "1", "--num-epochs", "1", "--eval-episodes", "1", "--network", "mlp"]
 QUICK += ["--network.hidden", "4"]
+BOTH = ["--steps", "200", "--seeds", "3,4"]
 
 
 @pytest.mark.parametrize(
@@ -36,25 +40,65 @@ def test_other_seeds_are_refused(text, why):
         parse_seeds(text)
 
 
-def test_each_seed_is_a_run_and_one_that_is_over_is_not_run_again(tmp_path, capfd):
-    folder = tmp_path / "all"
-    command = [*QUICK, "--steps", "200", "--seeds", "3,4", "--at-once", "2", "--run-dir", str(folder), "--json"]
-    assert main(command) == 0
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The directory of the seeds 3 and 4, which are over. Read it only."""
+    folder = tmp_path_factory.mktemp("seeds") / "both"
+    assert main([*QUICK, *BOTH, "--at-once", "2", "--run-dir", str(folder)]) == 0
+    return folder
+
+
+def test_each_seed_is_a_run_and_one_that_is_over_is_not_run_again(both, capfd):
+    written = (both / "seed-3" / "metrics.jsonl").stat().st_mtime_ns
+    assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both), "--json"]) == 0
     out, err = capfd.readouterr()
+    assert (both / "seed-3" / "metrics.jsonl").stat().st_mtime_ns == written
     summary = json.loads(out.splitlines()[-1])
-    results = [json.loads((folder / f"seed-{seed}" / "result.json").read_text()) for seed in (3, 4)]
+    results = [json.loads((both / f"seed-{seed}" / "result.json").read_text()) for seed in (3, 4)]
     assert summary["returns"] == [result["return_mean"] for result in results]
     assert summary["return_iqm"] == summary["return_mean"] == sum(summary["returns"]) / 2
     assert summary["return_iqm_interval"] == sorted(summary["returns"])
-    assert "2 seeds: interquartile mean" in err and (folder / "learning_curve.png").stat().st_size > 10_000
-    configs = [json.loads((folder / f"seed-{seed}" / "config.json").read_text())["experiment"] for seed in (3, 4)]
+    assert "2 seeds: interquartile mean" in err and (both / "learning_curve.png").stat().st_size > 10_000
+    configs = [json.loads((both / f"seed-{seed}" / "config.json").read_text())["experiment"] for seed in (3, 4)]
     assert [config.pop("seed") for config in configs] == [3, 4] and configs[0] == configs[1]
-    written = (folder / "seed-3" / "metrics.jsonl").stat().st_mtime_ns
-    assert main([*command, "--resume"]) == 0  # both are over
-    assert json.loads(capfd.readouterr().out.splitlines()[-1]) == summary
-    assert (folder / "seed-3" / "metrics.jsonl").stat().st_mtime_ns == written
-    assert main(command) == 2
-    assert "is not empty. Add --resume to go on with the runs in it" in capfd.readouterr().err
+    assert main([*QUICK, *BOTH, "--run-dir", str(both)]) == 2
+    assert "both exists already. Choose another --run-dir, or go on with what is in it" in capfd.readouterr().err
+
+
+def test_runs_that_are_gone_on_with_keep_their_options(both, capfd):
+    assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both), "--steps", "400"]) == 2
+    assert "Runs that are gone on with keep their options" in capfd.readouterr().err
+    assert main([*QUICK, "--seeds", "1", "--take-over"]) == 2
+    assert "--take-over is of runs to go on with: it needs --resume." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("held", [".", "seed-4"])
+def test_runs_that_go_on_are_left_alone(held, both, capfd):
+    with RunLock(both / held):
+        assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both)]) == 2
+    err = capfd.readouterr().err
+    assert f"{both / held} is in use by process {os.getpid()}" in err and "by --resume --take-over" in err
+
+
+def test_the_directory_of_several_seeds_is_taken_for_no_run(both, capfd):
+    picture = (both / "learning_curve.png").stat().st_mtime_ns
+    why = f"{both} holds the runs of several seeds: {both}/seed-3, {both}/seed-4. Name one of them, or go on with all: "
+    why += f"rlframe train --seeds 3,4 --resume --run-dir {both}"
+    for command in (["train", "--resume", "--run-dir"], ["evaluate"], ["status"], ["stop"]):
+        assert main([*command, str(both)]) == 2
+        assert why in capfd.readouterr().err
+    for call in (rlframe.load, lambda path: rlframe.train(run_dir=path, resume=True)):
+        with pytest.raises(UsageError, match=re.escape(why)):
+            call(both)
+    assert (both / "learning_curve.png").stat().st_mtime_ns == picture
+
+
+def test_a_run_is_not_taken_for_several_seeds(both, capfd):
+    run = both / "seed-3"
+    assert main(["train", "--resume", "--seeds", "1-2", "--run-dir", str(run)]) == 2
+    command = f"rlframe train --resume --run-dir {run}"
+    assert f"{run} holds a single run. Go on with it: {command}" in capfd.readouterr().err
+    assert not (run / "seed-1").exists()
 
 
 @pytest.mark.system

@@ -14,6 +14,7 @@ from rlframe.cli.main import main
 from rlframe.cli.varied import Varied, parse_varied
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import load_experiment
+from rlframe.programs.run_lock import RunLock
 from tests.extras import needs
 from tests.test_cli_seeds import QUICK, running
 from tests.waiting import wait_until
@@ -108,7 +109,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(arguments, why, tm
     assert not folder.exists()
 
 
-def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path):
+def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path, capfd):
     folder = tmp_path / "sweep"
     arguments = ["--vary", "learning-rate=1e-3,1e-4", "--vary", "network.hidden=8,4 4", "--network", "mlp"]
     arguments += ["--seeds", "3,5", "--at-once", "2", "--run-dir", str(folder)]
@@ -128,9 +129,14 @@ def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path)
     written = result.stat().st_mtime_ns
     assert sweep("--resume", "--run-dir", str(folder))[1] == said  # all are over
     assert result.stat().st_mtime_ns == written
-    assert "is not empty. Add --resume" in sweep(*arguments)[2]
+    assert "exists already. Choose another --run-dir" in sweep(*arguments)[2]
     for change in (["--num-epochs", "7"], ["--vary", "num-epochs=1,2"], ["--seeds", "1"]):
         assert "A resumed sweep keeps its options" in sweep("--resume", "--run-dir", str(folder), *change)[2]
+    assert main(["train", "--resume", "--run-dir", str(folder)]) == 2
+    runs = ", ".join(f"{folder}/trial-{trial}/seed-{seed}" for trial, seed in ((0, 3), (0, 5), (1, 3), (1, 5), (2, 3)))
+    assert f"{folder} holds the runs of a sweep: {runs} and 3 more." in capfd.readouterr().err
+    with RunLock(folder):
+        assert "wait for its end, stop it, or have it ended" in sweep("--resume", "--run-dir", str(folder))[2]
 
 
 def test_a_sweep_that_is_gone_on_with_draws_as_one_that_was_not_interrupted(sweep, tmp_path):

@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 
 from rlframe.cli.train import SessionOptions
+from rlframe.engines.base import GRACE
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import Result, RunDir
+from rlframe.programs.run_lock import RunLock
 
-_ONE_RUN = ("seeds", "at_once", "run_dir", "config", "resume", "preset", "json", "quiet")  # not handed on as they are
-_REFUSED = ("resume_from", "take_over", "listen", "token_file", "stop_at", "profile", "profile_trace")
+# Not handed on as they are:
+_ONE_RUN = ("seeds", "at_once", "run_dir", "config", "resume", "take_over", "preset", "json", "quiet")
+_REFUSED = ("resume_from", "listen", "token_file", "stop_at", "profile", "profile_trace")
 _LOOKS = 0.1  # seconds between two looks at the runs
 
 
@@ -26,10 +29,18 @@ def check_of_several(experiment: Experiment, session: SessionOptions, by: str) -
     for name in _REFUSED:
         if getattr(session, name) != getattr(SessionOptions, name):
             raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
+    if session.take_over and not session.resume:
+        raise UsageError("--take-over is of runs to go on with: it needs --resume.")
     if session.at_once < 1:
         raise UsageError(f"--at-once must be at least 1, got {session.at_once}.")
     if experiment.topology.learns_from != "steps":
         raise UsageError(f"{by} compares returns, and a run of --agent {experiment.agent} has none.")
+
+
+def lock(directory: RunDir, experiment: Experiment, session: SessionOptions) -> RunLock:
+    """The lock of a directory of several runs, whose holder lets them save before it ends."""
+    grace = getattr(experiment.topology, "grace_seconds", GRACE)
+    return RunLock(directory.path, session.take_over, ends_within=grace + 30.0)
 
 
 def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:
@@ -90,10 +101,10 @@ class SeedRun:
         return result if result is not None and result.return_mean is not None else None
 
     def start(self) -> None:
-        """Begins the run; with `--resume` it goes on with what there is of it, perhaps in the place of an orphan."""
+        """Begins the run; with `--resume` it goes on with what there is of it."""
         command = [sys.executable, "-m", "rlframe", "train", "--run-dir", str(self.path), "--quiet"]
         if self._session.resume and (self.path / "config.json").exists():
-            command += ["--resume", "--take-over"]
+            command += ["--resume", *["--take-over"] * self._session.take_over]
         else:
             command += ["--config", str(self.path.parent / "config.json"), "--seed", str(self.seed)]
         for field in dataclasses.fields(SessionOptions):

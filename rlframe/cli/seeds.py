@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.cli.seed_runs import SeedRun, check_of_several, run_all
+from rlframe.cli.seed_runs import SeedRun, check_of_several, lock, run_all
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.statistics import interquartile_mean, interval
-from rlframe.programs.experiment import Experiment, save_experiment
-from rlframe.programs.run_dir import Result, default_path
+from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
+from rlframe.programs.run_dir import SEEDS, Result, RunDir, default_path
+from rlframe.programs.run_lock import holder_of
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -35,7 +37,8 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
     """Train once for each seed, in processes of their own, and print and draw what they say together.
 
     The runs are RUN_DIR/seed-1 and so on; what each prints is in seed-1.log beside it. With `--resume`, those that are
-    over stay as they are, and the others go on. Ctrl-C has those under way save and end; after SIGKILL they go on.
+    over stay as they are, and the others go on. Ctrl-C has those under way save and end; after SIGKILL they go on,
+    until `--resume --take-over`.
 
     Returns:
         0 where all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
@@ -43,13 +46,49 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
     assert session.seeds is not None
     seeds = parse_seeds(session.seeds)
     check_of_several(experiment, session, "--seeds")
-    directory = pathlib.Path(session.run_dir) if session.run_dir is not None else default_path(experiment)
-    if directory.exists() and any(directory.iterdir()) and not session.resume:
-        raise UsageError(f"{directory} is not empty. Add --resume to go on with the runs in it, or name another one.")
-    directory.mkdir(parents=True, exist_ok=True)
-    if not session.resume:
-        save_experiment(experiment, directory / "config.json", {})
-    runs = [SeedRun(directory, seed, session) for seed in seeds]
+    directory = RunDir(session.run_dir if session.run_dir is not None else default_path(experiment))
+    if session.resume:
+        directory.check_holds(SEEDS)
+        if experiment != load_experiment(directory.config):
+            raise UsageError(
+                f"Runs that are gone on with keep their options: leave out of rlframe train --seeds {session.seeds} "
+                f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
+            )
+    else:
+        directory.create()
+    with lock(directory, experiment, session):
+        if not session.resume:
+            directory.create()  # again: it may have been another's meanwhile
+            save_experiment(experiment, directory.config, {})
+        _note(directory, session.seeds, seeds)
+        runs = [SeedRun(directory.path, seed, session) for seed in seeds]
+        _check_free(runs, session)
+        stopped_by = _run(runs, session)
+        code = _report(directory.path, runs, session)
+    return code if stopped_by is None else 128 + stopped_by
+
+
+def _note(directory: RunDir, text: str, seeds: list[int]) -> None:
+    """Write in `seeds.json` which runs there are: these, and those of before."""
+    path = directory.path / SEEDS
+    before = parse_seeds(json.loads(path.read_text())["seeds"]) if path.exists() else []
+    if not set(before) <= set(seeds):
+        text = ",".join(map(str, sorted({*before, *seeds})))
+    write_atomically(path, json.dumps({"seeds": text.replace(" ", "")}), "\n")
+
+
+def _check_free(runs: list[SeedRun], session: SessionOptions) -> None:
+    """Raise UsageError for a run that goes on already: a killed `--seeds` leaves such, or it is gone on with alone."""
+    for run in runs:
+        if not session.take_over and (holder := holder_of(run.path)) is not None:
+            raise UsageError(
+                f"{run.path} is in use by {holder}: wait for its end, stop it (rlframe stop {run.path}), or have it "
+                "ended and gone on with by --resume --take-over."
+            )
+
+
+def _run(runs: list[SeedRun], session: SessionOptions) -> int | None:
+    """Run those that are not over. Return the number of the signal that ended them, or None."""
     waiting = [run for run in runs if run.result is None]
 
     def say(run: SeedRun, text: str) -> None:
@@ -62,9 +101,7 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
         say(waiting[0], f"began, in {waiting[0].path}")
         return waiting.pop(0)
 
-    stopped_by = run_all(next_run, lambda run: say(run, run.said()), session.at_once)
-    code = _report(directory, runs, session)
-    return code if stopped_by is None else 128 + stopped_by
+    return run_all(next_run, lambda run: say(run, run.said()), session.at_once)
 
 
 def _report(directory: pathlib.Path, runs: list[SeedRun], session: SessionOptions) -> int:

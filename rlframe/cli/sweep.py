@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import pathlib
 import sys
 from typing import Annotated, Literal, Union
 
 import tyro
 
 from rlframe import extras
-from rlframe.cli.seed_runs import check_of_several, run_all
+from rlframe.cli.seed_runs import check_of_several, lock, run_all
 from rlframe.cli.seeds import parse_seeds
 from rlframe.cli.train import SessionOptions, print_start, read_arguments, set_title
 from rlframe.cli.trials import Trials
@@ -20,8 +19,7 @@ from rlframe.cli.varied import Varied, parse_varied
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
-from rlframe.programs.run_dir import default_path
-from rlframe.programs.run_lock import RunLock
+from rlframe.programs.run_dir import SWEEP, RunDir, default_path
 
 PROG = "rlframe sweep"
 DESCRIPTION = (
@@ -55,49 +53,49 @@ def run(arguments: list[str]) -> int:
     extras.require(PROG, "sweep")
     check_of_several(experiment, session, PROG)
     path = default_path(experiment)
-    directory = pathlib.Path(session.run_dir) if session.run_dir is not None else path.with_name(f"sweep-{path.name}")
+    directory = RunDir(session.run_dir if session.run_dir is not None else path.with_name(f"sweep-{path.name}"))
     session = _settled(experiment, session, directory)
     varied = _checked(arguments, session)
     set_title("sweep")
     print_start(session, experiment, preset)
-    directory.mkdir(parents=True, exist_ok=True)
-    with RunLock(directory):
-        kept = {name: getattr(session, name) for name in _KEPT}
-        write_atomically(directory / "sweep.json", json.dumps(kept), "\n")
+    if not session.resume:
+        directory.create()
+    with lock(directory, experiment, session):
         if not session.resume:
-            save_experiment(experiment, directory / "config.json", {})
-        trials = Trials(varied, functools.partial(_experiment, arguments), experiment.seed, session, directory)
+            directory.create()  # again: it may have been another's meanwhile
+        kept = {name: getattr(session, name) for name in _KEPT}
+        write_atomically(directory.path / SWEEP, json.dumps(kept), "\n")
+        if not session.resume:
+            save_experiment(experiment, directory.config, {})
+        trials = Trials(varied, functools.partial(_experiment, arguments), experiment.seed, session, directory.path)
         stopped_by = run_all(trials.next_run, trials.ended, session.at_once)
     trials.report()
     if stopped_by is None:
         return 0
-    print(f"Everything is saved. Go on: {PROG} --resume --run-dir {directory}", file=sys.stderr)
+    print(f"Everything is saved. Go on: {PROG} --resume --run-dir {directory.path}", file=sys.stderr)
     return 128 + stopped_by
 
 
 # --- what is asked for
 
 
-def _settled(experiment: Experiment, session: SweepOptions, directory: pathlib.Path) -> SweepOptions:
+def _settled(experiment: Experiment, session: SweepOptions, directory: RunDir) -> SweepOptions:
     """The options of the whole sweep: of one that is resumed those that it began with, where they are not given.
 
     Raises:
-        UsageError: they are of another sweep, or the directory is taken.
+        UsageError: they are of another sweep, or there is none in the directory.
     """
     if not session.resume:
-        if directory.exists() and any(directory.iterdir()):
-            raise UsageError(f"{directory} is not empty. Add --resume to go on with the sweep in it, or name another.")
         return dataclasses.replace(session, seeds=session.seeds or str(experiment.seed))
-    try:
-        kept = json.loads((directory / "sweep.json").read_text())
-    except OSError as error:
-        raise UsageError(f"There is no sweep in {directory}: it has no sweep.json.") from error
+    directory.check_holds(SWEEP)
+    kept = json.loads((directory.path / SWEEP).read_text())
     kept["vary"] = tuple(kept["vary"])
     given = {name: getattr(session, name) for name in _KEPT if getattr(session, name) != getattr(SweepOptions, name)}
-    if experiment != load_experiment(directory) or any(given.get(name, kept[name]) != kept[name] for name in _KEPT[:2]):
+    changed = [name for name in _KEPT[:2] if given.get(name, kept[name]) != kept[name]]
+    if changed or experiment != load_experiment(directory.config):
         raise UsageError(
-            f"A resumed sweep keeps its options: leave out of {PROG} --resume --run-dir {directory} all but --trials, "
-            "--sampler and --at-once, or begin another sweep."
+            f"A resumed sweep keeps its options: leave out of {PROG} --resume --run-dir {directory.path} all but "
+            "--trials, --sampler and --at-once, or begin another sweep."
         )
     return dataclasses.replace(session, **{**kept, **given})
 

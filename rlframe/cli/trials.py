@@ -18,9 +18,11 @@ from rlframe.cli.seed_runs import SeedRun
 from rlframe.cli.seeds import parse_seeds
 from rlframe.cli.varied import Varied
 from rlframe.errors import RlframeError, UsageError
+from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.plots import plot_options
 from rlframe.metrics.statistics import interquartile_mean
 from rlframe.programs.experiment import Experiment, save_experiment
+from rlframe.programs.run_dir import SEEDS
 
 if TYPE_CHECKING:
     from rlframe.cli.sweep import SweepOptions
@@ -59,7 +61,9 @@ class Trials:
         directory: pathlib.Path,
     ) -> None:
         self._varied, self._experiment_of, self._seed = varied, experiment_of, seed
-        self._session, self._directory, self._seeds = session, directory, parse_seeds(session.seeds or "")
+        # Who still runs in the directory of a resumed sweep, whose lock is ours, was left there by a killed one.
+        self._session = dataclasses.replace(session, take_over=session.resume)
+        self._directory, self._seeds = directory, parse_seeds(session.seeds or "")
         with extras.needed("rlframe sweep", "sweep"):
             import optuna
             from optuna.storages.journal import JournalFileBackend
@@ -118,6 +122,7 @@ class Trials:
             return True
         path.mkdir(exist_ok=True)
         save_experiment(experiment, path / "config.json", {})
+        write_atomically(path / SEEDS, json.dumps({"seeds": self._session.seeds}), "\n")
         self._settle(trial)  # of one that was under way all runs may be over
         return True
 

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from rlframe.programs.experiment import Experiment, load_experiment, save_experi
 from rlframe.programs.presets import plain_name
 
 CHECKPOINTS_KEPT = 3
+RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"  # the file that says what a directory holds
 
+_NAMED = 5  # of the runs of a set, in an error
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
 
 
@@ -75,7 +78,7 @@ class RunDir:
         try:
             if self.path.exists() and (not self.path.is_dir() or self._holds_anything()):
                 raise UsageError(
-                    f"{self.path} exists already. Choose another --run-dir, or go on with the run in it by --resume."
+                    f"{self.path} exists already. Choose another --run-dir, or go on with what is in it by --resume."
                 )
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -88,10 +91,43 @@ class RunDir:
         """Removes the directory that `create` made: the run did not begin."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    @property
+    def holds(self) -> str | None:
+        """What is in the directory: RUN, SEEDS or SWEEP; None where it is none of these."""
+        return next((name for name in (SWEEP, SEEDS, RUN) if (self.path / name).is_file()), None)
+
+    def runs(self) -> list[pathlib.Path]:
+        """The directories of the runs that have begun, of several seeds or a sweep: in order of trial and seed."""
+        pattern = {SEEDS: "seed-*", SWEEP: "trial-*/seed-*"}.get(self.holds or "")
+        found = [path for path in self.path.glob(pattern or "") if (path / RUN).is_file()] if pattern else []
+        return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path.relative_to(self.path)))])
+
     def check_holds_run(self) -> None:
         """Raises UsageError where there is no run to go on with."""
-        if not self.config.is_file():
-            raise UsageError(f"There is no run in {self.path}: it has no config.json.")
+        self.check_holds(RUN)
+
+    def check_holds(self, wanted: str) -> None:
+        """Raises UsageError, which says what to do, where the directory holds something else: RUN, SEEDS or SWEEP."""
+        found = self.holds
+        if found is None:
+            what = {RUN: "run", SEEDS: "set of seeds", SWEEP: "sweep"}[wanted]
+            raise UsageError(f"There is no {what} in {self.path}: it has no {wanted}.")
+        if found == wanted:
+            return
+        if found == RUN:
+            raise UsageError(
+                f"{self.path} holds a single run. Go on with it: rlframe train --resume --run-dir {self.path}"
+            )
+        command = f"rlframe sweep --resume --run-dir {self.path}"
+        if found == SEEDS:
+            seeds = json.loads((self.path / SEEDS).read_text())["seeds"]
+            command = f"rlframe train --seeds {seeds} --resume --run-dir {self.path}"
+        runs = self.runs()
+        named = ", ".join(map(str, runs[:_NAMED])) + f" and {len(runs) - _NAMED} more" * (len(runs) > _NAMED)
+        raise UsageError(
+            f"{self.path} holds the runs of {'several seeds' if found == SEEDS else 'a sweep'}: {named or 'none yet'}. "
+            f"Name one of them, or go on with all: {command}"
+        )
 
     def what_is_saved(self) -> str:
         """What was saved last, and how to go on from there."""
