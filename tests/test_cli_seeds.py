@@ -42,7 +42,7 @@ def test_other_seeds_are_refused(text, why):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """The directory of the seeds 3 and 4, which are over. Read it only."""
+    """The directory of the seeds 3 and 4, which are over."""
     folder = tmp_path_factory.mktemp("seeds") / "both"
     assert main([*QUICK, *BOTH, "--at-once", "2", "--run-dir", str(folder)]) == 0
     return folder
@@ -93,6 +93,16 @@ def test_the_directory_of_several_seeds_is_taken_for_no_run(both, capfd):
     assert (both / "learning_curve.png").stat().st_mtime_ns == picture
 
 
+def test_what_is_plotted_of_several_seeds_is_each_of_them(both, capfd, tmp_path):
+    for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):  # as a shell expands both/seed-*
+        assert main(["plot", *map(str, named), "--out", str(tmp_path / f"{number}.png")]) == 0
+        assert capfd.readouterr().out == f"{tmp_path}/{number}.png\n"
+    assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
+    assert (tmp_path / "0.png").read_bytes() == (both / "learning_curve.png").read_bytes()
+    (both / "learning_curve.png").unlink()
+    assert main(["plot", str(both)]) == 0 and (both / "learning_curve.png").stat().st_size > 10_000
+
+
 def test_a_run_is_not_taken_for_several_seeds(both, capfd):
     run = both / "seed-3"
     assert main(["train", "--resume", "--seeds", "1-2", "--run-dir", str(run)]) == 2
@@ -140,7 +150,7 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
     for seed in (1, 2):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]
-        assert "SIGINT: saving after the step under way" in (folder / f"seed-{seed}.log").read_text()
+        assert "SIGINT: saving after the step under way" in (folder / "logs" / f"seed-{seed}.log").read_text()
         assert steps > 0 and list((run / "checkpoints").iterdir())  # it was told once, and saved
         assert not running(run)
 

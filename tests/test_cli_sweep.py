@@ -169,10 +169,10 @@ def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(sweep, tmp_path):
     folder = tmp_path / "sweep"
     code, said, err = sweep("--vary", "learning-rate=1e-3,1,1e-2", "--seeds", "1-2", "--run-dir", str(folder))
     assert code == 0 and [row["trial"] for row in said["trials"]] == [0, 2, 1]
-    log = folder / "trial-1" / "seed-1.log"
+    log = folder / "trial-1" / "logs" / "seed-1.log"
     why = f"seed 1 ended with exit code 1; see {log}: rlframe: The loss was not finite."
     assert said["trials"][2]["failed"] == why and f"trial 1 failed: {why}" in err
-    assert not (folder / "trial-1" / "seed-2.log").exists()
+    assert not (folder / "trial-1" / "logs" / "seed-2.log").exists()
 
 
 def test_what_else_runs_of_a_trial_that_fails_is_stopped(sweep, tmp_path):
@@ -180,7 +180,7 @@ def test_what_else_runs_of_a_trial_that_fails_is_stopped(sweep, tmp_path):
     vary = ["--vary", "learning-rate=1e-3,1", "--seeds", "1-2", "--at-once", "2"]
     _, said, _ = sweep(*vary, "--run-dir", str(folder))
     assert "seed 1 ended with exit code 1" in said["trials"][1]["failed"]
-    assert (folder / "trial-1" / "seed-2.log").exists() and not (folder / "trial-1" / "seed-2").exists()
+    assert (folder / "trial-1" / "logs" / "seed-2.log").exists() and not (folder / "trial-1" / "seed-2").exists()
 
 
 def test_a_combination_that_train_refuses_is_a_trial_that_fails(sweep, tmp_path):
@@ -218,7 +218,7 @@ def test_a_sweep_that_is_killed_goes_on_with_the_trial_under_way(tmp_path):
         process.communicate()
     process = subprocess.Popen([*command, "--resume", "--run-dir", str(folder)], stderr=subprocess.PIPE)
     try:  # the run that the dead one left is taken over; Ctrl-C has it save
-        wait_until(lambda: "SIGTERM" in (folder / "trial-0" / "seed-1.log").read_text(), seconds=60.0)
+        wait_until(lambda: "SIGTERM" in (folder / "trial-0" / "logs" / "seed-1.log").read_text(), seconds=60.0)
         rows = (begun / "metrics.jsonl").stat().st_size
         wait_until(lambda: (begun / "metrics.jsonl").stat().st_size > rows, seconds=60.0)
         process.send_signal(signal.SIGINT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import pathlib
 from typing import Annotated, Union
 
 import tyro
@@ -23,8 +25,8 @@ class PlotOptions:
 
     run_dirs: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR...")
-    ]  # directories of runs
-    out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in the run where there is one
+    ]  # directories of runs, of several seeds, or of sweeps
+    out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in RUN_DIR where there is one
     traceback: bool = False  # show where an error came from
 
 
@@ -34,6 +36,14 @@ def run(arguments: list[str]) -> int:
     if not options.run_dirs:
         raise UsageError(f"Name one run directory or several. See `{PROG} --help`.")
     from rlframe.metrics import plot_learning_curve
+    from rlframe.programs.run_dir import RunDir
 
-    print(plot_learning_curve(options.run_dirs, options.out))
+    runs: list[pathlib.Path] = []
+    for directory in map(RunDir, options.run_dirs):
+        begun = [run for run in directory.runs() if RunDir(run).metrics.exists()]
+        runs += begun or [directory.path]
+    out = options.out
+    if out is None and len(options.run_dirs) == 1:
+        out = os.fspath(RunDir(options.run_dirs[0]).learning_curve)
+    print(plot_learning_curve(runs, out))
     return 0

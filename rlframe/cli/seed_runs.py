@@ -79,15 +79,17 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
 
 
 class SeedRun:
-    """One seed's run, in `DIRECTORY/seed-N` with the config of the directory; what it prints is in `seed-N.log`.
+    """One seed's run, in `DIRECTORY/seed-N` with the config of the directory.
 
     Attributes:
+        log: what it prints, `DIRECTORY/logs/seed-N.log`.
         code: its exit code, None while it goes on.
         told: whether it was told to stop.
     """
 
     def __init__(self, directory: pathlib.Path, seed: int, session: SessionOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
+        self.log = directory / "logs" / f"seed-{seed}.log"  # not beside the run: `rlframe plot DIRECTORY/seed-*`
         self._session = session
         self._process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
@@ -112,7 +114,8 @@ class SeedRun:
             if field.name not in _ONE_RUN and value != field.default:
                 name = f"--{field.name.replace('_', '-')}"
                 command += [name] if value is True else [name, str(value)]
-        with open(self.path.with_suffix(".log"), "ab") as log:
+        self.log.parent.mkdir(exist_ok=True)
+        with open(self.log, "ab") as log:
             # In a session of its own: Ctrl-C at a terminal reaches us alone, and each run is told once. A second signal
             # would have it leave without saving.
             self._process = subprocess.Popen(
@@ -139,11 +142,13 @@ class SeedRun:
     def said(self) -> str:
         """How it ended."""
         result = self.result
+        if self.told and self.code == 128 + signal.SIGINT:
+            return "stopped"
         if self.code or result is None:
-            return f"ended with exit code {self.code}; see {self.path.with_suffix('.log')}"
+            return f"ended with exit code {self.code}; see {self.log}: {self._last_words()}"
         return f"return {result.return_mean:.1f} ± {result.return_std:.1f}, {result.wall_seconds:.0f} s"
 
-    def last_words(self) -> str:
+    def _last_words(self) -> str:
         """The last line that it printed."""
-        lines = self.path.with_suffix(".log").read_text(errors="replace").split("\n")
+        lines = self.log.read_text(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -36,9 +36,9 @@ def parse_seeds(text: str) -> list[int]:
 def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
     """Train once for each seed, in processes of their own, and print and draw what they say together.
 
-    The runs are RUN_DIR/seed-1 and so on; what each prints is in seed-1.log beside it. With `--resume`, those that are
-    over stay as they are, and the others go on. Ctrl-C has those under way save and end; after SIGKILL they go on,
-    until `--resume --take-over`.
+    The runs are RUN_DIR/seed-1 and so on; what each prints is in RUN_DIR/logs. With `--resume`, those that are over
+    stay as they are, and the others go on. Ctrl-C has those under way save and end; after SIGKILL they go on, until
+    `--resume --take-over`.
 
     Returns:
         0 where all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.

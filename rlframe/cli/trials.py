@@ -96,7 +96,7 @@ class Trials:
             return
         self._say(f"{trial.name}, seed {run.seed}: {run.said()}")
         if run.result is None and not run.told:
-            self._fail(trial, f"seed {run.seed} {run.said()}: {run.last_words()}")
+            self._fail(trial, f"seed {run.seed} {run.said()}")
         self._settle(trial)
 
     def _begin(self) -> bool:
