@@ -33,7 +33,12 @@ def test_seeds_are_ranges_and_numbers(text, seeds):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("1-", "got '1-'"), ("a", "got 'a'"), ("1-3,2", "a seed twice"), ("3-1", "none")]
+    ("text", "why"),
+    [
+        *(("1-", "got '1-'"), ("a", "got 'a'"), ("1-3,2", "a seed twice"), ("3-1", "none")),
+        *(("1-1000,2000", "names 1,001 seeds: each is one run"), ("1-2147483647", "names 2,147,483,647 seeds")),
+        ("1-2147483648", "a seed is at most 2147483647, got 2147483648"),
+    ],
 )
 def test_other_seeds_are_refused(text, why):
     with pytest.raises(UsageError, match=why):
@@ -129,9 +134,21 @@ def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd)
     assert "seed 2: ended with exit code 2; see" in err and "1 seeds: interquartile mean" in err
 
 
-def test_what_is_of_one_run_does_not_go_with_seeds(capfd):
-    assert main([*QUICK, "--seeds", "1-2", "--stop-at", "100"]) == 2
-    assert "--stop-at is of one run; --seeds makes several." in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("--stop-at 100", "--stop-at is of one run; --seeds makes several."),
+        ("--http 8000", "--http 8000 is a port for one run, and --seeds makes several: --http 0 finds each one."),
+        ("--seed 3", "--seeds 1-2 makes a run for each of them: leave --seed out."),
+        ("--steps 10", "A run of 10 environment steps would make no update"),
+        ("--env CartPole-v7", "Unknown environment 'CartPole-v7'. Did you mean 'CartPole-v1'?"),
+        ("--http-host 0.0.0.0", "http_host is of the HTTP service of the run, and there is none"),
+    ],
+)
+def test_what_would_fail_in_each_run_is_refused_before_anything_is_made(arguments, why, tmp_path, capfd):
+    assert main([*QUICK, "--seeds", "1-2", "--run-dir", str(tmp_path / "all"), *arguments.split()]) == 2
+    assert why in capfd.readouterr().err
+    assert not (tmp_path / "all").exists()
 
 
 @pytest.mark.system
@@ -147,6 +164,9 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, err
+    said = "0 of 2 runs are over; what the others did is saved. Go on: rlframe train --seeds 1-2 --resume --run-dir "
+    *ends, last = err.decode().splitlines()[-3:]
+    assert sorted(ends) == ["seed 1: stopped", "seed 2: stopped"] and last == said + str(folder)
     for seed in (1, 2):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]

@@ -31,6 +31,10 @@ def check_of_several(experiment: Experiment, session: SessionOptions, by: str) -
             raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
     if session.take_over and not session.resume:
         raise UsageError("--take-over is of runs to go on with: it needs --resume.")
+    if isinstance(session.http, int) and session.http:
+        raise UsageError(
+            f"--http {session.http} is a port for one run, and {by} makes several: --http 0 finds each one."
+        )
     if session.at_once < 1:
         raise UsageError(f"--at-once must be at least 1, got {session.at_once}.")
     if experiment.topology.learns_from != "steps":

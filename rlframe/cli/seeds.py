@@ -10,24 +10,32 @@ from typing import Any
 import numpy as np
 
 from rlframe.cli.seed_runs import SeedRun, check_of_several, lock, run_all
+from rlframe.cli.session import check_begins
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.statistics import interquartile_mean, interval
-from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
+from rlframe.programs.experiment import MAX_SEED, Experiment, load_experiment, save_experiment
 from rlframe.programs.run_dir import SEEDS, Result, RunDir, default_path
 from rlframe.programs.run_lock import holder_of
 
+MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a slip
+
 
 def parse_seeds(text: str) -> list[int]:
-    """`1-5`, `1,2,7` or `1-3,10`. Raises UsageError where it is none of these, or names a seed twice."""
-    seeds: list[int] = []
+    """`1-5`, `1,2,7` or `1-3,10`. Raises UsageError for others, for a seed named twice, and for more than MAX_RUNS."""
+    parts: list[range] = []
     try:
         for part in text.split(","):
             first, dash, last = part.strip().partition("-")
-            seeds += range(int(first), int(last) + 1) if dash else [int(first)]
+            parts.append(range(int(first), int(last if dash else first) + 1))
     except ValueError:
         raise UsageError(f"--seeds is 1-5, or 1,2,7, got {text!r}.") from None
+    if (largest := max(part.stop for part in parts) - 1) > MAX_SEED:
+        raise UsageError(f"--seeds {text}: a seed is at most {MAX_SEED}, got {largest}.")
+    if (count := sum(map(len, parts))) > MAX_RUNS:
+        raise UsageError(f"--seeds {text} names {count:,} seeds: each is one run, of which {MAX_RUNS:,} may be.")
+    seeds = [seed for part in parts for seed in part]
     if len(set(seeds)) < len(seeds) or not seeds:
         raise UsageError(f"--seeds {text} names {'a seed twice' if seeds else 'none'}: each is one run.")
     return seeds
@@ -55,6 +63,7 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
                 f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
             )
     else:
+        check_begins(experiment, session)
         directory.create()
     with lock(directory, experiment, session):
         if not session.resume:
@@ -65,7 +74,15 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
         _check_free(runs, session)
         stopped_by = _run(runs, session)
         code = _report(directory.path, runs, session)
-    return code if stopped_by is None else 128 + stopped_by
+    if stopped_by is None:
+        return code
+    over = sum(run.result is not None for run in runs)
+    print(
+        f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: rlframe train --seeds "
+        f"{session.seeds} --resume --run-dir {directory.path}",
+        file=sys.stderr,
+    )
+    return 128 + stopped_by
 
 
 def _note(directory: RunDir, text: str, seeds: list[int]) -> None:

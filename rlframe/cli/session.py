@@ -19,14 +19,14 @@ from rlframe.programs.jsonable import to_jsonable
 from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
 from rlframe.programs.run_dir import Result, RunDir, default_path
-from rlframe.programs.session import train
+from rlframe.programs.session import check_extras, train
+from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.updates import check_updates
 
 
 def run_session(experiment: Experiment, session: SessionOptions, preset: Preset | None) -> int:
     """Trains as asked, draws the learning curve, prints the result; returns the exit code."""
-    for tracker in ("wandb", "trackio"):
-        if getattr(session, tracker):
-            extras.require(f"--{tracker}", tracker)
+    _check_trackers(session)
     directory = RunDir(session.run_dir if session.run_dir is not None else default_path(experiment))
     if not experiment.topology.engine_class.in_process:
         _leave_accelerators_to_the_learner()
@@ -59,6 +59,20 @@ def run_session(experiment: Experiment, session: SessionOptions, preset: Preset 
     if session.json:
         print(json.dumps(result.to_json()), flush=True)
     return 0 if result.signal is None else 128 + result.signal
+
+
+def check_begins(experiment: Experiment, session: SessionOptions) -> None:
+    """Raise, for who starts runs in processes of their own, what a run would before its first step."""
+    _check_trackers(session)
+    check_extras(experiment, with_control=_control(experiment, session) is not None)
+    _leave_accelerators_to_the_learner()
+    check_updates(experiment, make_agent(experiment).replay_spec)
+
+
+def _check_trackers(session: SessionOptions) -> None:
+    for tracker in ("wandb", "trackio"):
+        if getattr(session, tracker):
+            extras.require(f"--{tracker}", tracker)
 
 
 def _control(experiment: Experiment, session: SessionOptions) -> Control | None:

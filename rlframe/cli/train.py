@@ -74,6 +74,8 @@ def run(arguments: list[str]) -> int:
     if session.seeds is not None:
         from rlframe.cli.seeds import run_seeds
 
+        if peek(arguments, "seed") is not None:
+            raise UsageError(f"--seeds {session.seeds} makes a run for each of them: leave --seed out.")
         return run_seeds(experiment, session)
     from rlframe.cli.session import run_session
 
