@@ -29,6 +29,9 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="with no NAME: the long ones as well")
     parser.add_argument("--page", action="store_true", help="train nothing, only write the page, with all pictures")
     asked = parser.parse_args()
+    for option, number in (("--at-once", asked.at_once), ("--threads", asked.threads)):
+        if number is not None and number < 1:
+            parser.error(f"{option} must be at least 1, got {number}")
     for name in asked.names:
         if name not in tasks:
             parser.error(f"there is no task {name!r}; there are {', '.join(tasks)}")

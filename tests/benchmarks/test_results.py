@@ -243,6 +243,13 @@ def test_a_task_or_seed_that_there_is_not_is_refused(elsewhere, monkeypatch, cap
     assert "no task 'tooy'" in said or "toy has the seeds 1, 2, 3, none of 7" in said or "--seeds is 1-5" in said
 
 
+@pytest.mark.parametrize("arguments", [("--at-once", "0"), ("--threads", "0"), ("--threads", "-1")])
+def test_fewer_than_one_run_or_thread_is_refused(elsewhere, monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit):
+        run_command(monkeypatch, "toy", *arguments)
+    assert f"{arguments[0]} must be at least 1, got {arguments[1]}" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_is_said_and_the_others_go_on(program, monkeypatch):
     with pytest.raises(SystemExit, match="toy, seed 3: exit code 2; see"):
         run_command(monkeypatch, "toy", "--seeds", "3,1", "--at-once", "2")
