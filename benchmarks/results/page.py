@@ -33,8 +33,9 @@ under every engine and topology.
   the first evaluation at or above the goal.
 - **wall time**: of the whole process, with imports, compilation and all those evaluations. **steps/s**: of training
   alone.
-- **curves**: returns of the training episodes, with the agent's exploration, smoothed: the interquartile mean over
-  seeds in a band of 95% confidence. Points are the evaluations: mean over seeds, bars from the lowest to the highest.
+- **curves**: returns of the training episodes, with the agent's exploration, smoothed: of four seeds or more
+  the interquartile mean in a band of 95% confidence, of two or three the mean in a band from the lowest to the highest.
+  Points are the evaluations: mean over seeds, bars from the lowest to the highest.
 - **published** figures were measured by others, in their own ways and often over more steps; each section says how.
   CleanRL's are returns of training episodes, the zoo's are of one run. They show what level to expect; they are no
   ranking.

@@ -15,7 +15,8 @@ from rlframe.errors import UsageError
 PROG = "rlframe plot"
 DESCRIPTION = (
     "Draw the learning curves of runs, one panel per environment. Runs that differ by their seed alone become one "
-    "line, their interquartile mean, in the band that holds it with 95% confidence (bootstrap over the seeds)."
+    "line, their interquartile mean, in the band that holds it with 95% confidence (bootstrap over the seeds); of two "
+    "or three seeds their mean, in a band from the lowest to the highest."
 )
 
 

@@ -14,7 +14,7 @@ from rlframe.cli.session import check_begins
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.metrics.statistics import interquartile_mean, interval
+from rlframe.metrics.statistics import ENOUGH, interquartile_mean, interval
 from rlframe.programs.experiment import MAX_SEED, Experiment, load_experiment, save_experiment
 from rlframe.programs.run_dir import SEEDS, Result, RunDir, default_path
 from rlframe.programs.run_lock import holder_of
@@ -171,8 +171,9 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
         )
     console(sys.stderr).print(table)
     low, high = summary["return_iqm_interval"]
-    text = (
-        f"{len(done)} seeds: interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), mean "
-        f"{summary['return_mean']:.1f} ± {summary['return_std']:.1f} over seeds; see {picture}"
-    )
-    print(text, file=sys.stderr)
+    text = f"mean {summary['return_mean']:.1f} ± {summary['return_std']:.1f} over seeds"
+    if len(done) >= ENOUGH:
+        text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
+    else:
+        text += f" (lowest to highest: {low:.1f} to {high:.1f})"
+    print(f"{len(done)} seed{'s' * (len(done) > 1)}: {text}; see {picture}", file=sys.stderr)

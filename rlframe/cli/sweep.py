@@ -23,10 +23,11 @@ from rlframe.programs.run_dir import SWEEP, RunDir, default_path
 
 PROG = "rlframe sweep"
 DESCRIPTION = (
-    "Search the options of `rlframe train` for values that learn best, with Optuna, by --vary and --trials; all others "
-    "are as there. A trial is a run for each of --seeds, its value the interquartile mean of their final returns. The "
-    "best of many trials looks better than it is on the seeds that chose it: report other seeds, by the command that "
-    "is printed at the end. Ctrl-C saves everything and exits with 130; --resume goes on."
+    "Search for values of `rlframe train`'s options that learn best, with Optuna. --vary names an option and its "
+    "values, --trials says how many choices to try; every other option is as in `rlframe train`. A trial is one run "
+    "for each of --seeds; its value is the interquartile mean of their final returns (of fewer than four seeds the "
+    "mean). The best of many trials was partly lucky: report it on other seeds, by the command that is printed at the "
+    "end. Ctrl-C saves everything and exits with 130; --resume goes on."
 )
 
 _KEPT = ("vary", "seeds", "sampler", "trials")  # in sweep.json
@@ -38,11 +39,16 @@ class SweepOptions(SessionOptions):
     """Options of `rlframe sweep` beside those of an experiment."""
 
     seeds: Union[str, None] = None  # 1-3 or 1,2,7: each trial is a run for each; None: one run, of --seed
-    # an option of `rlframe train`, and its values; once for each: learning-rate=1e-4..1e-2:log, drawn by its logarithm;
-    # num-epochs=1..8; gae-lambda=0.9,0.95,0.98; several words for one that takes several: "network.hidden=64,64 64"
+    at_once: int = 1  # how many runs go on beside each other
+    resume: bool = False  # go on with the sweep in --run-dir; of other options it takes --trials, --sampler, --at-once
+    take_over: bool = False  # with --resume: end the sweep that still goes on in --run-dir, and go on in its place
+    # an option of `rlframe train`, and its values; give --vary once for each option. num-epochs=1..8: from this range;
+    # learning-rate=1e-4..1e-2:log: the same, drawn by its logarithm; gae-lambda=0.9,0.95,0.98: one of these;
+    # "network.hidden=64,64 64": the same, of an option that takes several words (here with --network mlp)
     vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=VALUES")] = ()
     trials: Union[int, None] = None  # how many in all; None: every combination, where nothing has a range
-    # auto: grid without --trials, else tpe. tpe looks closer where trials were good, random draws, grid makes all
+    # how values are chosen. tpe: near those of good trials, after ten at random; random: all at random; grid: every
+    # combination; auto: grid without --trials, else tpe
     sampler: Literal["auto", "tpe", "random", "grid"] = "auto"
 
 

@@ -44,9 +44,10 @@ class SeedGroup:
     runs: tuple[RunCurve, ...]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(steps [n], interquartile mean over seeds of the smoothed return [n], its 95% interval: low [n], high [n]).
+        """(steps [n], interquartile mean over seeds of the smoothed return [n], its interval: low [n], high [n]).
 
-        Ends where the first of the runs does, so that every point is a mean over the same runs.
+        Of fewer than four seeds that is the mean, and the lowest and highest. Ends where the first of the runs does, so
+        that every point is a mean over the same runs.
         """
         with_rows = [run for run in self.runs if len(run.steps)]
         if not with_rows:

@@ -13,6 +13,7 @@ from rlframe.errors import UsageError
 from rlframe.interprocess.files import replacing
 from rlframe.metrics.base import writing
 from rlframe.metrics.curves import Over, RunCurve, SeedGroup, group_runs, load_run
+from rlframe.metrics.statistics import ENOUGH
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -29,8 +30,8 @@ def plot_learning_curve(
     """Draw return against environment steps, one panel for each environment.
 
     Runs that differ by nothing but their seed become one line, their interquartile mean, in a band that holds it with
-    95% confidence (`rlframe.metrics.statistics`). Evaluations are points (the mean over seeds) with a bar from the
-    lowest to the highest seed.
+    95% confidence (`rlframe.metrics.statistics`); of two or three their mean, in a band from the lowest to the highest.
+    Evaluations are points (the mean over seeds) with a bar from the lowest to the highest seed.
 
     Over seconds, at which seeds are evaluated at other times, each run's evaluations are a line, and nothing else is.
 
@@ -45,12 +46,16 @@ def plot_learning_curve(
         The path of the picture.
 
     Raises:
-        UsageError: a directory holds no metrics, or the format is unknown.
+        UsageError: a directory holds no metrics, or is named twice; or the format is unknown.
         RlframeError: the picture could not be written.
     """
     directories = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else list(run_dirs)
     if not directories:
         raise UsageError("plot_learning_curve needs at least one run directory.")
+    paths = [pathlib.Path(directory).resolve() for directory in directories]
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            raise UsageError(f"{directories[i]} is named twice: a run is one seed, however often it is named.")
     if out is None:
         out = pathlib.Path(directories[0] if len(directories) == 1 else "") / "learning_curve.png"
     draw_curves([load_run(directory, over) for directory in directories], pathlib.Path(out), target, over)
@@ -181,7 +186,8 @@ def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
     count = len(group.runs)
     _, returns, _, _ = group.evaluations()
     if alone:
-        line = f"training, {count} seeds: IQM and 95% interval" if count > 1 else "training"
+        shown = "IQM and 95% interval" if count >= ENOUGH else "mean, lowest to highest"
+        line = f"training, {count} seeds: {shown}" if count > 1 else "training"
         return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
     # One short entry each, or the legend covers the curves.
     line = f"{group.label}, {count} seeds" if count > 1 else group.label

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 CONFIDENCE = 0.95
+ENOUGH = 4  # values; of fewer the middle half is all of them, and the interval goes from the lowest to the highest
 _RESAMPLES = 2_000
 
 
 def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
-    """The mean of the middle half of `values` [n, ...] along `axis`; of fewer than 4 values the mean of all."""
+    """The mean of the middle half of `values` [n, ...] along `axis`; of fewer than ENOUGH the mean of all."""
     from scipy import stats
 
     return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
@@ -24,11 +25,12 @@ def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
 def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     """(low [...], high [...]): where the interquartile mean of `values` [n, ...] lies, with 95% confidence.
 
-    By the percentile bootstrap over the n runs; of one run its own value twice. The same for the same values.
+    By the percentile bootstrap over the n runs. Of fewer than ENOUGH, which are too few for such a statement, it is the
+    lowest and the highest. The same for the same values.
     """
     values = np.asarray(values, np.float64)
-    if len(values) < 2:
-        return values[0], values[0]
+    if len(values) < ENOUGH:
+        return values.min(axis=0), values.max(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
     means = interquartile_mean(values[drawn], axis=1)
     tail = 50.0 * (1.0 - CONFIDENCE)

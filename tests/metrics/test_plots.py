@@ -50,7 +50,16 @@ def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path,
     assert first.get_title(loc="left") == "A-v1"
     assert labels(first) == ["PPO, 2 seeds: evaluated 9.0", "DQN, 2 seeds: evaluated 9.0"]
     assert second.get_title(loc="left") == "PPO on B-v1"
-    assert labels(second) == ["training, 2 seeds: IQM and 95% interval", "evaluation: 9.0 at the end"]
+    assert labels(second) == ["training, 2 seeds: mean, lowest to highest", "evaluation: 9.0 at the end"]
+    more = [make_run(tmp_path / f"more{seed}", {0: 0.0}, agent="ppo", env="B-v1", seed=seed) for seed in (3, 4)]
+    plot_learning_curve([*runs[4:], *more], tmp_path / "four.png")
+    assert labels(figures[1].axes[0])[0] == "training, 4 seeds: IQM and 95% interval"
+
+
+def test_a_run_that_is_named_twice_is_no_second_seed(tmp_path):
+    run = make_run(tmp_path / "run", {1: 1.0}, agent="ppo", env="X")
+    with pytest.raises(UsageError, match="run/../run is named twice: a run is one seed"):
+        plot_learning_curve([run, f"{run}/../run"], tmp_path / "out.png")
 
 
 def test_over_seconds_the_evaluations_of_each_run_are_a_line(tmp_path, figures):
