@@ -73,8 +73,7 @@ class Agent:
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
         accepted = inspect.signature(cls.__init__).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-        inherits_all = cls.__init__ is Agent.__init__ and not hasattr(cls, "network")
-        if kwargs.get("net_factory") is not None and (inherits_all or not (takes_all or "net_factory" in accepted)):
+        if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
             raise UsageError(
                 f"{cls.__name__} makes a network of its own and reads no net_factory: leave --network out, or have its "
                 "constructor take net_factory and build what that gives."

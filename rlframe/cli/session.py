@@ -66,7 +66,7 @@ def check_begins(experiment: Experiment, session: SessionOptions) -> None:
     _check_trackers(session)
     check_extras(experiment, with_control=_control(experiment, session) is not None)
     _leave_accelerators_to_the_learner()
-    check_updates(experiment, make_agent(experiment).replay_spec)
+    check_updates(experiment, make_agent(experiment))
 
 
 def _check_trackers(session: SessionOptions) -> None:
