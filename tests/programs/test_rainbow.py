@@ -1,0 +1,24 @@
+"""Whole runs of DQN with all of Rainbow's parts, in processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs.running import RunningProgram, options_of
+
+PARTS = ["--double", "--dueling", "--prioritised", "--n-step", "3", "--num-atoms", "51", "--noisy", "0.5"]
+PARTS += ["--value-min", "0", "--value-max", "100", "--epsilon-begin", "0", "--epsilon-end", "0"]
+SIZES = ["--min-replay-size", "500", "--batch-size", "32", "--update-period", "4", "--discount", "0.99"]
+SIZES += ["--optimizer", "adam", "--learning-rate", "1e-3", "--target-update-period", "100", "--network", "mlp"]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("which", ["local heavy_env", "launchpad distributed", "local elastic"])
+def test_processes_learn(which, tmp_path):
+    options = ["--agent", "dqn", "--env", "CartPole-v1", "--preset", "none", *PARTS, *SIZES]
+    options += ["--num-envs", "4", "--num-actors", "2", "--steps", "8000"]
+    with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
+        code, result = program.finish(300.0)
+    assert code == 0 and result is not None
+    assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500) / 4
+    assert result["return_mean"] > 40.0  # at random 22
