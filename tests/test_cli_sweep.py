@@ -39,6 +39,16 @@ json.dump({{"experiment": content}}, open(folder + "/config.json", "w"))
 result = dict(env_steps=1, learner_steps=1, return_mean=seed - math.log10(rate), return_std=0.0, episodes=1)
 result.update(steps_per_second=1.0, wall_seconds=1.0, params_version=1, run_dir=folder)
 json.dump(result, open(folder + "/result.json", "w"))
+beside = folder[:-1] + str(3 - seed)  # of seed 1 that of seed 2
+if rate == 0.25 and seed == 1:
+    open(folder + "/pid", "w").write(str(os.getpid()) + " ")
+    while not os.path.exists(beside + "/result.json"):
+        time.sleep(0.01)
+if rate == 0.25 and seed == 2:  # ends when the end of seed 1 was seen
+    while not (os.path.exists(beside + "/pid") and (pid := open(beside + "/pid").read()).endswith(" ")):
+        time.sleep(0.01)
+    while os.path.exists("/proc/" + pid.strip()):
+        time.sleep(0.01)
 """
 
 
@@ -74,7 +84,10 @@ def test_what_is_varied_is_a_range_or_a_list(text, varied):
     assert parse_varied(text) == varied
 
 
-@pytest.mark.parametrize("text", ["x", "x=", "=1,2", "x=1,,2", "x=2..1", "x=1..1", "x=0..1:log"])
+ALMOST = ["x=1..2:lo", "x=..:log", "x=1e-4..", "x=1..2,3", "x=1,2:log"]
+
+
+@pytest.mark.parametrize("text", ["x", "x=", "=1,2", "x=1,,2", "x=2..1", "x=1..1", "x=0..1:log", *ALMOST])
 def test_what_is_neither_is_refused(text):
     with pytest.raises(UsageError, match="--vary"):
         parse_varied(text)
@@ -96,6 +109,7 @@ def test_what_is_neither_is_refused(text):
         ("--vary num-epochs=1,2 --seeds 1-", "--seeds is 1-5, or 1,2,7, got '1-'."),
         ("--vary num-epochs=1,2 --stop-at 9", "--stop-at is of one run; rlframe sweep makes several."),
         ("--vary network.hidden=1..3 --network mlp --trials 1", "network.hidden has a range, and is no number"),
+        ("--vary anneal-clip=1..2 --trials 1", "--vary anneal-clip is a switch: its values are True,False."),
         (
             "--vary learning-rate=1,2 --agent grpo",
             "rlframe sweep compares returns, and a run of --agent grpo has none.",
@@ -163,6 +177,13 @@ def test_tpe_looks_where_trials_were_good(sweep, tmp_path):
         return sum(row["return_iqm"] for row in rows if row["trial"] >= 15) / 10
 
     assert late("tpe") > late("random") + 0.5
+
+
+def test_each_run_of_a_trial_is_said_whichever_ends_last(sweep, tmp_path):
+    vary = ["--vary", "learning-rate=0.25", "--seeds", "1-2", "--at-once", "2"]
+    _, said, err = sweep(*vary, "--run-dir", str(tmp_path / "sweep"))
+    lines = [line.partition(":")[0] for line in err.splitlines() if line.startswith("trial 0, ")]
+    assert lines == ["trial 0, seed 1", "trial 0, seed 2"] and len(said["best"]["returns"]) == 2
 
 
 def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(sweep, tmp_path):

@@ -61,7 +61,7 @@ def run(arguments: list[str]) -> int:
     path = default_path(experiment)
     directory = RunDir(session.run_dir if session.run_dir is not None else path.with_name(f"sweep-{path.name}"))
     session = _settled(experiment, session, directory)
-    varied = _checked(arguments, session)
+    varied = _checked(arguments, experiment, session)
     set_title("sweep")
     print_start(session, experiment, preset)
     if not session.resume:
@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
         write_atomically(directory.path / SWEEP, json.dumps(kept), "\n")
         if not session.resume:
             save_experiment(experiment, directory.config, {})
-        trials = Trials(varied, functools.partial(_experiment, arguments), experiment.seed, session, directory.path)
+        trials = Trials(varied, functools.partial(_experiment, arguments), experiment, session, directory.path)
         stopped_by = run_all(trials.next_run, trials.ended, session.at_once)
     trials.report()
     if stopped_by is None:
@@ -106,10 +106,10 @@ def _settled(experiment: Experiment, session: SweepOptions, directory: RunDir) -
     return dataclasses.replace(session, **{**kept, **given})
 
 
-def _checked(arguments: list[str], session: SweepOptions) -> list[Varied]:
+def _checked(arguments: list[str], experiment: Experiment, session: SweepOptions) -> list[Varied]:
     """What is varied, each of its values read as `rlframe train` reads it. Raises UsageError where one does not fit."""
     parse_seeds(session.seeds or "")
-    varied = [parse_varied(text) for text in session.vary]
+    varied = [parse_varied(text).typed(experiment) for text in session.vary]
     if not varied:
         raise UsageError(f"Name what to vary: --vary learning-rate=1e-4..1e-2:log. See `{PROG} --help`.")
     names = [each.name for each in varied]

@@ -19,6 +19,7 @@ from rlframe.cli.seeds import parse_seeds
 from rlframe.cli.varied import Varied
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
+from rlframe.metrics.curves import run_name
 from rlframe.metrics.plots import plot_options
 from rlframe.metrics.statistics import interquartile_mean
 from rlframe.programs.experiment import Experiment, save_experiment
@@ -35,6 +36,7 @@ class _Trial:
     asked: Any  # the trial of Optuna
     runs: list[SeedRun]
     waiting: list[SeedRun]  # those that have not begun
+    going: list[SeedRun] = dataclasses.field(default_factory=list)  # those whose end was not heard of
 
     @property
     def name(self) -> str:
@@ -47,7 +49,7 @@ class Trials:
     Args:
         varied: the options that differ.
         experiment_of: gives the experiment of a trial from its options. Raises UsageError where they do not fit.
-        seed: of what is drawn.
+        experiment: what is the same in all; its seed is that of what is drawn.
         session: the other options, of which each is given.
         directory: of the sweep.
     """
@@ -56,11 +58,11 @@ class Trials:
         self,
         varied: list[Varied],
         experiment_of: Callable[[dict[str, str]], Experiment],
-        seed: int,
+        experiment: Experiment,
         session: SweepOptions,
         directory: pathlib.Path,
     ) -> None:
-        self._varied, self._experiment_of, self._seed = varied, experiment_of, seed
+        self._varied, self._experiment_of, self._experiment = varied, experiment_of, experiment
         # Who still runs in the directory of a resumed sweep, whose lock is ours, was left there by a killed one.
         self._session = dataclasses.replace(session, take_over=session.resume)
         self._directory, self._seeds = directory, parse_seeds(session.seeds or "")
@@ -85,7 +87,8 @@ class Trials:
         while True:
             for trial in self._under_way:
                 if trial.waiting:
-                    return trial.waiting.pop(0)
+                    trial.going.append(trial.waiting.pop(0))
+                    return trial.going[-1]
             if not self._begin():
                 return None
 
@@ -94,6 +97,7 @@ class Trials:
         trial = next((each for each in self._under_way if run in each.runs), None)
         if trial is None:  # another run of it failed
             return
+        trial.going.remove(run)
         self._say(f"{trial.name}, seed {run.seed}: {run.said()}")
         if run.result is None and not run.told:
             self._fail(trial, f"seed {run.seed} {run.said()}")
@@ -130,7 +134,7 @@ class Trials:
         """Tells Optuna the value of a trial whose runs are all over."""
         results = [run.result for run in trial.runs]
         returns = [result.return_mean for result in results if result is not None and result.return_mean is not None]
-        if trial not in self._under_way or len(returns) < len(results):
+        if trial not in self._under_way or len(returns) < len(results) or trial.going:
             return
         value = float(interquartile_mean(returns))
         if not math.isfinite(value):
@@ -154,7 +158,7 @@ class Trials:
 
     def _sampler(self, number: int) -> Any:
         # One for each trial, so that a resumed sweep draws as one that was not interrupted, and not the same again.
-        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self._experiment.seed, number]).generate_state(1)[0])
         samplers = self._optuna.samplers
         return (samplers.RandomSampler if self._session.sampler == "random" else samplers.TPESampler)(seed=seed)
 
@@ -172,14 +176,15 @@ class Trials:
         done = sorted(self._trials("COMPLETE"), key=lambda trial: trial.value, reverse=True)
         if not done:
             return
+        failed = self._trials("FAIL")
+        title = f"{run_name(self._experiment.agent, self._experiment.env)}: {len(done)} trials, the best in orange"
         plot_options(
-            {each.name: [trial.params[each.name] for trial in done] for each in self._varied},
-            [trial.value for trial in done],
+            [each.panel([trial.params[each.name] for trial in (*done, *failed)]) for each in self._varied],
+            [*(trial.value for trial in done), *[None] * len(failed)],
             self._directory / "sweep.png",
-            {each.name: each.values for each in self._varied if not each.is_range},
-            [each.name for each in self._varied if each.log],
+            title + f", and {len(failed)} that failed (x)" * bool(failed),
         )
-        rows = [self._row(trial) for trial in (*done, *self._trials("FAIL"))]
+        rows = [self._row(trial) for trial in (*done, *failed)]
         fresh = max(self._seeds) + 1
         command = f"rlframe train --config {rows[0]['run_dir']}/config.json --seeds {fresh}-{fresh + 4}"
         if not self._session.quiet:

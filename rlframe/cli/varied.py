@@ -7,10 +7,12 @@ import re
 from typing import Any
 
 from rlframe.errors import UsageError
+from rlframe.metrics.plots import OptionPanel
 from rlframe.programs.experiment import Experiment, flat
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(:log)?")
+_ALMOST = re.compile(rf"(?:{_NUMBER})?\.\.(?:{_NUMBER})?(?::\w*)?|{_NUMBER}:\w*")  # a range that went wrong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +26,17 @@ class Varied:
     whole: bool = False  # of whole numbers, see `typed`
 
     def typed(self, experiment: Experiment) -> Varied:
-        """The same, a range of whole numbers where the option, which is set in `experiment`, is one.
+        """The same, a range of whole numbers where the option is one in `experiment`; None there says nothing.
 
         Raises:
-            UsageError: it has a range, and is no number.
+            UsageError: it has a range, and is no number; or it is a switch, and has other values than True and False.
         """
-        if not self.is_range:
-            return self
         value = _value_of(experiment, self.name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) and not {text.lower() for text in self.values} <= {"true", "false"}:
+            raise UsageError(f"--vary {self.name} is a switch: its values are True,False.")
+        if not self.is_range or value is None:
+            return self
+        if not isinstance(value, (int, float)):
             raise UsageError(f"--vary {self.name} has a range, and is no number: list its values, A,B,C.")
         return dataclasses.replace(self, whole=isinstance(value, int))
 
@@ -44,16 +48,22 @@ class Varied:
         low, high = map(number, self.values)
         return str(suggest(self.name, low, high, log=self.log))
 
+    def panel(self, values: list[Any]) -> OptionPanel:
+        """What is drawn of it: its values in all trials."""
+        if not self.is_range:
+            return OptionPanel(self.name, values, self.values)
+        return OptionPanel(self.name, values, bounds=(float(self.values[0]), float(self.values[1])), log=self.log)
+
 
 def parse_varied(text: str) -> Varied:
     """`learning-rate=1e-4..1e-2:log`, `num-epochs=1..8` or `gae-lambda=0.9,0.95`. Raises UsageError for others."""
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("_", "-")
-    if not name or not equals or not all(value.strip() for value in values.split(",")):
+    found, listed = _RANGE.fullmatch(values.strip()), [value.strip() for value in values.split(",")]
+    if not name or not equals or not all(listed) or (found is None and any(map(_ALMOST.fullmatch, listed))):
         raise UsageError(f"--vary is NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A,B,C, got {text!r}.")
-    found = _RANGE.fullmatch(values.strip())
     if found is None:
-        return Varied(name, tuple(value.strip() for value in values.split(",")))
+        return Varied(name, tuple(listed))
     low, high, log = found.groups()
     if not float(low) < float(high) or (log and float(low) <= 0):
         least = ", above 0 for a logarithm," if log else ""
@@ -62,13 +72,13 @@ def parse_varied(text: str) -> Varied:
 
 
 def _value_of(experiment: Experiment, option: str) -> Any:
-    """The value of an option, as `learning-rate` or `network.hidden`."""
+    """The value of an option, as `learning-rate` or `network.hidden`; None where there is none such."""
     first, *rest = option.replace("-", "_").split(".")
     options = flat(experiment)
     if rest and first == "network":
-        value = options["network_config"]
+        value = options.get("network_config")
     else:
         value = options.get(first, getattr(options["agent_config"], first, None))
     for name in rest:
-        value = getattr(value, name)
+        value = getattr(value, name, None)
     return value

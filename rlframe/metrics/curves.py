@@ -174,9 +174,18 @@ def _label(run: RunCurve, groups: list[list[RunCurve]]) -> str:
     names = sorted({name for other in others for name in other.config})
     differing = [name for name in names if len({repr(other.config.get(name)) for other in others}) > 1]
     said = {name: name.removesuffix(".name").rpartition(".")[2] for name in differing[:_MAX_LABEL_DIFFERENCES]}
-    shown = [f"{said[name]} {run.config[name]}" for name in said if name in run.config]
+    shown = [f"{said[name]} {_short(run.config[name])}" for name in said if name in run.config]
     more = [f"+{len(differing) - len(said)} more"] if len(differing) > len(said) else []
     return f"{run.agent} ({', '.join(shown + more)})" if shown + more else run.agent
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def run_name(agent: str, env: str) -> str:
+    """`PPO on CartPole-v1` of `ppo` and `gymnasium:CartPole-v1`."""
+    return f"{_plain(agent)} on {_plain_env(env)}"
 
 
 def _plain(name: str) -> str:

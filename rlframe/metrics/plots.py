@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlframe.errors import UsageError
+from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import replacing
-from rlframe.metrics.base import writing
 from rlframe.metrics.curves import Over, RunCurve, SeedGroup, group_runs, load_run
 from rlframe.metrics.statistics import ENOUGH
 
@@ -19,6 +20,8 @@ from rlframe.metrics.statistics import ENOUGH
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _INK, _FAINT = "#333333", "#999999"
 _MAX_COLUMNS = 3
+_INSIDE, _SHORT = 5, 40  # lines of a legend, and characters of a label, that there is room for beside the curves
+_WIDTHS, _LINE = (110, 60), 0.17  # characters of a line of a legend below one panel, or several; inches of its height
 
 
 def plot_learning_curve(
@@ -64,54 +67,71 @@ def plot_learning_curve(
 
 def draw_curves(runs: Sequence[RunCurve], out: pathlib.Path, target: float | None = None, over: Over = "steps") -> None:
     """Draw what `plot_learning_curve` does, of curves that are read already."""
-    groups = group_runs(runs)
-    envs = list(dict.fromkeys(group.env for group in groups))
-
-    figure, axes = _canvas(len(envs))
-    for axis, env in zip(axes, envs, strict=True):
-        _draw_panel(axis, env, [group for group in groups if group.env == env], target, over)
+    panels: dict[str, list[SeedGroup]] = {}
+    for group in group_runs(runs):
+        panels.setdefault(group.env, []).append(group)
+    width = _WIDTHS[len(panels) > 1]
+    below = [_LINE * _lines_below(groups, width) for groups in panels.values()]
+    figure, axes = _canvas(len(panels), max(below))
+    for axis, (env, groups) in zip(axes, panels.items(), strict=True):
+        _draw_panel(axis, env, groups, target, over)
+        if _lines_below(groups, width):
+            _put_legend_below(axis, width)
     _save(figure, out)
 
 
-def plot_options(
-    options: Mapping[str, Sequence[float | str]],
-    returns: Sequence[float],
-    out: pathlib.Path,
-    order: Mapping[str, Sequence[str]],
-    log: Collection[str] = (),
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class OptionPanel:
+    """An option that was varied, and its value in each of n trials."""
+
+    name: str
+    values: Sequence[Any]  # n numbers, or of `words`
+    words: Sequence[str] = ()  # what it could be, where it was no range: they stand side by side
+    bounds: tuple[float, float] | None = None  # of its range
+    log: bool = False  # whether its range is drawn on a logarithmic scale
+
+
+def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None], out: pathlib.Path, title: str) -> None:
     """Draw returns against what was varied, one panel for each option; the best point has a colour of its own.
 
     Args:
-        options: by name its n values, numbers, or words that stand side by side.
-        returns: n.
+        panels: one for each option.
+        returns: n; None of a trial that failed, which is a cross at the foot. One at least did not.
         out: the picture, as for `plot_learning_curve`.
-        order: of the words, by option.
-        log: options to draw on a logarithmic scale.
+        title: of the picture.
     """
-    figure, axes = _canvas(len(options))
-    best = int(np.argmax(returns))
-    colours = [_COLOURS[1] if i == best else _COLOURS[0] for i in range(len(returns))]
-    for axis, (name, values) in zip(axes, options.items(), strict=True):
-        if words := order.get(name):
-            axis.set_xticks(range(len(words)), words)
-            axis.set_xlim(-0.5, len(words) - 0.5)
-            values = [words.index(str(value)) for value in values]
-        if name in log:
+    figure, axes = _canvas(len(panels))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    ended = [(value, i) for i, value in enumerate(returns) if value is not None]
+    highest, best = max(ended, key=lambda one: one[0])
+    colours = [_COLOURS[1] if i == best else _COLOURS[0] for _, i in ended]
+    for axis, panel in zip(axes, panels, strict=True):
+        at = [panel.words.index(str(value)) if panel.words else value for value in panel.values]
+        if panel.words:
+            axis.set_xticks(range(len(panel.words)), panel.words)
+            axis.set_xlim(-0.5, len(panel.words) - 0.5)
+        elif panel.log:
             axis.set_xscale("log")
-        axis.scatter(values, returns, c=colours, s=36, edgecolors="white", zorder=5)
-        _frame(axis, name, "return")
+        elif all(isinstance(value, int) for value in at):
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.scatter([at[i] for _, i in ended], [value for value, _ in ended], c=colours, s=36, edgecolors="white")
+        failed = [x for x, value in zip(at, returns) if value is None]
+        foot = axis.get_xaxis_transform()
+        axis.scatter(failed, [0.03] * len(failed), marker="x", color=_INK, transform=foot)
+        if panel.bounds is not None:
+            axis.update_datalim([(end, highest) for end in panel.bounds])
+        _frame(axis, panel.name, "return")
     _save(figure, out)
 
 
-def _canvas(panels: int) -> tuple[Any, list[Any]]:
-    """A figure, without pyplot's global state, and its axes."""
+def _canvas(panels: int, below: float = 0.0) -> tuple[Any, list[Any]]:
+    """A figure, without pyplot's global state, and its axes, each with so many inches of room below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(panels, _MAX_COLUMNS)
     rows = -(-panels // columns)
-    size = (8.0, 4.5) if panels == 1 else (5.0 * columns, 3.6 * rows)
+    size = (8.0, 4.5 + below) if panels == 1 else (5.0 * columns, (3.6 + below) * rows)
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
@@ -137,6 +157,27 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
     axis.set_xlim(left=0)
     axis.margins(x=0.02)
     axis.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")
+
+
+def _put_legend_below(axis: Any, width: int) -> None:
+    from matplotlib.transforms import ScaledTranslation
+
+    handles, labels = axis.get_legend_handles_labels()
+    if not handles:  # nothing was drawn
+        return
+    below_ticks = axis.transAxes + ScaledTranslation(0.0, -0.5, axis.figure.dpi_scale_trans)  # inches
+    axis.legend(
+        handles, [textwrap.fill(label, width) for label in labels], frameon=False, fontsize=8, labelcolor=_INK,
+        loc="upper left", bbox_to_anchor=(0.0, 0.0), bbox_transform=below_ticks, borderaxespad=0.0,
+    )  # fmt: skip
+
+
+def _lines_below(groups: Sequence[SeedGroup], width: int) -> int:
+    """How many lines a panel's legend has below it, as it would cover the curves; 0 where it fits beside them."""
+    labels = [_labels(group, False)[0] for group in groups]
+    if len(groups) == 1 or (len(groups) <= _INSIDE and max(map(len, labels)) <= _SHORT):
+        return 0
+    return sum(len(textwrap.wrap(label, width)) for label in labels)
 
 
 def _frame(axis: Any, x: str, y: str) -> None:
@@ -212,7 +253,12 @@ def _save(figure: Any, out: pathlib.Path) -> None:
     known = sorted(figure.canvas.get_supported_filetypes())
     if out.suffix.lstrip(".").lower() not in known:
         raise UsageError(f"{out} cannot be drawn: the suffix must be one of {', '.join(known)}.")
-    with writing(out):
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as beside:
             figure.savefig(beside, format=out.suffix.lstrip("."))
+    except OSError as error:
+        raise RlframeError(
+            f"Could not write {out}: {error.strerror or error}. Name another place, or make this one writable and make "
+            "room in it."
+        ) from error

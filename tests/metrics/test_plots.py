@@ -109,5 +109,43 @@ def test_no_run_at_all_is_an_error():
 def test_a_picture_that_cannot_be_written_is_one_clear_error(tmp_path):
     run = make_run(tmp_path / "run", {1: 1.0})
     (tmp_path / "file").write_text("")
-    with pytest.raises(RlframeError, match="Could not write"):
+    with pytest.raises(RlframeError, match=r"Could not write .*: (Not a directory|File exists)\. Name another place"):
         plot_learning_curve(run, tmp_path / "file" / "curve.png")
+
+
+@pytest.mark.parametrize("envs", [("A",), ("A", "B")])
+def test_a_legend_of_many_long_names_is_below_the_curves(tmp_path, figures, envs):
+    runs = [
+        make_run(tmp_path / f"{env}{i}", {0: 0.0, 9: 9.0}, agent="ppo", env=env, learning_rate=i / 3, discount=0.9 + i)
+        for env in envs
+        for i in range(12)
+    ]
+    plot_learning_curve(runs, tmp_path / "out.png")
+    (figure,) = figures
+    assert labels(figure.axes[0])[1].replace("\n", " ") == "PPO (discount 1.9, learning_rate 0.333333)"
+    for axis in figure.axes[: len(envs)]:
+        box, legend = axis.get_window_extent(), axis.get_legend().get_window_extent()
+        assert box.height / figure.dpi > 2.5 and box.width / figure.dpi > 4.0  # inches
+        assert legend.y0 >= 0.0 and legend.y1 < axis.xaxis.label.get_window_extent().y0
+        assert legend.x1 <= figure.bbox.x1
+
+
+def test_options_are_drawn_over_the_ranges_asked_for_and_failed_trials_are_crosses(tmp_path, figures):
+    panels = [
+        plots.OptionPanel("rate", [1e-3, 1e-4, 2e-3], bounds=(1e-5, 1e-2), log=True),
+        plots.OptionPanel("epochs", [2, 3, 4], bounds=(1.0, 4.0)),
+        plots.OptionPanel("hidden", ["64", "8 8", "64"], words=("8 8", "64")),
+    ]
+    plots.plot_options(panels, [5.0, 7.0, None], tmp_path / "sweep.png", "PPO on X: 2 trials")
+    (figure,) = figures
+    assert figure.get_suptitle() == "PPO on X: 2 trials"
+    rate, epochs, hidden = figure.axes
+    for axis, low, high in ((rate, 1e-5, 1e-2), (epochs, 1.0, 4.0)):
+        assert axis.get_xlim()[0] <= low and axis.get_xlim()[1] >= high
+    assert rate.get_xscale() == "log" and all(tick == round(tick) for tick in epochs.get_xticks())
+    drawn = [[dots.get_offsets().tolist() for dots in axis.collections] for axis in (rate, epochs, hidden)]
+    assert drawn[0][0] == [[1e-3, 5.0], [1e-4, 7.0]] and drawn[1][0] == [[2.0, 5.0], [3.0, 7.0]]
+    assert drawn[2][0] == [[1.0, 5.0], [0.0, 7.0]]
+    assert [failed[0] for _, (failed,) in drawn] == [2e-3, 4.0, 1.0]
+    ordinary, best = epochs.collections[0].get_facecolors()
+    assert ordinary.tolist() != best.tolist() == hidden.collections[0].get_facecolors()[1].tolist()
