@@ -87,6 +87,22 @@ def test_runs_that_go_on_are_left_alone(held, both, capfd):
     assert f"{both / held} is in use by process {os.getpid()}" in err and "by --resume --take-over" in err
 
 
+def test_stop_ends_who_runs_several_seeds(both, capfd):
+    held = "import sys, time, pathlib; from rlframe.programs.run_lock import RunLock\n"
+    held += "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    holder = subprocess.Popen([sys.executable, "-c", held, str(both)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert main(["stop", str(both)]) == 0
+        assert holder.wait() == -signal.SIGTERM
+    finally:
+        holder.kill()
+        holder.communicate()
+        (both / "run.lock").unlink()
+    go_on = f"rlframe train --seeds 3,4 --resume --run-dir {both}"
+    assert capfd.readouterr().out == f"It has ended. What its runs did is saved. Go on: {go_on}\n"
+
+
 def test_the_directory_of_several_seeds_is_taken_for_no_run(both, capfd):
     picture = (both / "learning_curve.png").stat().st_mtime_ns
     why = f"{both} holds the runs of several seeds: {both}/seed-3, {both}/seed-4. Name one of them, or go on with all: "

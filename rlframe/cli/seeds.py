@@ -77,11 +77,8 @@ def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
     if stopped_by is None:
         return code
     over = sum(run.result is not None for run in runs)
-    print(
-        f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: rlframe train --seeds "
-        f"{session.seeds} --resume --run-dir {directory.path}",
-        file=sys.stderr,
-    )
+    said = f"{over} of {len(runs)} runs are over; what the others did is saved. Go on: {directory.resume_command}"
+    print(said, file=sys.stderr)
     return 128 + stopped_by
 
 

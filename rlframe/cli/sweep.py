@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     trials.report()
     if stopped_by is None:
         return 0
-    print(f"Everything is saved. Go on: {PROG} --resume --run-dir {directory.path}", file=sys.stderr)
+    print(f"Everything is saved. Go on: {directory.resume_command}", file=sys.stderr)
     return 128 + stopped_by
 
 

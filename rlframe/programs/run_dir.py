@@ -115,19 +115,21 @@ class RunDir:
         if found == wanted:
             return
         if found == RUN:
-            raise UsageError(
-                f"{self.path} holds a single run. Go on with it: rlframe train --resume --run-dir {self.path}"
-            )
-        command = f"rlframe sweep --resume --run-dir {self.path}"
-        if found == SEEDS:
-            seeds = json.loads((self.path / SEEDS).read_text())["seeds"]
-            command = f"rlframe train --seeds {seeds} --resume --run-dir {self.path}"
+            raise UsageError(f"{self.path} holds a single run. Go on with it: {self.resume_command}")
         runs = self.runs()
         named = ", ".join(map(str, runs[:_NAMED])) + f" and {len(runs) - _NAMED} more" * (len(runs) > _NAMED)
         raise UsageError(
             f"{self.path} holds the runs of {'several seeds' if found == SEEDS else 'a sweep'}: {named or 'none yet'}. "
-            f"Name one of them, or go on with all: {command}"
+            f"Name one of them, or go on with all: {self.resume_command}"
         )
+
+    @property
+    def resume_command(self) -> str:
+        """What goes on with what is in the directory."""
+        what = "sweep" if self.holds == SWEEP else "train"
+        if self.holds == SEEDS:
+            what += f" --seeds {json.loads((self.path / SEEDS).read_text())['seeds']}"
+        return f"rlframe {what} --resume --run-dir {self.path}"
 
     def what_is_saved(self) -> str:
         """What was saved last, and how to go on from there."""
@@ -135,7 +137,7 @@ class RunDir:
         if not steps:
             return "Nothing was saved."
         newest = self.checkpoints / str(steps[-1])
-        return f"What was saved last is {newest}. Go on from there: rlframe train --resume --run-dir {self.path}"
+        return f"What was saved last is {newest}. Go on from there: {self.resume_command}"
 
     def write_config(self, experiment: Experiment, notes: dict[str, Any]) -> None:
         """Writes `config.json` in one piece."""
