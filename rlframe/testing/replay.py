@@ -52,6 +52,11 @@ def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Severa
         for check in CHECKS[kind]:
             with _named(f"{kind} replay, {check.__name__}"):
                 check(factory, kind)
+        for item in PRIORITY_ITEMS:
+            if kind == "prioritised" and any(isinstance(each, type(item)) for each in items):
+                for priority_check in PRIORITY_CHECKS:
+                    with _named(f"{kind} replay of {item}, {priority_check.__name__}"):
+                        priority_check(factory, item)
 
 
 @contextlib.contextmanager
@@ -256,10 +261,10 @@ def check_dataset(factory: Factory, kind: str) -> None:
         getattr(dataset, "close", lambda: None)()
 
 
-def check_priorities(factory: Factory, kind: str) -> None:
+def check_priorities(factory: Factory, item: Item) -> None:
     """Items are drawn by priority^exponent, and `probabilities` say so."""
-    with made(factory, kind, Transition(2), 50, 400, priority_exponent=0.5) as replay:
-        for _ in play("subsets", replay, ReplayTwin(Transition(2)), 100):
+    with made(factory, "prioritised", item, 50, 400, priority_exponent=0.5) as replay:
+        for _ in play("subsets", replay, ReplayTwin(item), 100):
             pass
         priorities: dict[int, float] = {}
         for _ in range(400):  # every item gets the priority that its observation's number says
@@ -280,14 +285,17 @@ def check_priorities(factory: Factory, kind: str) -> None:
     assert chi_square < len(priorities) + 5 * np.sqrt(2 * len(priorities)), f"chi square {chi_square:.0f}"
 
 
-def check_new_priority(factory: Factory, kind: str) -> None:
+def check_new_priority(factory: Factory, item: Item) -> None:
     """A new item has the highest priority so far."""
-    with made(factory, kind, Transition(1), 64, 400, priority_exponent=1.0) as replay:
+    steps, more = (item.n_step, 1) if isinstance(item, Transition) else (item.length, item.period)
+    with made(factory, "prioritised", item, 64, 400, priority_exponent=1.0) as replay:
         replay.claim_rank(1)
         stream = StepStream(1, end=0.0)
-        replay.add(*stream.step())
+        for _ in range(steps):
+            replay.add(*stream.step())
         replay.update_priorities(replay.sample().keys[:1], np.array([3.0]))
-        replay.add(*stream.step())
+        for _ in range(more):
+            replay.add(*stream.step())
         np.testing.assert_allclose(replay.sample().probabilities, 0.5)
         batch = replay.sample()
         older = batch.keys[batch.keys[:, 2].argmin()]
@@ -296,10 +304,10 @@ def check_new_priority(factory: Factory, kind: str) -> None:
         assert chances == {0.25, 0.75}, f"priorities 1 and 3 give the chances {chances}"
 
 
-def check_late_priorities(factory: Factory, kind: str) -> None:
+def check_late_priorities(factory: Factory, item: Item) -> None:
     """Priorities of items that are gone are dropped and counted; what is no priority is refused."""
     stream = StepStream(2)
-    with made(factory, kind, Transition(1), 8, 50) as replay:
+    with made(factory, "prioritised", item, 8, 50) as replay:
         replay.claim_rank(2)
         for _ in range(10):
             replay.add(*stream.step())
@@ -325,5 +333,11 @@ _FOR_DRAWN = (*_FOR_ALL, check_rate, check_batch_stays)
 CHECKS: dict[str, tuple[Callable[[Factory, str], None], ...]] = {
     "uniform": (*_FOR_DRAWN, check_chances),
     "queue": (*_FOR_ALL, check_none_is_an_item_per_environment, check_oldest_version),
-    "prioritised": (*_FOR_DRAWN, check_priorities, check_new_priority, check_late_priorities),
+    "prioritised": _FOR_DRAWN,
 }
+PRIORITY_CHECKS: tuple[Callable[[Factory, Item], None], ...] = (
+    check_priorities,
+    check_new_priority,
+    check_late_priorities,
+)
+PRIORITY_ITEMS: tuple[Item, ...] = (Transition(2), Sequence(4, period=2))

@@ -14,7 +14,18 @@ import pytest
 from rlframe import testing
 from rlframe.errors import UsageError
 from rlframe.replay import ReplayBuffer
-from rlframe.testing.replay import CHECKS, ITEMS, KINDS, SCENES, check_eviction, check_items, play, writers
+from rlframe.testing.replay import (
+    CHECKS,
+    ITEMS,
+    KINDS,
+    PRIORITY_CHECKS,
+    PRIORITY_ITEMS,
+    SCENES,
+    check_eviction,
+    check_items,
+    play,
+    writers,
+)
 from rlframe.testing.streams import ReplayTwin, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import Sequence, Transition
 from tests.replay.factories import FACTORIES, local, reverb, shared_memory
@@ -70,6 +81,12 @@ def test_a_full_buffer_drops_the_oldest_items_and_counts_them(make: Any, item: A
 @pytest.mark.parametrize(("kind", "check"), [(kind, check) for kind in KINDS for check in CHECKS[kind]])
 def test_what_is_promised_is_kept(make: Any, kind: str, check: Any) -> None:
     check(make.factory, kind)
+
+
+@pytest.mark.parametrize("item", PRIORITY_ITEMS, ids=str)
+@pytest.mark.parametrize("check", PRIORITY_CHECKS)
+def test_priorities_are_kept(make: Any, item: Any, check: Any) -> None:
+    check(make.factory, item)
 
 
 class Liar(ReplayBuffer):
