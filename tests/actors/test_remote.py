@@ -167,6 +167,7 @@ def test_an_actor_goes_on_with_another_inferencer_when_its_own_is_killed():
     assert (answered_by[0], answered_by[-1]) == (0.75, 0.25)  # rank 1 begins with number 1
     counts = [int(step.timestep.observation[0, 0]) for _, step in buffer.steps]
     assert counts == [number % 4 for number in range(len(counts))]  # and no environment noticed
+    assert [float(step.agent_state["seen"][0]) for _, step in buffer.steps] == counts  # nor a state
 
 
 class OnlyInference:

@@ -48,6 +48,22 @@ def test_a_run_reaches_its_last_step_whichever_nodes_are_killed(tmp_path, which)
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("which", [one for one in PROGRAMS if "light_env" in one])
+def test_an_inferencer_that_is_killed_leaves_no_wrong_state(tmp_path, which):
+    agent = ["--agent", "tests/programs/counting_agent.py:Counting", "--network", "gru", "--unroll-length", "8"]
+    options = [*options_of(which), "--num-envs", "8", "--num-actors", "2", "--batch-size", "4"]
+    arguments = [*agent, *options, "--steps", "8000", "--log-every", "200", "--eval-episodes", "1"]
+    with RunningProgram(tmp_path / "run", *arguments) as program:
+        program.wait_for_steps(1_000)
+        program.kill("inferencer")
+        assert steps_of(program) < 6_000, "it was nearly over"
+        code, result = program.finish()
+    assert code == 0, program.errors()  # a state that is wrong ends the learner
+    assert "[inferencer] was killed by SIGKILL: restart 1 of 3" in program.errors()
+    assert result is not None and result["env_steps"] >= 8_000 and result["learner_steps"] > 100
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("which", GRID)
 def test_a_paused_actor_does_not_stall_the_rest(tmp_path, which):
     arguments = [*IMPALA, *options_of(which), "--steps", "20000", "--log-every", "500", "--eval-episodes", "2"]
