@@ -19,6 +19,7 @@ OF = {
     "ppo": {"unroll_length": 16, "num_minibatches": 2, "num_epochs": 2},
     "impala": {"unroll_length": 8, "batch_size": 4},
 }
+NORMALISED = {"normalise_observations": True, "normalise_rewards": True}
 
 
 def experiment(agent: str, **fields) -> Experiment:
@@ -26,9 +27,17 @@ def experiment(agent: str, **fields) -> Experiment:
     return make_experiment(agent, ENV, **{**options, **fields})
 
 
-@pytest.mark.parametrize("agent", ["ppo", pytest.param("impala", marks=pytest.mark.system)])
-def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, tmp_path):
-    described = experiment(agent)
+@pytest.mark.parametrize(
+    ("agent", "fields"),
+    [
+        pytest.param("ppo", {}, marks=pytest.mark.system),
+        ("ppo", NORMALISED),
+        pytest.param("impala", {}, marks=pytest.mark.system),
+    ],
+    ids=["ppo", "normalised ppo", "impala"],
+)
+def test_a_run_may_be_stopped_and_resumed_and_its_policy_loaded(agent, fields, tmp_path):
+    described = experiment(agent, **fields)
     whole = train(described, run_dir=tmp_path / "whole")
     train(described, run_dir=tmp_path / "parts", stop_at=420)  # in the middle of episodes and sequences
     train(described, run_dir=tmp_path / "parts", resume=True)

@@ -47,6 +47,13 @@ def dqn(**fields) -> Experiment:
     return make_experiment("dqn", **{**values, **fields})
 
 
+def rainbow(**fields) -> Experiment:
+    """What the preset changes of DQN's numbers, but for its sizes."""
+    preset = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari").agent_config
+    parts = ("double", "dueling", "noisy", "num_atoms", "optimizer", "epsilon_begin", "epsilon_end", "max_grad_norm")
+    return dqn(**{name: getattr(preset, name) for name in parts}, **fields)
+
+
 def impala(**fields) -> Experiment:
     """16 steps of each of 2 environments in an update of 4 unrolls."""
     values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
@@ -179,7 +186,7 @@ def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_pa
         assert_same_arrays(tmp_path / "a", tmp_path / "c")
 
 
-@pytest.mark.parametrize("make", [ppo, dqn, impala])
+@pytest.mark.parametrize("make", [ppo, dqn, pytest.param(rainbow, marks=pytest.mark.system), impala])
 def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_path):
     described = make(anneal_learning_rate=True)
     train(described, run_dir=tmp_path / "whole")

@@ -9,7 +9,7 @@ import pytest
 import rlframe
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
-from rlframe.agents.networks import NatureCNNConfig
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.programs import naming
 from rlframe.programs.experiment import make_experiment
@@ -152,6 +152,15 @@ def test_a_policy_acts_as_evaluate_has_it_act(run):
     expected = rlframe.evaluate(path, episodes=EPISODES, seed=SEED)
     np.testing.assert_array_equal(np.sort(played(env, acting(policy))), np.sort(expected["returns"]))
     assert policy.version == expected["params_version"] > 1
+
+
+def test_a_policy_of_sac_normalises_as_its_run_did(tmp_path):
+    options = {"min_replay_size": 100, "batch_size": 16, "network": "mlp", "network_config": MLPConfig((16,))}
+    result = rlframe.train("sac", "gymnasium:Pendulum-v1", run_dir=tmp_path / "run", steps=200, num_envs=2, seed=SEED,
+                           preset="none", quiet=True, eval_episodes=EPISODES, normalise_observations=True,
+                           **options)  # fmt: skip
+    policy = rlframe.load(tmp_path / "run")
+    assert played("gymnasium:Pendulum-v1", acting(policy)).mean() == result.return_mean
 
 
 @pytest.mark.system
