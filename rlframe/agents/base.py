@@ -6,9 +6,11 @@ batch is. An algorithm that needs more overrides `learner_step` or the three par
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -301,6 +303,16 @@ def _arguments(hook: Any) -> str:
 
 def _construct(cls: type[Agent], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Agent:
     return cls(*args, **kwargs)
+
+
+def _cached_property(function: Any, name: str) -> Any:
+    made: Any = functools.cached_property(function)
+    made.__set_name__(None, name)
+    return made
+
+
+if sys.version_info < (3, 12):  # until then it holds a lock, and an agent of a user's own file travels with its class
+    copyreg.pickle(functools.cached_property, lambda made: (_cached_property, (made.func, made.attrname)))
 
 
 def _named_leaves(tree: Tree) -> dict[str, Any]:

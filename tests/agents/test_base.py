@@ -6,7 +6,10 @@ import dataclasses
 import pathlib
 import pickle
 import re
+import subprocess
+import sys
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +36,7 @@ from rlframe.agents import (
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.recurrent import LSTMConfig
 from rlframe.errors import UsageError
+from rlframe.programs import naming
 from rlframe.replay import ReplayBuffer
 from rlframe.types import AgentOutput, Transition
 from tests.agents import batches
@@ -343,6 +347,27 @@ def test_misspelt_arguments_of_an_agent_are_named():
         PPO(PPO_CONFIG, obs_spec=VECTOR, action_spec=DISCRETE)
     with pytest.raises(UsageError, match="PPO has no argument policy_factor. Did you mean 'policy_factory'?"):
         PPO(PPO_CONFIG, VECTOR, DISCRETE, policy_factor=None)
+
+
+OWN = """
+import functools
+
+from rlframe.agents import PPO
+
+
+class Own(PPO):
+    @functools.cached_property
+    def halved(self):
+        return self.cfg.discount / 2
+"""
+
+
+def test_an_agent_of_a_users_file_may_have_cached_properties(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    agent = naming.agent_class(f"{tmp_path}/own.py:Own")(PPO_CONFIG, VECTOR, DISCRETE)
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).halved)"
+    done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(agent), capture_output=True, check=True)
+    assert float(done.stdout) == agent.halved == PPO_CONFIG.discount / 2
 
 
 def test_an_agent_that_reads_no_net_factory_refuses_one():
