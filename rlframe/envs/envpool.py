@@ -7,6 +7,7 @@ to the C++ object directly: the Python layer on top rebuilds its dicts on every 
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,8 @@ _RESERVED = ("num_envs", "batch_size", "seed", "env_type", "gym_reset_return_inf
 
 # Families whose steps take about a microsecond: on two cores one thread was ahead of two from 1 to 1024 environments.
 _LIGHT = ("envpool.classic_control", "envpool.toy_text")
+
+_SETTLES = 0.02  # seconds in which the thread that makes an EnvPool's buffers has made all that there is room for
 
 
 class EnvPoolPool:
@@ -120,7 +123,11 @@ class EnvPoolPool:
         """EnvPool does not say how far it is."""
 
     def close(self) -> None:
-        self.pool = None
+        if self.pool is not None:
+            # The destructor of 0.8.4 waits for ever, with the GIL, where it comes between a `Put` of the thread that
+            # makes buffers and that thread's look at `quit_` (state_buffer_queue.h): seen on a busy machine.
+            time.sleep(_SETTLES)
+            self.pool = None
 
 
 def _make(name: str, size: int, batch_size: int, seed: int, num_workers: int | None, options: dict[str, Any]) -> Any:
