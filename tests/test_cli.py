@@ -12,6 +12,7 @@ import pytest
 from rlframe.cli import main
 from rlframe.cli.tables import print_preset
 from rlframe.cli.train import read_arguments
+from rlframe.errors import UsageError
 from tests.extras import needs
 
 REMEMBERING = f"{pathlib.Path(__file__).parents[1]}/examples/recurrent_agent.py:Remembering"
@@ -81,6 +82,15 @@ def test_switches():
     described, session, _ = read_arguments(["--no-anneal-learning-rate", "--json"])
     assert described.agent_config.anneal_learning_rate is False
     assert session.json is True
+
+
+def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
+    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # its preset has one environment
+    assert read_arguments(sac)[0].topology.num_actors == 1
+    assert read_arguments([*sac, "--num-envs", "4"])[0].topology.num_actors == 2
+    assert read_arguments([*sac, "--num-envs", "4", "--num-actors", "4"])[0].topology.num_actors == 4
+    with pytest.raises(UsageError, match="num_envs=1 cannot be shared evenly by num_actors=2"):
+        read_arguments([*sac, "--num-actors", "2"])
 
 
 def test_a_config_is_repeated_and_changed(trained):

@@ -35,7 +35,7 @@ class LearnerState(NamedTuple):
     """
 
     opt_state: Any
-    steps: Any  # [] int32: learner steps done; of agents that count one from a small batch as its share, float32
+    steps: Any  # [] int32: learner steps done; float32 where a smaller batch counts as a fraction of one
     rng: Any  # a key of jax.random
 
 

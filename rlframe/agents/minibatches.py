@@ -118,7 +118,7 @@ class MinibatchUpdates:
 
 
 def share_of_batch(batch: Batch, num_envs: int | None) -> float:
-    """What one learner step counts as, of those from a batch of `num_envs` environments; None: as one."""
+    """What a learner step from this batch counts in schedules: its environments over `num_envs`; None: 1."""
     return 1.0 if num_envs is None else len(batch.data.reward) / num_envs
 
 

@@ -53,7 +53,7 @@ class PPOConfig:
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     anneal_clip: bool = False  # the same for clip_epsilon
     total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
-    envs_per_batch: int | None = None  # of a whole learner step: one of fewer counts as its share; None: as one
+    envs_per_batch: int | None = None  # of a full batch: another counts in schedules by its size; None: as one step
     # Versions that an unroll may be behind. 0: actors wait for each update, as in the paper. Above, they run that many
     # unrolls ahead; the correction is the clipped ratio to the policy that acted, whose log-probabilities are stored:
     # equation 7 of the paper asks for no more than that. Hilton et al. 2022 (arXiv:2110.00641) measure what it costs.

@@ -49,7 +49,7 @@ class PQNConfig:
     learning_rate: float = 2.5e-4  # of RAdam
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # None: epsilon is epsilon_end, and annealing does not begin
-    envs_per_batch: int | None = None  # of a whole learner step: one of fewer counts as its share; None: as one
+    envs_per_batch: int | None = None  # of a full batch: another counts in schedules by its size; None: as one step
     max_grad_norm: float | None = 10.0
     normalise_observations: bool = False  # by their running mean and deviation
     observation_clip: float = 10.0  # deviations from the mean, where they are normalised

@@ -36,7 +36,7 @@ def parse(
         prog: what help and errors call the command.
         description: the first lines of its help.
         default: an instance of `options` that gives every default.
-        elsewhere: says of an option that there is not (`--x`) where there is one; "" where there is none.
+        elsewhere: a sentence on who has an option (`--x`) that is unknown here; "" where nobody has.
 
     Raises:
         UsageError: an option is unknown or its value does not fit.

@@ -27,7 +27,7 @@ class PlotOptions:
     run_dirs: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR...")
     ]  # directories of runs, of several seeds, or of sweeps
-    out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in RUN_DIR where there is one
+    out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in RUN_DIR where one is named
     traceback: bool = False  # show where an error came from
 
 

@@ -146,7 +146,7 @@ class SeedRun:
     def said(self) -> str:
         """How it ended."""
         result = self.result
-        if self.told and self.code == 128 + signal.SIGINT:
+        if self.told and self.code in (128 + signal.SIGINT, -signal.SIGINT):  # or so early that it took no signals yet
             return "stopped"
         if self.code or result is None:
             return f"ended with exit code {self.code}; see {self.log}: {self._last_words()}"

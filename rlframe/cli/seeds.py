@@ -36,8 +36,8 @@ def parse_seeds(text: str) -> list[int]:
     if (count := sum(map(len, parts))) > MAX_RUNS:
         raise UsageError(f"--seeds {text} names {count:,} seeds: each is one run, of which {MAX_RUNS:,} may be.")
     seeds = [seed for part in parts for seed in part]
-    if len(set(seeds)) < len(seeds) or not seeds:
-        raise UsageError(f"--seeds {text} names {'a seed twice' if seeds else 'none'}: each is one run.")
+    if len(set(seeds)) < len(seeds) or not all(parts):
+        raise UsageError(f"--seeds {text} names {'a seed twice' if all(parts) else 'none'}: each is one run.")
     return seeds
 
 

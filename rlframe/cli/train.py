@@ -105,6 +105,8 @@ def read_arguments(
     values["agent_config"] = parsed.agent_config
     if "network_config" in values:
         values["network_config"] = getattr(parsed, "network_config", None)
+    if peek(arguments, "num-actors") is None and not hasattr(defaults.topology, "num_actors"):
+        values.pop("num_actors", None)  # nobody gave it: its default depends on the number of environments
     experiment = from_flat(values)
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")

@@ -63,7 +63,7 @@ class Trials:
         directory: pathlib.Path,
     ) -> None:
         self._varied, self._experiment_of, self._experiment = varied, experiment_of, experiment
-        # Who still runs in the directory of a resumed sweep, whose lock is ours, was left there by a killed one.
+        # A sweep that was killed leaves its runs going: a resumed one ends them and goes on in their place.
         self._session = dataclasses.replace(session, take_over=session.resume)
         self._directory, self._seeds = directory, parse_seeds(session.seeds or "")
         with extras.needed("rlframe sweep", "sweep"):

@@ -21,7 +21,7 @@ from rlframe.programs.guests import GuestRegistry
 from rlframe.programs.rows import EVALUATED, RowWriter, next_multiple
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
-from rlframe.programs.updates import total_learner_steps
+from rlframe.programs.updates import least_updates, total_learner_steps
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 LOOK_EVERY = 0.1  # seconds between two looks at the nodes
 _LOOKING = Phase("looking at the others", 300.0)
 _FINISH_WITHIN = 3600.0  # seconds that the learner has for its last update and checkpoint, or to come back for them
-_ENOUGH = 0.9  # of the updates that are due: some are lost where a learner restarts
 _GUESTS_WITHIN = 3.0  # seconds that programs on other machines have to hear of the end
 
 
@@ -177,23 +176,12 @@ class Monitor(abc.ABC):
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
 
     def _say_what_is_missing(self) -> None:
-        """Warns where the learner made no update, or fewer than the steps that were taken ask for."""
-        made, spec = self._learned["learner_steps"], self._run.agent.replay_spec
-        if made == 0:
+        """Warns where the learner made no update."""
+        if self._learned["learner_steps"] == 0:
             _log.warning(
                 "No update was made in %d environment steps. Run for more steps, or let learning begin earlier.",
                 self.step,
             )
-        elif spec.samples_per_insert is not None:
-            due = total_learner_steps(spec, self.step, self._experiment.num_envs)
-            if made < _ENOUGH * due:
-                _log.warning(
-                    "%d updates were made, of %d that %d environment steps ask for. The learner came back from an "
-                    "older checkpoint, or the replay lost items, or let actors run too far ahead.",
-                    made,
-                    due,
-                    self.step,
-                )
 
     def _evaluate(self) -> None:
         self._evaluates_at = self.step
@@ -254,6 +242,18 @@ class GameMonitor(Monitor):
         self._evaluations.stop()
         self._guests.end()
         self._guests.wait_until_left(_GUESTS_WITHIN)
+
+    def _say_what_is_missing(self) -> None:
+        super()._say_what_is_missing()
+        made, spec, num_envs = self._learned["learner_steps"], self._run.agent.replay_spec, self._experiment.num_envs
+        if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
+            _log.warning(
+                "%d updates were made, of about %d that %d environment steps ask for: the learner came back from an "
+                "older checkpoint, or the replay lost items.",
+                made,
+                total_learner_steps(spec, self.step, num_envs),
+                self.step,
+            )
 
     def _took_all(self) -> bool:
         if self.step < self._run.until:

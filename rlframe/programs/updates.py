@@ -10,6 +10,7 @@ from rlframe.agents import Agent
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
+from rlframe.replay.rate_limiter import RUN_AHEAD, samples_of_rounds
 from rlframe.types import ReplaySpec, Sequence
 
 
@@ -24,6 +25,17 @@ def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
         return max(1, int(items / (spec.batch_size or num_envs)))
     waits = min(spec.min_size, items)
     return max(1, int((items - waits) * spec.samples_per_insert / (spec.batch_size or num_envs)))
+
+
+def least_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
+    """How many updates a program has made at least after `steps` environment steps, if it lost nothing.
+
+    Fewer than `total_learner_steps`, by those that writers may be ahead, and by the first sequence of each environment,
+    which takes longer than the next ones; and by a tenth, for what a learner that is restarted does not make up for.
+    """
+    late = num_envs * (spec.item.length - spec.item.period) if isinstance(spec.item, Sequence) else 0
+    ahead = samples_of_rounds(spec, num_envs, RUN_AHEAD) / (spec.batch_size or num_envs)
+    return int(0.9 * (total_learner_steps(spec, max(steps - late, 0), num_envs) - ahead))
 
 
 def first_update(spec: ReplaySpec, num_envs: int) -> int:

@@ -15,6 +15,7 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
+RUN_AHEAD = 2  # rounds (see `samples_of_rounds`) that writers in other processes than the reader's may be ahead of it
 _START = 2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
 
 

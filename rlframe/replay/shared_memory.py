@@ -21,6 +21,7 @@ from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments, shared_checkpoint, steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_gone
 from rlframe.replay.block import Block
+from rlframe.replay.rate_limiter import RUN_AHEAD
 from rlframe.replay.sampler import Sampler
 from rlframe.replay.segment_reader import SegmentReader
 from rlframe.replay.shared_writers import BufferPlan, SharedWriters
@@ -66,7 +67,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         max_envs: int = 1024,
         timeout: float = 600.0,
         in_threads: bool = False,
-        run_ahead: int = 2,
+        run_ahead: int = RUN_AHEAD,
         come_and_go: bool = False,
         **overrides: Any,
     ):

@@ -71,7 +71,7 @@ def test_wherever_the_replay_lies_the_updates_that_are_due_are_made(replay, opti
     described = experiment("td3", topology="heavy_env", engine="threads", replay=replay, **fields, **options)
     result = train(described, run_dir=tmp_path / "run")
     due = result.env_steps - 500
-    assert 0.95 * due <= result.learner_steps <= 1.05 * due
+    assert 0.9 * due <= result.learner_steps <= 1.1 * due
 
 
 @pytest.mark.system

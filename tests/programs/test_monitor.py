@@ -160,7 +160,10 @@ def test_a_learner_that_did_not_keep_up_is_named(tmp_path, caplog):
             monitor.join(120.0)
     made = Result.read(RunDir(run.path).result).learner_steps
     assert 0 < made < 50_000  # of one each step
-    assert f"{made} updates were made, of 99980 that 100000 environment steps ask for." in caplog.text
+    assert (
+        f"{made} updates were made, of about 99980 that 100000 environment steps ask for: the learner came back"
+        in caplog.text
+    )
 
 
 def test_an_evaluation_that_was_under_way_when_a_monitor_died_is_made_by_the_next(tmp_path):

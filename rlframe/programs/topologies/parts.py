@@ -20,10 +20,9 @@ from rlframe.programs.run_dir import CHECKPOINTS_KEPT
 from rlframe.programs.topologies.config import GameConfig
 from rlframe.programs.updates import total_learner_steps
 from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
-from rlframe.replay.rate_limiter import items_of_rounds
+from rlframe.replay.rate_limiter import RUN_AHEAD, items_of_rounds
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
-RUN_AHEAD = 2  # rounds that writers may be ahead of their reader
 # --- environments and actors
 
 

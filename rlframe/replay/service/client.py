@@ -35,7 +35,8 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     A writer belongs to the shard `rank % len(services)`. `add` returns once the step is on its way: steps are gathered
     while earlier ones travel, so an Actor that is killed may lose those of its last moments (at most 256, or 16 MiB),
     and nobody else's death loses any but that of a service, which goes on from its checkpoint. Where a service holds a
-    writer back, `add` waits, with the next step, until it no longer does.
+    writer back, `add` waits, with the next step, until it no longer does. One thread that both adds and samples
+    needs a service that never does: with `waits=False`, or a larger `capacity` or `run_ahead`.
 
     A batch is of one shard, each of which is drawn from in proportion to what it holds; `probabilities` are those of
     the items among all shards'.

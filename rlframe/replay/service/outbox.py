@@ -112,7 +112,12 @@ class Outbox:
                     )
                 if not warned and self._why and time.monotonic() > began + _WARN_AFTER:
                     warned = True
-                    _log.warning("The replay service holds back the writer %d: %s.", self.rank, self._why)
+                    _log.warning(
+                        "The replay service holds back the writer %d: %s. (A thread that both adds and samples needs a "
+                        "larger capacity or run_ahead.)",
+                        self.rank,
+                        self._why,
+                    )
                 self._moved.wait(_LOOK)
         self._check()
 
