@@ -18,6 +18,7 @@ from rlframe.handles import resolve
 from rlframe.interprocess.heartbeat import patience
 from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError
 from rlframe.replay.layout import check_step, step_layouts
+from rlframe.replay.rate_limiter import RUN_AHEAD, items_of_rounds
 from rlframe.replay.service.outbox import Outbox
 from rlframe.replay.service.server import WriterId
 from rlframe.replay.steps import Writers
@@ -33,10 +34,11 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     """Adds to, and samples from, `ReplayService`s. Pickles as the handles to them.
 
     A writer belongs to the shard `rank % len(services)`. `add` returns once the step is on its way: steps are gathered
-    while earlier ones travel, so an Actor that is killed may lose those of its last moments (at most 256, or 16 MiB),
-    and nobody else's death loses any but that of a service, which goes on from its checkpoint. Where a service holds a
-    writer back, `add` waits, with the next step, until it no longer does. One thread that both adds and samples
-    needs a service that never does: with `waits=False`, or a larger `capacity` or `run_ahead`.
+    while earlier ones travel, so an Actor that is killed may lose those of its last moments (at most 256, or 16 MiB;
+    with `samples_per_insert` those of two rounds), and nobody else's death loses any but that of a service, which goes
+    on from its checkpoint. Where a service holds a writer back, `add` waits, with the next step, until it no longer
+    does. One thread that both adds and samples needs a service that never does: with `waits=False`, or a larger
+    `capacity` or `run_ahead`.
 
     A batch is of one shard, each of which is drawn from in proportion to what it holds; `probabilities` are those of
     the items among all shards'.
@@ -101,9 +103,10 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             with contextlib.suppress(StoppedError):
                 before.settle()
             before.close()
+        ahead = items_of_rounds(self.spec, num_envs, RUN_AHEAD)
         with self._lock:
             service.open(writer)
-            self._writers.put(Outbox(service, writer))
+            self._writers.put(Outbox(service, writer, None if ahead is None else -(-ahead // num_envs)))
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids`; see `ReplayWriter`. It may wait; see the class.

@@ -30,16 +30,18 @@ class Outbox:
     Args:
         service: a `ReplayService`, or what calls one.
         writer: whose steps they are.
+        most_steps: that may be on their way; None: 256. Samples are owed for those too.
 
     Attributes:
         rank, num_envs, id_bytes: see `Writer`.
         checked: whether a step has the shapes and dtypes that it should.
     """
 
-    def __init__(self, service: Any, writer: WriterId) -> None:
+    def __init__(self, service: Any, writer: WriterId, most_steps: int | None = None) -> None:
         self._service, self._writer = service, writer
         self.rank, self.num_envs = writer.rank, writer.num_envs
         self.id_bytes = global_env_ids(writer.rank, np.arange(writer.num_envs)).tobytes()
+        self._most_steps = _MOST_STEPS if most_steps is None else min(most_steps, _MOST_STEPS)
         self.checked = False
         self._moved = threading.Condition()
         self._stages: collections.deque[Stage] = collections.deque()  # of steps that have yet to arrive
@@ -92,7 +94,7 @@ class Outbox:
             self._moved.notify_all()
 
     def _takes_more(self) -> bool:
-        return not self._why and self._waiting < _MOST_STEPS and self._bytes < _MOST_BYTES
+        return not self._why and self._waiting < self._most_steps and self._bytes < _MOST_BYTES
 
     def _check(self) -> None:
         if self._error is not None:
