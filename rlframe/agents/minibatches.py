@@ -39,12 +39,19 @@ class MinibatchUpdates:
         num_epochs: how often each row is learned from.
         num_minibatches: of an epoch. Where the rows do not divide into them, each epoch leaves a random few out, and
             where they are fewer, so are the minibatches: how many rows there are may depend on which actors are alive.
+        envs_per_batch: environments of a full batch; None: all are full. A learner step from another batch adds its
+            share to the learner state's `steps`, which is float32 then: schedules end with the steps of environments.
     """
 
     def __init__(
-        self, agent: Any, prepare: Callable[[Params, Any], Tree], num_epochs: int, num_minibatches: int
+        self,
+        agent: Any,
+        prepare: Callable[[Params, Any], Tree],
+        num_epochs: int,
+        num_minibatches: int,
+        envs_per_batch: int | None = None,
     ) -> None:
-        self._agent, self._prepare = agent, prepare
+        self._agent, self._prepare, self._envs_per_batch = agent, prepare, envs_per_batch
         self._num_epochs, self._num_minibatches = num_epochs, num_minibatches
         self._unravel: Any = None  # known at the first call
 
@@ -75,7 +82,10 @@ class MinibatchUpdates:
             logs = jax.tree.map(lambda *values: np.asarray(values), *steps)
         flat, opt_state = carry
         params = self._unravel(flat)
+        steps = learner_state.steps
         learner_state = self._agent.update_learner_state(params, opt_state, learner_state._replace(rng=rng))
+        if self._envs_per_batch is not None:
+            learner_state = learner_state._replace(steps=steps + len(batch.data.reward) / self._envs_per_batch)
         return params, learner_state, {name: values.mean() for name, values in logs.items()}
 
     def indices(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
@@ -115,11 +125,6 @@ class MinibatchUpdates:
         logs, grads = self._agent.compute_gradients(self._unravel(flat), state, Batch(data, (), (), ()))
         flat, opt_state, more = self._agent.apply_gradients(flat, ravel(grads), state)
         return (flat, opt_state), {**logs, **more}
-
-
-def share_of_batch(batch: Batch, num_envs: int | None) -> float:
-    """What a learner step from this batch counts in schedules: its environments over `num_envs`; None: 1."""
-    return 1.0 if num_envs is None else len(batch.data.reward) / num_envs
 
 
 def ravel(params: Params) -> jax.Array:

@@ -12,7 +12,7 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.minibatches import MinibatchUpdates, ravel, share_of_batch
+from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
@@ -207,9 +207,8 @@ class PPO(Agent):
     ) -> tuple[Params, NormalisedState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
         rate = self._learning_rate(learner_state.steps)
-        steps = learner_state.steps + share_of_batch(batch, self.cfg.envs_per_batch)
         params, learner_state, logs = self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
-        return params, learner_state._replace(steps=steps), {**logs, "learning_rate": rate}
+        return params, learner_state, {**logs, "learning_rate": rate}
 
     def apply_gradients(
         self, params: Params, grads: Params, learner_state: NormalisedState
@@ -223,7 +222,8 @@ class PPO(Agent):
 
     @functools.cached_property
     def _minibatch_updates(self) -> MinibatchUpdates:
-        return MinibatchUpdates(self, self.rollout, self.cfg.num_epochs, self.cfg.num_minibatches)
+        cfg = self.cfg
+        return MinibatchUpdates(self, self.rollout, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch)
 
     def _learning_rate(self, steps: jax.Array) -> jax.Array:
         return self._annealed(self.cfg.learning_rate, steps, self.cfg.anneal_learning_rate)

@@ -13,7 +13,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
-from rlframe.agents.minibatches import MinibatchUpdates, ravel, share_of_batch
+from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import epsilon_greedy
@@ -147,9 +147,7 @@ class PQN(Agent):
         self, params: Params, learner_state: NormalisedState, batch: Batch
     ) -> tuple[Params, NormalisedState, Logs]:
         """Epochs of minibatches of the rollout, each a step of `compute_gradients` and `apply_gradients`."""
-        steps = learner_state.steps + share_of_batch(batch, self.cfg.envs_per_batch)
-        params, learner_state, logs = self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
-        return params, learner_state._replace(steps=steps), logs
+        return self.normaliser.learn(self._minibatch_updates, params, learner_state, batch)
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
         """The steps of a batch with their targets, by the values that the actor had."""
@@ -191,7 +189,8 @@ class PQN(Agent):
 
     @functools.cached_property
     def _minibatch_updates(self) -> MinibatchUpdates:
-        return MinibatchUpdates(self, self.rollout, self.cfg.num_epochs, self.cfg.num_minibatches)
+        cfg = self.cfg
+        return MinibatchUpdates(self, self.rollout, cfg.num_epochs, cfg.num_minibatches, cfg.envs_per_batch)
 
     def _acting_values(self, params: ActorParams, timestep: TimeStep) -> jax.Array:
         return self._values(*self.normaliser.acting(params.params, timestep.observation))
