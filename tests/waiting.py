@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 LIMIT = 120.0  # seconds; only a test that fails waits for so long, however busy the machine is
@@ -26,3 +28,11 @@ def wait_until(
         assert time.monotonic() < deadline, f"Waited {seconds:g} s: {what() if callable(what) else what}"
         time.sleep(0.01)
     return found
+
+
+def still_runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False

@@ -18,7 +18,7 @@ from rlframe.engines.launching import supervisor
 from rlframe.engines.launching.running import GroupPolicy, NodeProcess
 from rlframe.engines.launching.supervisor import Supervisor
 from rlframe.errors import ProgramError
-from tests.waiting import wait_until
+from tests.waiting import still_runs, wait_until
 
 PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
 
@@ -201,4 +201,4 @@ def test_a_second_ctrl_c_ends_all_at_once():
     process.send_signal(signal.SIGINT)
     process.wait(timeout=PATIENCE / 2)
     assert b"did not end within" not in process.stderr.read()
-    assert not any(node.is_running() and node.status() != psutil.STATUS_ZOMBIE for node in nodes)
+    assert not any(map(still_runs, nodes))

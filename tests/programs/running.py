@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.extras import needs
+from tests.waiting import still_runs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -96,7 +97,7 @@ class RunningProgram:
     def alive(self) -> dict[str, psutil.Process]:
         """As `nodes`, with those that were seen before and have outlived who started them."""
         self.nodes()
-        return _by_title([process for process in self._seen.values() if _runs(process)])
+        return _by_title([process for process in self._seen.values() if still_runs(process)])
 
     def node(self, name: str) -> psutil.Process:
         """The node of this name, once it runs."""
@@ -150,7 +151,7 @@ class RunningProgram:
     def check_nothing_is_left(self) -> None:
         """No process, no block of shared memory; with the processes go their ports."""
         deadline = time.monotonic() + 120.0  # Ray takes its time on a busy machine
-        while alive := [child for child in self._seen.values() if _runs(child)]:
+        while alive := [child for child in self._seen.values() if still_runs(child)]:
             assert time.monotonic() < deadline, f"{[(child.pid, _cmdline(child)) for child in alive]} are left"
             time.sleep(0.05)
         assert not [block for block in self._blocks if os.path.exists(block)]
@@ -189,10 +190,3 @@ def _named_blocks(process: psutil.Process) -> set[str]:
         return {it.path for it in process.memory_maps() if it.path.startswith("/dev/shm/")}
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return set()
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -63,6 +63,8 @@ def test_so_does_a_topology_of_several_actors(tmp_path, topology):
 
 def check_rows(path, within=0.0):
     rows = [row for row in read_jsonl(path / "metrics.jsonl") if "episode_length" in row]
+    if within:  # a row of the episodes that end with one step may have what only one side counted by then
+        rows = [row for row in rows if row["episodes"] > 4]
     assert len(rows) >= 1
     for row in rows:
         assert row["env/always"] == 2.5

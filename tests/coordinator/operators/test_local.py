@@ -24,7 +24,7 @@ from rlframe.coordinator.workers.records import Records, load_maker, save_worker
 from rlframe.interprocess.processes import ProcessId, this_process
 from tests.coordinator.operators import workers
 from tests.coordinator.operators.driven import Driven
-from tests.waiting import wait_until
+from tests.waiting import still_runs, wait_until
 
 HERE = pathlib.Path(__file__).parent
 AT_ONCE = Backoff(first=0.01)
@@ -78,7 +78,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return not any(map(still_runs, processes))
 
 
 def ping(info: WorkerInfo):
