@@ -2,7 +2,7 @@
 
 Measured on JAX 0.5.3 and two cores (docs/performance.md): XLA's older CPU runtime answers a small
 network's call in a third of the time and trains it twice as fast, but differentiates convolutions
-at half the speed. `jit` therefore chooses for each function, by what it computes.
+and layers of 256 at half the speed. `jit` therefore chooses for each function, by what it computes.
 
 Newer versions of XLA have the newer runtime alone. What it loses on small functions it loses by handing the parts of
 a call over to threads, so there they run one after another, by its scheduler that saves memory.
@@ -11,6 +11,7 @@ a call over to threads, so there they run one after another, by its scheduler th
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ _FOR_SMALL_PARTS: _Options = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 _ONE_THREAD: _Options = {"xla_cpu_multi_thread_eigen": False}
+_LARGE_PRODUCT = 8e6  # floating-point operations of one product of matrices: from here on the newer runtime is quicker
 
 
 class jit:
@@ -66,7 +68,7 @@ class jit:
             return plain
         traced = plain.trace(*args)
         convolves = _convolves(traced.jaxpr.jaxpr)
-        if convolves and self._differentiates:
+        if self._differentiates and (convolves or _largest_product(traced.jaxpr.jaxpr) >= _LARGE_PRODUCT):
             return plain
         wanted = _FOR_SMALL_PARTS if convolves or self._differentiates else {**_FOR_SMALL_PARTS, **_ONE_THREAD}
         if _unrolls(traced.jaxpr.jaxpr):
@@ -78,6 +80,18 @@ class jit:
 def _convolves(jaxpr: Any) -> bool:
     """Whether a convolution is anywhere in it. (Printing it to look for the name takes half a second for PPO.)"""
     return _has(jaxpr, "conv_general_dilated")
+
+
+def _largest_product(jaxpr: Any) -> float:
+    """Floating-point operations of the largest product of matrices anywhere in it."""
+    largest = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = equation.params["dimension_numbers"]
+            lengths = [equation.invars[0].aval.shape[axis] for axis in summed]
+            largest = max(largest, 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(lengths))
+        largest = max([largest, *map(_largest_product, _inner(equation))])
+    return largest
 
 
 def _unrolls(jaxpr: Any) -> bool:

@@ -33,6 +33,11 @@ def loop(function):
     return lambda x: jax.lax.scan(lambda carry, _: (function(carry), None), x, None, length=2)[0]
 
 
+def product(width):
+    """Of two matrices [width, width]: 2 width^3 operations."""
+    return lambda x: x + (jnp.ones((width, width)) @ jnp.full((width, width), x.sum()))[0, 0]
+
+
 IMAGE = np.ones((1, 1, 4, 4), np.float32)
 # XLA has dropped the older runtime, and with it came another scheduler.
 OLD = jax.__version_info__ < (0, 6)
@@ -53,6 +58,10 @@ SMALL = {"xla_cpu_use_thunk_runtime": False} if OLD else NEW_RUNTIME
         (lambda x: jax.jit(jnp.dot)(loop(lambda x: x @ x)(x), x), True, WITHOUT_OLDER_RUNTIME),
         (loop(lambda x: loop(lambda x: x @ x)(x) @ x), True, WITHOUT_OLDER_RUNTIME),  # in a loop over minibatches
         (lambda x: loop(lambda x: x + x)(x) @ x, True, SMALL),
+        (product(200), True, None),
+        (loop(product(200)), True, None),
+        (product(200), False, {**SMALL, "xla_cpu_multi_thread_eigen": False}),
+        (product(100), True, SMALL),
     ],
 )
 def test_options_follow_from_what_is_computed(monkeypatch, function, differentiates, expected):
