@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import dm_env
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlframe.agents.trees import check_tree, without_batch, zero_timestep, zeros_like_spec
 from rlframe.errors import UsageError, suggest
-from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree, specs
+from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree
 
 NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
 PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `rlframe.agents.policies`
@@ -229,9 +229,9 @@ class Agent:
         """
         output, state = jax.eval_shape(self._act_on_zeros)
         check_tree("action", self.action_spec, output.action, owner=type(self).__name__)
-        initial = _without_batch(jax.tree.map(np.asarray, self.initial_state(1)))
+        initial = without_batch(jax.tree.map(np.asarray, self.initial_state(1)))
         check_tree("the state after actor_step, as initial_state gives it,", initial, state, owner=type(self).__name__)
-        return StepSpec(self.observation_spec, self.action_spec, _without_batch(output.extras), _without_batch(state))
+        return StepSpec(self.observation_spec, self.action_spec, without_batch(output.extras), without_batch(state))
 
     def check_observation(self, observation: Tree) -> None:
         """Raises UsageError unless `observation` is `[B, ...]` of the observation spec."""
@@ -242,35 +242,6 @@ class Agent:
         params = self.initial_params(rng)
         params = self.actor_params(params, self.initial_learner_state(params))
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
-
-
-def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
-    """A batch of FIRST timesteps whose observations are 0."""
-    return dm_env.TimeStep(
-        step_type=np.zeros((batch_size,), np.uint8),
-        reward=np.zeros((batch_size,), np.float32),
-        discount=np.ones((batch_size,), np.float32),
-        observation=zeros_like_spec(observation_spec, batch_size),
-    )
-
-
-def zeros_like_spec(spec: Tree, batch_size: int) -> Tree:
-    """Zeros `[batch_size, ...]` for each leaf of a tree of specs."""
-    return jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), spec)
-
-
-def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:
-    """Raises UsageError that names the first leaf of `tree` that is not `[B, ...]` of its spec."""
-    expected, came = _named_leaves(spec), _named_leaves(tree)
-    if expected.keys() != came.keys():
-        raise UsageError(f"{owner}: {what} has the leaves {_names(came)}, its spec has {_names(expected)}.")
-    for name, leaf_spec in expected.items():
-        leaf = came[name]
-        if not leaf.shape or tuple(leaf.shape[1:]) != tuple(leaf_spec.shape) or leaf.dtype != leaf_spec.dtype:
-            raise UsageError(
-                f"{owner}: {what}{name} should be [{_dims(('B', *leaf_spec.shape))}] {np.dtype(leaf_spec.dtype)}, "
-                f"got [{_dims(leaf.shape)}] {np.dtype(leaf.dtype)}."
-            )
 
 
 def _check_hook(cls: type[Agent], name: str, member: Any) -> None:
@@ -313,22 +284,3 @@ def _cached_property(function: Any, name: str) -> Any:
 
 if sys.version_info < (3, 12):  # until then it holds a lock, and an agent of a user's own file travels with its class
     copyreg.pickle(functools.cached_property, lambda made: (_cached_property, (made.func, made.attrname)))
-
-
-def _named_leaves(tree: Tree) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _names(leaves: Mapping[str, Any]) -> str:
-    return ", ".join(name or "(a single array)" for name in leaves) or "(none)"
-
-
-def _dims(shape: Any) -> str:
-    return ", ".join(str(size) for size in shape)
-
-
-def _without_batch(tree: Tree) -> Tree:
-    def leaf_spec(path: Any, leaf: Any) -> specs.Array:
-        return specs.Array(leaf.shape[1:], np.dtype(leaf.dtype), jax.tree_util.keystr(path))
-
-    return jax.tree_util.tree_map_with_path(leaf_spec, tree)

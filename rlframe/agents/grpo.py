@@ -14,8 +14,9 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses_lm
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory, zero_timestep
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.grpo_config import GRPOConfig
+from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.language.model import transformer, weights
 from rlframe.types import (

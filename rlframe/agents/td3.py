@@ -11,11 +11,12 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory, zeros_like_spec
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, check_bounds
+from rlframe.agents.trees import zeros_like_spec
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, TimeStep, Transition, Tree
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlframe.agents.base import check_tree, zero_timestep
+from rlframe.agents.trees import check_tree, zero_timestep
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.transport import CALL_TIMEOUT
 from rlframe.types import AgentOutput, AgentState, TimeStep, specs

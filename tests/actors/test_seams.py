@@ -10,7 +10,7 @@ import pytest
 
 from rlframe.actors import Actor, Evaluator
 from rlframe.agents import PPO, PPOConfig
-from rlframe.agents.base import zero_timestep
+from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from rlframe.agents import DQN, DQNConfig, losses
-from rlframe.agents.base import zero_timestep
 from rlframe.agents.dqn import ActorParams, Repetition
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError
 from rlframe.types import Transition
 from tests.agents import batches

@@ -7,7 +7,7 @@ import collections
 import numpy as np
 import pytest
 
-from rlframe.agents.base import zero_timestep
+from rlframe.agents.trees import zero_timestep
 from rlframe.handles import Remote
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess import memory

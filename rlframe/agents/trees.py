@@ -1,0 +1,63 @@
+"""Trees of arrays and their specs: zeros that fit one, the spec of a batch, and a check of a batch against one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import dm_env
+import jax
+import numpy as np
+
+from rlframe.errors import UsageError
+from rlframe.types import TimeStep, Tree, specs
+
+
+def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
+    """A batch of FIRST timesteps whose observations are 0."""
+    return dm_env.TimeStep(
+        step_type=np.zeros((batch_size,), np.uint8),
+        reward=np.zeros((batch_size,), np.float32),
+        discount=np.ones((batch_size,), np.float32),
+        observation=zeros_like_spec(observation_spec, batch_size),
+    )
+
+
+def zeros_like_spec(spec: Tree, batch_size: int) -> Tree:
+    """Zeros `[batch_size, ...]` for each leaf of a tree of specs."""
+    return jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), spec)
+
+
+def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:
+    """Raises UsageError that names the first leaf of `tree` that is not `[B, ...]` of its spec."""
+    expected, came = _named_leaves(spec), _named_leaves(tree)
+    if expected.keys() != came.keys():
+        raise UsageError(f"{owner}: {what} has the leaves {_names(came)}, its spec has {_names(expected)}.")
+    for name, leaf_spec in expected.items():
+        leaf = came[name]
+        if not leaf.shape or tuple(leaf.shape[1:]) != tuple(leaf_spec.shape) or leaf.dtype != leaf_spec.dtype:
+            raise UsageError(
+                f"{owner}: {what}{name} should be [{_dims(('B', *leaf_spec.shape))}] {np.dtype(leaf_spec.dtype)}, "
+                f"got [{_dims(leaf.shape)}] {np.dtype(leaf.dtype)}."
+            )
+
+
+def without_batch(tree: Tree) -> Tree:
+    """The specs of a tree of arrays `[B, ...]`, of one row each."""
+
+    def leaf_spec(path: Any, leaf: Any) -> specs.Array:
+        return specs.Array(leaf.shape[1:], np.dtype(leaf.dtype), jax.tree_util.keystr(path))
+
+    return jax.tree_util.tree_map_with_path(leaf_spec, tree)
+
+
+def _named_leaves(tree: Tree) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _names(leaves: Mapping[str, Any]) -> str:
+    return ", ".join(name or "(a single array)" for name in leaves) or "(none)"
+
+
+def _dims(shape: Any) -> str:
+    return ", ".join(str(size) for size in shape)
