@@ -25,7 +25,7 @@ from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, make_experiment
 from rlframe.programs.actor_counts import ActorCounts
-from rlframe.programs.monitor import GameMonitor
+from rlframe.programs.game_monitor import GameMonitor
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result, RunDir
 from rlframe.programs.topologies.parts import make_agent, make_pool

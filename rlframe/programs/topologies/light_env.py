@@ -17,7 +17,7 @@ from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.programs.monitor import GameMonitor
+from rlframe.programs.game_monitor import GameMonitor
 from rlframe.programs.run import Run
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.parts import (

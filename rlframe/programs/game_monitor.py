@@ -1,0 +1,142 @@
+"""The monitor of a program that plays: it counts the steps of actors, and evaluates in environments of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from typing import Any
+
+from rlframe import handles
+from rlframe.programs.evaluation import Evaluations
+from rlframe.programs.guests import GuestRegistry
+from rlframe.programs.monitor import Monitor
+from rlframe.programs.rows import RowWriter
+from rlframe.programs.run import Run
+from rlframe.programs.run_dir import Result
+from rlframe.programs.updates import least_updates, total_learner_steps
+from rlframe.types import Logs
+
+_log = logging.getLogger(__name__)
+
+_GUESTS_WITHIN = 3.0  # seconds that programs on other machines have to hear of the end
+
+
+class GameMonitor(Monitor):
+    """Counts the steps of actors, tells them how far they may go, and evaluates in environments of its own.
+
+    Programs on other machines are taken in by it: `admit`, `attend` and `leave` are those of `GuestRegistry`.
+
+    Args:
+        run: the session.
+        learner: a Learner, or a handle to one.
+        actors: Actors, or handles to them.
+    """
+
+    def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
+        super().__init__(run, learner)
+        self._actors = [_Led(actor) for actor in actors]
+        self._evaluations = Evaluations(self._experiment, run.agent, self._learner)
+        self._evaluation: _Evaluation | None = None  # under way
+        self._guests = GuestRegistry(run, settles=self._counts.goes_on)
+        self.admit, self.attend, self.leave = self._guests.admit, self._guests.attend, self._guests.leave
+
+    @property
+    def step(self) -> int:
+        """Environment steps of all actors."""
+        return int(self._counts.total()["env_steps"])
+
+    def stop(self) -> None:
+        """See `Monitor`."""
+        super().stop()
+        self._evaluations.stop()
+
+    def _end(self) -> None:
+        self._evaluations.stop()
+        self._guests.end()
+        self._guests.wait_until_left(_GUESTS_WITHIN)
+
+    def _say_what_is_missing(self) -> None:
+        super()._say_what_is_missing()
+        made, spec, num_envs = self._learned["learner_steps"], self._run.agent.replay_spec, self._experiment.num_envs
+        if spec.samples_per_insert is not None and 0 < made < least_updates(spec, self.step, num_envs):
+            _log.warning(
+                "%d updates were made, of about %d that %d environment steps ask for: the learner came back from an "
+                "older checkpoint, or the replay lost items.",
+                made,
+                total_learner_steps(spec, self.step, num_envs),
+                self.step,
+            )
+
+    def _took_all(self) -> bool:
+        if self.step < self._run.until:
+            return False
+        self._guests.end()
+        return True
+
+    def _look(self) -> None:
+        for stats in self._guests.heard():
+            self._counts.add(stats)
+        num_actors = len(self._actors) + self._guests.num_actors
+        share = math.ceil(max(0, self._run.until - self.step) / max(1, num_actors))
+        self._guests.lead(share)
+        for actor in self._actors:
+            if (said := actor.lead(share)) is not None:
+                self._counts.add(said)
+        self._learned = self._ask_learner() or self._learned
+
+    def _begin_evaluation(self) -> None:
+        self._evaluation = _Evaluation(self._evaluations)
+
+    def _poll_evaluation(self, *, final: bool) -> Logs | None:
+        assert self._evaluation is not None
+        return self._evaluation.result() if self._evaluation.is_over else None
+
+    def _result(self, rows: RowWriter, evaluation: Logs | None) -> Result:
+        return rows.result(self.step, self._learned, evaluation)
+
+
+class _Led:
+    """An actor that steps as far as the monitor lets it: while that is away, no more is taken than was to be.
+
+    Args:
+        actor: an Actor, or a handle to one.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._allow = handles.Poll(handles.resolve(actor, "actor"), "allow")
+        self._incarnation, self._env_steps = -1, 0.0  # as it said last
+
+    def lead(self, share: int) -> dict[str, Any] | None:
+        """Lets it take so many steps beyond those that are known of; what it said of itself, where it answered."""
+        stats = self._allow(self._incarnation, self._env_steps + share)
+        if stats is not None:
+            self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]
+        return stats
+
+
+class _Evaluation:
+    """An evaluation in a thread, beside the watch."""
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._values: Logs | BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._values = evaluations.evaluate()
+            except BaseException as error:
+                self._values = error
+
+        self._thread = threading.Thread(target=run, name="rlframe evaluation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Logs:
+        """What `Evaluator.evaluate` gave, once it is over; raises what that did."""
+        if isinstance(self._values, BaseException):
+            raise self._values
+        assert self._values is not None
+        return self._values
