@@ -200,16 +200,20 @@ PARTS = {"env": _env, "inference": _inference, "learner": _learner, "loop": _loo
 
 
 class _Unrolls:
-    """Acts, and keeps a batch of unrolls in plain arrays."""
+    """Acts, and keeps unrolls in plain arrays: one of each environment at least, and those of a batch."""
 
     def __init__(self, agent: Any, pool: Any, inferencer: Any) -> None:
         self._pool, self._inferencer = pool, inferencer
         self._length, self._batch_size = agent.cfg.unroll_length, agent.cfg.batch_size
         self._env_ids, self._timestep = np.arange(pool.num_envs), pool.reset()
-        shape, length = (self._batch_size, self._length), self._length
+        self._count = max(self._batch_size, pool.num_envs)
+        if self._count % self._batch_size or self._count % pool.num_envs:
+            raise ValueError(f"{self._batch_size} unrolls and {pool.num_envs} environments: one must divide the other.")
+        self._used = self._count
+        shape, length = (self._count, self._length), self._length
         observation = agent.step_spec.observation
-        self._observation = np.empty((shape[0], length + 1, *observation.shape), observation.dtype)
-        self._step_type = np.empty((shape[0], length + 1), np.uint8)
+        self._observation = np.empty((self._count, length + 1, *observation.shape), observation.dtype)
+        self._step_type = np.empty((self._count, length + 1), np.uint8)
         self._action = np.empty(shape, agent.step_spec.action.dtype)
         self._reward, self._discount, self._log_prob = (np.empty(shape, np.float32) for _ in range(3))
 
@@ -217,15 +221,19 @@ class _Unrolls:
         """(a batch, the environment steps that it took)."""
         from rlframe.types import Batch, SequenceBatch
 
-        for first in range(0, self._batch_size, len(self._env_ids)):
-            self._act(slice(first, first + len(self._env_ids)))
+        if self._used == self._count:
+            for first in range(0, self._count, len(self._env_ids)):
+                self._act(slice(first, first + len(self._env_ids)))
+            self._used = 0
+        rows = slice(self._used, self._used + self._batch_size)
+        self._used += self._batch_size
         data = SequenceBatch(
-            observation=self._observation,
-            step_type=self._step_type,
-            action=self._action,
-            reward=self._reward,
-            discount=self._discount,
-            extras={"log_prob": self._log_prob},
+            observation=self._observation[rows],
+            step_type=self._step_type[rows],
+            action=self._action[rows],
+            reward=self._reward[rows],
+            discount=self._discount[rows],
+            extras={"log_prob": self._log_prob[rows]},
             agent_state=(),
         )
         ones = np.ones(self._batch_size)
