@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -51,7 +53,7 @@ def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> B
     random = np.random.RandomState(seed)
     observation = random_tree(agent.observation_spec, (batch_size, length + 1), seed)
     outputs, state = [], agent.initial_state(batch_size)
-    step = jax.jit(agent.actor_step)
+    step = _jitted(agent, "actor_step")
     actor_params = agent.actor_params(params, learner_state)
     for t in range(length):
         now = jax.tree.map(lambda leaf, t=t: leaf[:, t], observation)
@@ -92,8 +94,19 @@ def whole(data, batch_size) -> Batch:
 
 def learn(agent, params, learner_state, batch):
     """One learner step, jitted where the Learner would (without donating)."""
-    step = jax.jit(agent.learner_step) if agent.jit_learner_step else agent.learner_step
+    step = _jitted(agent, "learner_step") if agent.jit_learner_step else agent.learner_step
     return step(params, learner_state, batch)
+
+
+def gradients(agent, params, learner_state, batch):
+    """Those of its loss, jitted."""
+    return _jitted(agent, "compute_gradients")(params, learner_state, batch)[1]
+
+
+@functools.lru_cache(maxsize=16)
+def _jitted(agent, method):
+    """`jax.jit` of a bound method compiles anew for each object that it is given."""
+    return jax.jit(getattr(agent, method))
 
 
 def clipped(grads, largest):

@@ -181,8 +181,8 @@ def test_every_agent_learns_as_if_its_observations_came_normalised(make):
     raw = {"observation": batch.data.observation * jnp.sqrt(variance) + mean}
     if not is_sequence:
         raw["next_observation"] = batch.data.next_observation * jnp.sqrt(variance) + mean
-    after, state, _ = agent.learner_step(params, state, batch._replace(data=batch.data._replace(**raw)))
-    expected, _, _ = plain.learner_step(params, plain.initial_learner_state(params), batch)
+    after, state, _ = batches.learn(agent, params, state, batch._replace(data=batch.data._replace(**raw)))
+    expected, _, _ = batches.learn(plain, params, plain.initial_learner_state(params), batch)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-4), after, expected)
     assert state.statistics.observation.count > 15
     seen, same = batches.timestep(VECTOR, 5), batches.timestep(VECTOR, 5)

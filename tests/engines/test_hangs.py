@@ -116,6 +116,7 @@ def test_a_node_at_whose_work_nothing_moves_is_killed_with_the_place_where_it_ha
     assert "Traceback" in message and "in spin" in message
 
 
+@pytest.mark.system
 def test_a_node_that_hangs_in_every_life_uses_up_its_restarts_however_late_that_is_seen(monkeypatch):
     monkeypatch.setattr(supervisor, "_HEALTHY", 3.0)
     hangs = BEATS + "with Phase('computing', 3.5): time.sleep(600)"
@@ -156,7 +157,9 @@ print(Supervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """
 
 
-@pytest.mark.parametrize(("who", "hang_timeout"), [("all", 6.0), ("launcher", 3.0)])
+@pytest.mark.parametrize(
+    ("who", "hang_timeout"), [pytest.param("all", 6.0, marks=pytest.mark.system), ("launcher", 3.0)]
+)
 def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str, hang_timeout: float):
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SERVES, str(hang_timeout)],
