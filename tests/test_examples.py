@@ -37,9 +37,8 @@ def launchpad() -> None:
 
 
 def run(*command: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
-    env = {
-        name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"
-    }  # it learns long
+    # What learns for long is compiled as a reader's is.
+    env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == returncode, done.stdout + done.stderr
     return done
