@@ -24,6 +24,13 @@ needs("sweep")
 # In the place of Python with `-m rlframe train`: a run whose return depends on its seed and learning rate alone.
 RUN = """#!{python} -SE
 import json, math, os, sys, time
+def wait(condition):
+    until = time.monotonic() + 60.0
+    while not condition():
+        if time.monotonic() > until:
+            sys.exit("waited for a minute")
+        time.sleep(0.01)
+
 options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
 folder = options["--run-dir"]
 content = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["experiment"]
@@ -32,8 +39,7 @@ if rate > 0.5 and seed == 2:
     time.sleep(15.0)
     os.makedirs(folder)
 if rate == 0.75 and seed == 1:  # fails once seed 2 runs beside it
-    while not os.path.exists(os.path.dirname(folder) + "/logs/seed-2.log"):
-        time.sleep(0.01)
+    wait(lambda: os.path.exists(os.path.dirname(folder) + "/logs/seed-2.log"))
 if rate > 0.5:
     print("rlframe: The loss was not finite.")
     sys.exit(1)
@@ -45,13 +51,11 @@ json.dump(result, open(folder + "/result.json", "w"))
 beside = folder[:-1] + str(3 - seed)  # of seed 1 that of seed 2
 if rate == 0.25 and seed == 1:
     open(folder + "/pid", "w").write(str(os.getpid()) + " ")
-    while not os.path.exists(beside + "/result.json"):
-        time.sleep(0.01)
+    wait(lambda: os.path.exists(beside + "/result.json"))
 if rate == 0.25 and seed == 2:  # ends when the end of seed 1 was seen
-    while not (os.path.exists(beside + "/pid") and (pid := open(beside + "/pid").read()).endswith(" ")):
-        time.sleep(0.01)
-    while os.path.exists("/proc/" + pid.strip()):
-        time.sleep(0.01)
+    wait(lambda: os.path.exists(beside + "/pid") and open(beside + "/pid").read().endswith(" "))
+    pid = open(beside + "/pid").read().strip()
+    wait(lambda: not os.path.exists("/proc/" + pid))
 """
 
 

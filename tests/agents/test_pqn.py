@@ -120,10 +120,8 @@ def test_a_step_is_one_of_radam_from_a_clipped_gradient():
     agent = make(max_grad_norm=0.1, learning_rate=3e-3)
     params, learner_state = started(agent)
     radam = optax.radam(3e-3)
-    opt_state, slope = (
-        radam.init(params),
-        jax.jit(jax.grad(lambda params, rows: agent.loss(params, learner_state, rows)[0])),
-    )
+    opt_state = radam.init(params)
+    slope = jax.jit(jax.grad(lambda params, rows: agent.loss(params, learner_state, rows)[0]))
     for _ in range(8):  # it corrects for the variance from its sixth step on
         batch = unroll(agent, params, learner_state)
         grads = slope(params, batch._replace(data=agent.rollout(params, batch.data)))

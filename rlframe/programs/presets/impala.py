@@ -71,7 +71,7 @@ ATARI_GAMES = Preset(
         **settings(CLEANRL_ATARI, network__orthogonal=True),
         **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
         **settings("our choice: a fifth of the paper's 50 million", steps=10_000_000),
-        **settings("our choice: on two actors, two batches wait at once", num_envs=32),
+        **settings("our choice: 16 for each of two actors", num_envs=32),
     },
 )
 
