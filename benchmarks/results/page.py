@@ -171,7 +171,7 @@ def _section(task: Task, found: list[Record]) -> str:
         (
             p.what,
             f"{p.steps:,}" if p.steps else "not stated",
-            f"{p.mean:,.1f} ± {p.std:,.1f}",
+            f"{p.mean:,.1f}" if p.std is None else f"{p.mean:,.1f} ± {p.std:,.1f}",
             p.note,
             f"[{p.source[0]}]({p.source[1]})",
         )

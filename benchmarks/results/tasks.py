@@ -14,6 +14,7 @@ CLEANRL_SAC = ("CleanRL", f"{_CLEANRL}/sac.md")
 CLEANRL_TD3 = ("CleanRL", f"{_CLEANRL}/td3.md")
 CLEANRL_CONTINUOUS = ("CleanRL", f"{_CLEANRL}/ppo_continuous_action.md")
 CLEANRL_ENVPOOL = ("CleanRL", f"{_CLEANRL}/ppo_atari_envpool.md")
+IMPALA_PAPER = ("Espeholt et al. 2018", "https://arxiv.org/abs/1802.01561")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Published:
     what: str
     steps: int | None  # None: the source does not say
     mean: float
-    std: float
+    std: float | None
     source: tuple[str, str]  # name, address
     note: str  # what the figure is the mean and the deviation of
 
@@ -343,11 +344,17 @@ _MORE = (
         steps=10_000_000,
         tuned="The preset was found with seed 11; with the paper's values, seed 1 was looked at for half an hour "
         "(benchmarks/notes/impala-pong.md).",
-        published=(),
+        published=(
+            Published(
+                "IMPALA, shallow network",
+                *(50_000_000, 20.40, None, IMPALA_PAPER),
+                "table C.1: scores after 200 million frames, one network for each game",
+            ),
+        ),
         eval_every=400_000,
         seeds=(1,),
         seconds=7200.0,
-        about="Two hours. The rates are annealed as for ten million steps; the paper trained for 200 million frames.",
+        about="Two hours. The rates are annealed as for ten million steps.",
     ),
 )
 
