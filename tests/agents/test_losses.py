@@ -10,7 +10,11 @@ import pytest
 from rlframe.agents import losses
 from tests.extras import import_or_skip
 
-rlax = import_or_skip("rlax", "pip install 'rlframe[test]'")
+
+@pytest.fixture
+def rlax():
+    """It imports TensorFlow, which takes seconds."""
+    return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1.0):
@@ -35,7 +39,7 @@ def test_advantages_at_a_time_limit_bootstrap_and_stop_there():
     np.testing.assert_allclose(result, [1 + 10 - 2, 0, 7 + 50 - 3])
 
 
-def test_advantages_agree_with_rlax():
+def test_advantages_agree_with_rlax(rlax):
     random = np.random.RandomState(0)
     rewards, values = random.randn(20), random.randn(21)
     discounts = (random.rand(20) > 0.2).astype(np.float32)
@@ -51,7 +55,7 @@ def test_clipped_surrogate_by_hand():
     np.testing.assert_allclose(result, [-1.2, 1.5, -0.5, 0.8, -2.2], rtol=1e-6)
 
 
-def test_clipped_surrogate_and_its_gradient_agree_with_rlax():
+def test_clipped_surrogate_and_its_gradient_agree_with_rlax(rlax):
     random = np.random.RandomState(1)
     ratio, advantage = jnp.exp(jnp.asarray(random.randn(50) * 0.3)), jnp.asarray(random.randn(50))
     ours = jax.value_and_grad(lambda r: jnp.mean(losses.clipped_surrogate(r, advantage, 0.2)))(ratio)
@@ -80,7 +84,7 @@ def test_masked_mean_of_nothing_is_zero():
 
 
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0])
-def test_huber_and_its_gradient_agree_with_rlax(threshold):
+def test_huber_and_its_gradient_agree_with_rlax(threshold, rlax):
     errors = jnp.linspace(-4.0, 4.0, 33)
     np.testing.assert_allclose(losses.huber(errors, threshold), rlax.huber_loss(errors, threshold), rtol=1e-6)
     slope = jax.vmap(jax.grad(lambda x: losses.huber(x, threshold)))(errors)
@@ -101,13 +105,13 @@ def td_inputs(seed=0):
     return values, actions, rewards, discounts, next_values, selectors
 
 
-def test_td_errors_agree_with_rlax_q_learning():
+def test_td_errors_agree_with_rlax_q_learning(rlax):
     values, actions, rewards, discounts, next_values, _ = td_inputs()
     ours = losses.td_errors(values, actions, rewards, discounts, next_values, next_values)
     np.testing.assert_allclose(ours, jax.vmap(rlax.q_learning)(values, actions, rewards, discounts, next_values))
 
 
-def test_double_td_errors_agree_with_rlax():
+def test_double_td_errors_agree_with_rlax(rlax):
     inputs = td_inputs(1)
     np.testing.assert_allclose(losses.td_errors(*inputs), jax.vmap(rlax.double_q_learning)(*inputs))
 
@@ -171,7 +175,7 @@ def test_rescaled_values_by_hand():
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3, 1e-2])
-def test_unscaling_undoes_rescaling(epsilon):
+def test_unscaling_undoes_rescaling(epsilon, rlax):
     values = jnp.concatenate([-jnp.logspace(-3, 4, 50), jnp.logspace(-3, 4, 50)])
     np.testing.assert_allclose(losses.unscale(losses.rescale(values, epsilon), epsilon), values, rtol=1e-3)
     if epsilon:
@@ -191,7 +195,7 @@ def test_n_step_returns_by_hand():
 
 
 @pytest.mark.parametrize("n_step", [1, 3, 9])
-def test_n_step_returns_are_rlaxs_where_no_episode_ends(n_step):
+def test_n_step_returns_are_rlaxs_where_no_episode_ends(n_step, rlax):
     random = np.random.RandomState(0)
     rewards, values, discounts = (random.rand(6, 2).astype(np.float32) for _ in range(3))
     returns = losses.n_step_returns(rewards, discounts, values, np.ones((6, 2), bool), n_step)

@@ -107,7 +107,10 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+SLOW = [pytest.param(name, marks=pytest.mark.system) for name in ("ppo", "impala", "images")]
+
+
+@pytest.fixture(scope="module", params=["repeating dqn", "normalised", "a file's", "a file's, recurrent", *SLOW])
 def run(request, tmp_path_factory):
     """A short run of an agent, and its environment's name."""
     folder = tmp_path_factory.mktemp("run")

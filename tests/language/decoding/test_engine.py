@@ -11,33 +11,17 @@ import numpy as np
 import pytest
 
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from rlframe.language import DecodeEngine, EngineConfig, ModelConfig, SamplingParams, generate
+from rlframe.language import DecodeEngine, EngineConfig, SamplingParams, generate
 from rlframe.language.model import transformer
+from tests.language.decoding.small import CONFIG, learners_log_probs, weights
 
-CONFIG = ModelConfig(
-    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_position_embeddings=64
-)
-PARAMS = jax.tree.map(lambda x: 2 * x, transformer.init(jax.random.key(0), CONFIG))  # of some decision
-OTHER = jax.tree.map(lambda x: 2 * x, transformer.init(jax.random.key(1), CONFIG))
 SMALL = EngineConfig(slots=4, steps=2)
 TIMEOUT = 120.0
 
 
-@jax.jit
-def _log_probs(params, tokens):
-    return transformer.token_log_probs(params, CONFIG, tokens[None])[0]
-
-
-def learners_log_probs(prompt, tokens):
-    """Of `tokens` after `prompt`. Padded: what is on the right of a token does not concern it."""
-    padded = np.zeros(CONFIG.max_position_embeddings, np.int32)
-    padded[: len(prompt) + len(tokens)] = [*prompt, *tokens]
-    return np.asarray(_log_probs(PARAMS, padded))[len(prompt) - 1 :][: len(tokens)]
-
-
 @pytest.fixture
 def engine():
-    with DecodeEngine(CONFIG, PARAMS, SMALL) as engine:
+    with DecodeEngine(CONFIG, weights(), SMALL) as engine:
         yield engine
     assert not engine._thread.is_alive()
 
@@ -78,7 +62,7 @@ def test_tokens_have_the_log_probs_that_a_learner_computes(engine):
 def test_greedy_answers_are_those_of_generate(engine):
     prompts, sampling = [[1, 2], [3] * 20, [4], [5], [6], [7]], SamplingParams(max_tokens=10, temperature=0.0)
     answers = [handle.result(TIMEOUT).tokens for handle in engine.submit_many(prompts, sampling)]
-    assert answers == [completion.tokens for completion in generate(PARAMS, CONFIG, prompts, 0, sampling)]
+    assert answers == [completion.tokens for completion in generate(weights(), CONFIG, prompts, 0, sampling)]
 
 
 @pytest.mark.system
@@ -148,7 +132,7 @@ def test_new_parameters_reach_requests_under_way_and_each_token_says_its_version
         gate.wait()  # tokens 1, 2 to 3, 4 to 5 are there
         assert engine.version == version - 5 * (version == 5)
         if len(gate.pieces) == 3:
-            engine.set_params(5, jax.tree.map(np.asarray, OTHER))
+            engine.set_params(5, jax.tree.map(np.asarray, weights(1)))
             assert engine.version == 5
         gate.pass_on()
     gate.leave_open()
@@ -156,18 +140,18 @@ def test_new_parameters_reach_requests_under_way_and_each_token_says_its_version
     assert answer.versions == [0] * 5 + [5] * 2
     # With the cache as it was: what came before is not computed again.
     cache, none = transformer.init_cache(CONFIG, 1, 64), jnp.zeros(1, jnp.int32)
-    old, cache = transformer.apply_cached(PARAMS, CONFIG, jnp.array([[1, *answer.tokens[:4]]]), cache, none)
-    new, _ = transformer.apply_cached(OTHER, CONFIG, jnp.array([answer.tokens[4:6]]), cache, none + 5)
+    old, cache = transformer.apply_cached(weights(), CONFIG, jnp.array([[1, *answer.tokens[:4]]]), cache, none)
+    new, _ = transformer.apply_cached(weights(1), CONFIG, jnp.array([answer.tokens[4:6]]), cache, none + 5)
     expected = jax.nn.log_softmax(jnp.concatenate([old, new], axis=1))[0]
     np.testing.assert_allclose(answer.log_probs, expected[jnp.arange(7), jnp.array(answer.tokens)], atol=1e-4)
 
 
 def test_the_engine_keeps_a_copy_of_its_parameters():
-    params = jax.tree.map(lambda x: x + 0, PARAMS)
+    params = jax.tree.map(lambda x: x + 0, weights())
     with DecodeEngine(CONFIG, params, SMALL) as engine:
         jax.tree.map(lambda leaf: leaf.delete(), params)
         assert len(engine.submit([1], SamplingParams(max_tokens=3)).result(TIMEOUT).tokens) == 3
-        mine = jax.tree.map(lambda x: np.array(x), OTHER)
+        mine = jax.tree.map(lambda x: np.array(x), weights(1))
         engine.set_params(1, mine)
         sampling = SamplingParams(max_tokens=9, seed=0)
         before = engine.submit([1], sampling).result(TIMEOUT)
@@ -177,26 +161,26 @@ def test_the_engine_keeps_a_copy_of_its_parameters():
 
 
 def test_parameters_that_are_not_the_models_are_refused(engine):
-    wrong = {**OTHER, "norm": jnp.ones(3)}
+    wrong = {**weights(1), "norm": jnp.ones(3)}
     with pytest.raises(UsageError, match=r"1 are not the model's: \['norm'\] has the shape \(3,\), expected \(16,\)"):
         engine.set_params(1, wrong)
     with pytest.raises(UsageError, match="lm_head.* has the shape"):
-        engine.set_params(1, {**OTHER, "lm_head": jnp.ones((16, 40))})
-    engine.set_params(4, OTHER)
+        engine.set_params(1, {**weights(1), "lm_head": jnp.ones((16, 40))})
+    engine.set_params(4, weights(1))
     with pytest.raises(UsageError, match="has version 4 already: 3 is not above it"):
-        engine.set_params(3, OTHER)
+        engine.set_params(3, weights(1))
 
 
 def test_parameters_that_are_not_finite_fail_their_requests_and_no_later_ones(engine):
-    engine.set_params(1, jax.tree.map(lambda x: x * jnp.nan, PARAMS))
+    engine.set_params(1, jax.tree.map(lambda x: x * jnp.nan, weights()))
     with pytest.raises(UnavailableError, match="With the parameters of version 1 logits are not finite"):
         engine.submit([1], SamplingParams(max_tokens=3)).result(TIMEOUT)
-    engine.set_params(2, PARAMS)
+    engine.set_params(2, weights())
     assert len(engine.submit([1], SamplingParams(max_tokens=3)).result(TIMEOUT).tokens) == 3
 
 
 def test_a_cancelled_request_leaves_its_slot_or_the_queue():
-    with DecodeEngine(CONFIG, PARAMS, EngineConfig(slots=1, steps=2, max_waiting=2)) as engine:
+    with DecodeEngine(CONFIG, weights(), EngineConfig(slots=1, steps=2, max_waiting=2)) as engine:
         gate = Gate()
         running = engine.submit([1], SamplingParams(max_tokens=40), gate)
         gate.wait()
@@ -226,7 +210,7 @@ def test_what_on_tokens_raises_concerns_its_request_alone(engine):
 
 
 def test_close_leaves_nobody_waiting():
-    engine = DecodeEngine(CONFIG, PARAMS, EngineConfig(slots=1, steps=2))
+    engine = DecodeEngine(CONFIG, weights(), EngineConfig(slots=1, steps=2))
     gate = Gate()
     handles = [engine.submit([1], SamplingParams(max_tokens=40), gate), engine.submit([2])]
     gate.wait()
@@ -286,6 +270,6 @@ def test_requests_that_cannot_be_answered_are_refused(engine, prompt, sampling, 
 
 def test_an_engine_that_cannot_be_is_refused():
     with pytest.raises(UsageError, match="length is 65, more than the model's max_position_embeddings of 64"):
-        DecodeEngine(CONFIG, PARAMS, EngineConfig(length=65))
+        DecodeEngine(CONFIG, weights(), EngineConfig(length=65))
     with pytest.raises(UsageError, match="EngineConfig.slots must be at least 1, got 0"):
         EngineConfig(slots=0)

@@ -8,28 +8,13 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.language import ModelConfig, SamplingParams, generate
+from rlframe.language import SamplingParams, generate
 from rlframe.language.decoding import sampling
 from rlframe.language.model import transformer
+from tests.language.decoding.small import CONFIG, learners_log_probs, weights
 
-CONFIG = ModelConfig(
-    vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_position_embeddings=64
-)
-PARAMS = jax.tree.map(lambda x: 2 * x, transformer.init(jax.random.key(0), CONFIG))  # of some decision
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
 draw = jax.jit(sampling.sample)
-
-
-@jax.jit
-def _log_probs(params, tokens):
-    return transformer.token_log_probs(params, CONFIG, tokens[None])[0]
-
-
-def learners_log_probs(prompt, tokens):
-    """Of `tokens` after `prompt`. Padded: what is on the right of a token does not concern it."""
-    padded = np.zeros(CONFIG.max_position_embeddings, np.int32)
-    padded[: len(prompt) + len(tokens)] = [*prompt, *tokens]
-    return np.asarray(_log_probs(PARAMS, padded))[len(prompt) - 1 :][: len(tokens)]
 
 
 def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
@@ -75,7 +60,7 @@ def test_noise_differs_between_keys_and_places_and_repeats():
 
 def test_generated_tokens_have_the_log_probs_that_a_learner_computes():
     prompts = [[1, 2, 3], list(range(20)), [7]]
-    completions = generate(PARAMS, CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
+    completions = generate(weights(), CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
     for prompt, completion in zip(prompts, completions):
         assert len(completion.tokens) == 9 and completion.finish_reason == "length"
         np.testing.assert_allclose(completion.log_probs, learners_log_probs(prompt, completion.tokens), atol=1e-4)
@@ -84,25 +69,27 @@ def test_generated_tokens_have_the_log_probs_that_a_learner_computes():
 
 def test_greedy_answers_are_the_likeliest_tokens_one_by_one():
     prompt = [4, 5, 6]
-    tokens = generate(PARAMS, CONFIG, [prompt], 0, SamplingParams(max_tokens=6, temperature=0.0))[0].tokens
-    logits = transformer.apply(PARAMS, CONFIG, jnp.array([prompt + tokens]))[0, 2:-1]
+    tokens = generate(weights(), CONFIG, [prompt], 0, SamplingParams(max_tokens=6, temperature=0.0))[0].tokens
+    logits = transformer.apply(weights(), CONFIG, jnp.array([prompt + tokens]))[0, 2:-1]
     assert tokens == np.argmax(logits, axis=-1).tolist()
 
 
 @pytest.mark.system
 def test_an_answer_ends_with_its_stop_token():
-    whole = generate(PARAMS, CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12))
+    whole = generate(weights(), CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12))
     stop = whole[0].tokens[4]
-    first, second = generate(PARAMS, CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12, stop_tokens=(39, stop)))
+    first, second = generate(weights(), CONFIG, [[1], [2]], 3, SamplingParams(max_tokens=12, stop_tokens=(39, stop)))
     end = whole[0].tokens.index(stop) + 1
     assert first == (whole[0].tokens[:end], whole[0].log_probs[:end], "stop")
     assert second.tokens == whole[1].tokens[: len(second.tokens)]  # its own end is its own affair
-    assert generate(PARAMS, CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
+    assert generate(weights(), CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
 
 
 def test_answers_without_a_limit_fill_the_room_that_there_is():
-    assert generate(PARAMS, CONFIG, [], 0, SamplingParams()) == []
-    lengths = [len(completion.tokens) for completion in generate(PARAMS, CONFIG, [[1] * 60, [2]], 0, SamplingParams())]
+    assert generate(weights(), CONFIG, [], 0, SamplingParams()) == []
+    lengths = [
+        len(completion.tokens) for completion in generate(weights(), CONFIG, [[1] * 60, [2]], 0, SamplingParams())
+    ]
     assert lengths == [4, 4]
 
 
@@ -117,7 +104,7 @@ def test_answers_without_a_limit_fill_the_room_that_there_is():
 )
 def test_prompts_that_cannot_be_answered_are_refused(prompt, max_tokens, message):
     with pytest.raises(UsageError, match=message):
-        generate(PARAMS, CONFIG, [[1], prompt], 0, SamplingParams(max_tokens=max_tokens))
+        generate(weights(), CONFIG, [[1], prompt], 0, SamplingParams(max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize(
