@@ -2,7 +2,8 @@
 
 Measured on JAX 0.5.3 and two cores (docs/performance.md): XLA's older CPU runtime answers a small
 network's call in a third of the time and trains it twice as fast, but differentiates convolutions
-and layers of 256 at half the speed. `jit` therefore chooses for each function, by what it computes.
+and updates SAC's layers of 256 at half the speed. `jit` therefore chooses for each function, by
+what it computes.
 
 Newer versions of XLA have the newer runtime alone. What it loses on small functions it loses by handing the parts of
 a call over to threads, so there they run one after another, by its scheduler that saves memory.

@@ -227,7 +227,7 @@ class R2D2(Agent):
 
 
 def ladder(count: int) -> np.ndarray:
-    """Places [count] in [0, 1]: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ..., evenly spread for each count.
+    """Places [count] in [0, 1]: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ..., nearly evenly spread for each count.
 
     The first ones do not depend on the count, so an environment has its place by its number, however many there are.
     """

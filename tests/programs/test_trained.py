@@ -107,10 +107,12 @@ RUNS = {
 }
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.system) for name in ("ppo", "impala", "images")]
+SLOW = ("ppo", "impala", "images")
 
 
-@pytest.fixture(scope="module", params=["repeating dqn", "normalised", "a file's", "a file's, recurrent", *SLOW])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.system] if name in SLOW else []) for name in RUNS]
+)
 def run(request, tmp_path_factory):
     """A short run of an agent, and its environment's name."""
     folder = tmp_path_factory.mktemp("run")
