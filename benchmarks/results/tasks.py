@@ -317,8 +317,8 @@ _MORE = (
             steps=100_000,
             measure="each",
             tuned="The preset was chosen on other seeds, 1 to 4 among them. Its epsilon of Adam is Dopamine's, taken "
-            "because of a run of seed 101 under heavy_env, whose last 5 evaluations had a mean of 373.1 with 1e-8: these "
-            "seeds had a part in that choice (benchmarks/notes/dqn-cartpole.md).",
+            "because of a run of seed 101 under heavy_env, whose last 5 evaluations had a mean of 373.1 with 1e-8: "
+            "these seeds had a part in that choice (benchmarks/notes/dqn-cartpole.md).",
             published=(_zoo("DQN", 50_000, 500.0, 0.0),),
             eval_every=5_000,
             seeds=(101, 102, 103, 104, 105),
