@@ -58,7 +58,7 @@ class Agent:
             says what `apply` must return. A constructor of your own takes it only where it reads it: without,
             `--network` is refused.
         policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.policies`).
-            None for the agent's default. Agents without a distribution ignore it.
+            None for the agent's default. Only the constructors of agents that act by one take it.
     """
 
     config_cls: type[Any] = type(None)
@@ -79,6 +79,11 @@ class Agent:
             raise UsageError(
                 f"{cls.__name__} makes a network of its own and reads no net_factory: leave --network out, or have its "
                 "constructor take net_factory and build what that gives."
+            )
+        if kwargs.get("policy_factory") is not None and not takes_all and "policy_factory" not in accepted:
+            raise UsageError(
+                f"{cls.__name__} reads no policy_factory: its actions are not drawn from a distribution that can be "
+                "chosen. Leave it out; PPO and IMPALA take one."
             )
         for name in kwargs:
             if name not in accepted and not takes_all:

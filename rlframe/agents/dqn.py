@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses, noisy
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, NetFactory
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
@@ -55,7 +55,7 @@ class DQNConfig:
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # what annealing ends at; None: it does not begin
     double: bool = False  # van Hasselt et al. 2016
-    dueling: bool = False  # Wang et al. 2016
+    dueling: bool = False  # Wang et al. 2016: advantages and values, with a hidden layer each
     n_step: int = 1  # rewards summed before bootstrapping
     # Vieillard et al. 2020, arXiv:2007.14430, whose numbers these are: targets of a soft policy, and a bonus for what
     # that policy likes.
@@ -161,16 +161,15 @@ class DQN(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self.normaliser = Normaliser(cfg, observation_spec)
         self._num_actions = action_spec.num_values
         count = cfg.num_quantiles or cfg.num_atoms or 1
         plain = (Head(self._num_actions * count),)
-        dueling = (*plain, Head(count))
+        dueling = (Head(self._num_actions * count, own_layer=True), Head(count, own_layer=True))
         heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)
         default = (
             NatureCNNConfig(orthogonal=False)

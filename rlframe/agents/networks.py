@@ -35,6 +35,7 @@ class Head(NamedTuple):
     scale: float = 1.0  # gain of the initial weights
     num_free: int = 0  # how many of them, the last ones, do not depend on the observation
     free_init: float = 0.0  # what those begin as
+    own_layer: bool = False  # whether the last hidden layer is its own, where heads share layers (all heads or none)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -67,11 +68,7 @@ class MLPConfig:
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
         """A network whose `apply` gives a tuple with one `[B, head.size]` for each head."""
 
-        def torso(observation: Tree, name: str) -> jax.Array:
-            features = vectors(observation_spec, observation)
-            return dense_layers(features, self, name)
-
-        return _with_heads(torso, self, heads)
+        return _with_heads(lambda observation, name: vectors(observation_spec, observation), self, heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,19 +103,17 @@ class NatureCNNConfig:
             UsageError: no leaf of the observation is an image, or one is too small.
         """
         self._check_images(observation_spec)
+        return _with_heads(functools.partial(self.convolved, observation_spec), self, heads)
 
-        return _with_heads(functools.partial(self.torso, observation_spec), self, heads)
-
-    def torso(self, observation_spec: Tree, observation: Tree, name: str) -> jax.Array:
-        """The features `[B, n]` of an observation, by parameters whose names begin with `name`."""
+    def convolved(self, observation_spec: Tree, observation: Tree, name: str) -> jax.Array:
+        """What the dense layers take of an observation, `[B, n]`, by parameters whose names begin with `name`."""
         parts: list[jax.Array] = []
         for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
             if is_image(leaf_spec):
                 parts.append(self._convolutions(leaf_spec, leaf, f"{name}_image{len(parts)}"))
             else:
                 parts.append(_vector(leaf_spec, leaf))
-        features = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-        return dense_layers(features, self, name)
+        return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
     def _check_images(self, observation_spec: Tree) -> None:
         images = [leaf for leaf in jax.tree.leaves(observation_spec) if is_image(leaf)]
@@ -249,13 +244,21 @@ def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
     return jax.lax.conv_general_dilated(image, weights, (stride, stride), "VALID", dimension_numbers=dimensions)
 
 
-def _with_heads(torso: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
+def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
+    """Dense layers on `inputs(observation, name)` `[B, n]`, each head's own or shared, and the heads on these."""
+    num_own = len(cfg.hidden) if cfg.separate else 1 if any(head.own_layer for head in heads) else 0
+    num_shared = max(len(cfg.hidden) - num_own, 0)
+
     def forward(observation: Tree) -> tuple[jax.Array, ...]:
-        shared = None if cfg.separate else torso(observation, "torso")
-        return tuple(
-            apply_head(torso(observation, f"torso{i}") if shared is None else shared, cfg, head, i)
-            for i, head in enumerate(heads)
-        )
+        features = None
+        if not cfg.separate:
+            features = dense_layers(inputs(observation, "torso"), cfg, "torso", cfg.hidden[:num_shared])
+        outputs = []
+        for i, head in enumerate(heads):
+            own = inputs(observation, f"torso{i}") if features is None else features
+            own = dense_layers(own, cfg, f"torso{i}", cfg.hidden[num_shared:])
+            outputs.append(apply_head(own, cfg, head, i))
+        return tuple(outputs)
 
     return Network(*hk.without_apply_rng(hk.transform(forward)))
 
@@ -270,9 +273,9 @@ def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Arr
     return jnp.concatenate([output, jnp.broadcast_to(free, (output.shape[0], head.num_free))], axis=-1)
 
 
-def dense_layers(features: jax.Array, cfg: Any, name: str) -> jax.Array:
-    """Features `[B, n]` through the layers of `cfg.hidden`; inside of a Haiku transform."""
-    for i, size in enumerate(cfg.hidden):
+def dense_layers(features: jax.Array, cfg: Any, name: str, sizes: Sequence[int]) -> jax.Array:
+    """Features `[B, n]` through dense layers of these sizes; inside of a Haiku transform."""
+    for i, size in enumerate(sizes):
         layer = hk.Linear(size, w_init=initial_weights(cfg), name=f"{name}_dense{i}")
         features = _activated(layer(features), cfg, f"{name}_dense_norm{i}")
     return features

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, NetFactory
 from rlframe.agents.dqn import ActorParams
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
@@ -85,9 +85,8 @@ class PQN(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"PQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self.normaliser = Normaliser(cfg, observation_spec)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, NetFactory
 from rlframe.agents.networks import Head, build_network, has_images
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
@@ -110,17 +110,18 @@ class R2D2(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"R2D2 needs Discrete actions, got the action spec {action_spec!r}. Use PPO or IMPALA.")
         self._num_actions = action_spec.num_values
-        heads, plain = (Head(self._num_actions), Head(1)), (Head(self._num_actions),)
+        heads = (Head(self._num_actions, own_layer=True), Head(1, own_layer=True))
         images = has_images(observation_spec)
         default = LSTMConfig((), 512, orthogonal=False) if images else LSTMConfig(activation="relu", orthogonal=False)
-        factory = net_factory or default
-        self.network = build_network(factory, observation_spec, action_spec, heads, plain, may_recur=True)
+        plain = (Head(self._num_actions),)
+        self.network = build_network(
+            net_factory or default, observation_spec, action_spec, heads, plain, may_recur=True
+        )
         self._core = Core(self.network)
         self.normaliser = Normaliser(cfg, observation_spec)
 

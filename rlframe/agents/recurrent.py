@@ -117,7 +117,8 @@ def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> Age
 class _RecurrentConfig:
     """A torso, a recurrent core, and linear heads on what the core gives.
 
-    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. Weights are
+    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. A head with a layer
+    of its own (`Head.own_layer`) has one as large as the core's output. Weights are
     orthogonal (of the core with gain 1, biases 0), as those of CleanRL's ppo_atari_lstm.py.
     """
 
@@ -140,8 +141,8 @@ class _RecurrentConfig:
             # Without is_first one step [B, ...], else [B, T, ...]: all but the core is applied to all rows at once.
             lead = jax.tree.leaves(observation)[0].shape[: 1 if is_first is None else 2]
             rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[len(lead) :])), observation)
-            features = images.torso(observation_spec, rows, "torso") if images else vectors(observation_spec, rows)
-            features = dense_layers(features, self, "torso")
+            features = images.convolved(observation_spec, rows, "torso") if images else vectors(observation_spec, rows)
+            features = dense_layers(features, self, "torso", self.hidden)
             inputs = hk.Linear(self._gates * self.size, w_init=initial_weights(self, 1.0), name="core_inputs")(features)
             shape = (self.size, self._gates * self.size)
             weights = hk.get_parameter("core_weights", shape, init=initial_weights(self, 1.0))
@@ -151,7 +152,10 @@ class _RecurrentConfig:
             else:
                 core, state = self._scan(weights, inputs.reshape(*lead, -1), is_first, state)
                 core = core.reshape(-1, self.size)
-            outputs = (apply_head(core, self, head, i) for i, head in enumerate(heads))
+            outputs = []
+            for i, head in enumerate(heads):
+                features = dense_layers(core, self, f"torso{i}", (self.size,) if head.own_layer else ())
+                outputs.append(apply_head(features, self, head, i))
             return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
 
         transformed: Any = hk.without_apply_rng(hk.transform(forward))

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, NetFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.normalization import Normaliser
@@ -101,9 +101,8 @@ class SAC(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory)
         check_bounds("SAC", action_spec)
         self.policy = SquashedGaussian(action_spec, cfg.min_log_std, cfg.max_log_std)
         self._range = ActionRange(action_spec)

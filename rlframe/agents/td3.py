@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.base import Agent, NetFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.normalization import Normaliser
@@ -94,9 +94,8 @@ class TD3(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
-        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory)
         check_bounds("TD3", action_spec)
         self._range = ActionRange(action_spec)
         self.normaliser = Normaliser(cfg, observation_spec)

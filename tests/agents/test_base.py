@@ -34,6 +34,7 @@ from rlframe.agents import (
     TD3Config,
 )
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.policies import default_policy
 from rlframe.agents.recurrent import LSTMConfig
 from rlframe.errors import UsageError
 from rlframe.programs import naming
@@ -368,6 +369,21 @@ def test_an_agent_of_a_users_file_may_have_cached_properties(tmp_path):
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).halved)"
     done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(agent), capture_output=True, check=True)
     assert float(done.stdout) == agent.halved == PPO_CONFIG.discount / 2
+
+
+@pytest.mark.parametrize(
+    ("agent_cls", "cfg", "action_spec"),
+    [
+        (DQN, DQN_CONFIG, DISCRETE),
+        (PQN, PQNConfig(), DISCRETE),
+        (R2D2, R2D2_CONFIG, DISCRETE),
+        (SAC, SAC_CONFIG, BOX),
+        (TD3, TD3_CONFIG, BOX),
+    ],
+)
+def test_an_agent_whose_actions_come_from_no_chosen_distribution_refuses_a_policy_factory(agent_cls, cfg, action_spec):
+    with pytest.raises(UsageError, match=f"{agent_cls.__name__} reads no policy_factory.*PPO and IMPALA take one"):
+        agent_cls(cfg, VECTOR, action_spec, policy_factory=default_policy)
 
 
 def test_an_agent_that_reads_no_net_factory_refuses_one():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from dm_env import specs
 
+from rlframe.agents import DQN, DQNConfig
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve
 from rlframe.errors import UsageError
 from tests.agents.batches import SMALL_CNN, random_tree
@@ -55,6 +56,22 @@ def test_separate_heads_share_no_layer_and_shared_ones_do():
     together = MLPConfig(separate=False).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
     assert {"torso0_dense0", "torso1_dense0"} <= apart.keys()
     assert {name for name in together if name.startswith("torso")} == {"torso_dense0", "torso_dense1"}
+
+
+def test_heads_of_shared_layers_may_have_the_last_one_for_themselves():
+    heads = (Head(2, own_layer=True), Head(1, own_layer=True))
+    network = MLPConfig((5, 4), "relu", separate=False).build(VECTOR, heads)
+    observation = random_tree(VECTOR, (6,))
+    params = network.init(RNG, observation)
+    assert params.keys() == {"torso_dense0", "torso0_dense0", "torso1_dense0", "head0", "head1"}
+
+    def layer(name, inputs):
+        return inputs @ np.asarray(params[name]["w"]) + np.asarray(params[name]["b"])
+
+    shared = np.maximum(layer("torso_dense0", observation), 0.0)
+    for i, output in enumerate(network.apply(params, observation)):
+        expected = layer(f"head{i}", np.maximum(layer(f"torso{i}_dense0", shared), 0.0))
+        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_orthogonal_weights_are_orthogonal_and_scaled():
@@ -144,6 +161,15 @@ def test_the_nature_network_has_the_papers_parameters():
     # Mnih et al. 2015: convolutions 8x8x4x32, 4x4x32x64, 3x3x64x64, then 7 * 7 * 64 inputs to 512 units.
     expected = 8192 + 32 + 32768 + 64 + 36864 + 64 + 3136 * 512 + 512 + 512 * 6 + 6
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected
+
+
+def test_a_dueling_nature_network_has_a_hidden_layer_for_values_and_one_for_advantages():
+    spec, cfg = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255), DQNConfig(dueling=True, num_atoms=51)
+    shapes = jax.eval_shape(DQN(cfg, spec, specs.DiscreteArray(6)).initial_params, RNG)
+    # Wang et al. 2016, figure 1; Hessel et al. 2018 with 51 atoms: the convolutions alone are shared.
+    convolutions = 8192 + 32 + 32768 + 64 + 36864 + 64
+    streams = 2 * (3136 * 512 + 512) + 512 * 6 * 51 + 6 * 51 + 512 * 51 + 51
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == convolutions + streams
 
 
 def test_a_vector_is_refused_by_the_cnn():

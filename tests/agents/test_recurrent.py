@@ -141,6 +141,20 @@ def test_a_network_of_ones_own_is_recurrent_where_it_has_an_initial_state():
         DQN(short, VECTOR, DISCRETE, LSTMConfig())
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_heads_may_have_a_layer_of_their_own_after_the_core(name):
+    network = SMALL[name].build(VECTOR, (Head(2, own_layer=True), Head(1, own_layer=True)))
+    observation, state = random_tree(VECTOR, (5,)), network.initial_state(5)
+    params = network.init(jax.random.PRNGKey(0), observation)
+    outputs, after = network.apply(params, observation, state)
+    core = after.hidden if name == "lstm" else after
+    for i, output in enumerate(outputs):
+        layer, head = params[f"torso{i}_dense0"], params[f"head{i}"]
+        assert layer["w"].shape == (3, 3)
+        expected = np.tanh(core @ layer["w"] + layer["b"]) @ head["w"] + head["b"]
+        np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_images_pass_through_convolutions_before_the_core():
     network = LSTMConfig(hidden=(8,), size=4).build(IMAGE, HEADS)
     params = network.init(jax.random.PRNGKey(0), random_tree(IMAGE, (1,)))

@@ -168,11 +168,7 @@ RAINBOW_ATARI = Preset(
         **settings("dqn_zoo, rainbow/run_atari.py", agent__max_grad_norm=10.0),
         **settings("Hessel et al. 2018 (Rainbow) runs 50,000,000", steps=10_000_000),
         **settings("Mnih et al. 2015: clipped rewards, a life is an episode", env_kwargs=ATARI_TRAINING),
-        **settings(
-            "Mnih et al. 2015: the network; Rainbow gives value and advantages a hidden layer each",
-            network="nature_cnn",
-            network__orthogonal=False,
-        ),
+        **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
         **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
         **settings("our choice", num_envs=8),
     },
