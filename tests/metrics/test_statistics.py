@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rlframe.metrics.statistics import interquartile_mean, interval
 
@@ -20,6 +21,23 @@ def test_the_interval_is_that_of_all_resamples():
     wanted = np.percentile(interquartile_mean(each), [2.5, 97.5])
     np.testing.assert_allclose(interval(values), wanted, atol=0.4)
     assert interval([7.0]) == (7.0, 7.0)
+
+
+SCORES = [500.0, 481.5, 403.25, 352.5, 500.0, 429.75, 366.0, 12.0, 478.5, 455.0, 500.0]
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"), [(4, 442.375), (5, 461.583333), (7, 436.1), (8, 420.125), (11, 444.857143)]
+)
+def test_interquartile_means_are_those_of_rliable(count, wanted):
+    # rliable 1.2.0: metrics.aggregate_iqm(scores[:, None]).
+    assert interquartile_mean(SCORES[:count]) == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(5, (369.4, 500.0)), (8, (283.4, 486.1))])
+def test_intervals_are_those_of_rliable(count, wanted):
+    # rliable 1.2.0: library.get_interval_estimates with aggregate_iqm and 50,000 resamples.
+    assert np.array(interval(SCORES[:count])) == pytest.approx(wanted, abs=8.0)
 
 
 def test_an_interval_of_curves_is_that_of_each_point():

@@ -80,12 +80,13 @@ def test_wherever_the_replay_lies_the_updates_that_are_due_are_made(replay, opti
 def test_processes_of_every_topology_learn_the_pendulum(agent, which, tmp_path):
     options = ["--agent", agent, "--env", "Pendulum-v1", "--min-replay-size", "500", "--network", "mlp"]
     options += ["--network.hidden", "64", "64", "--network.activation", "relu", "--batch-size", "64"]
-    options += ["--steps", "6000", "--num-envs", "2", "--num-actors", "2", "--learning-rate", "1e-3"]
+    options += ["--steps", "10000", "--num-envs", "2", "--num-actors", "2", "--learning-rate", "1e-3"]
     with RunningProgram(tmp_path / "run", *options, *options_of(which)) as program:
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500)
-    assert result["return_mean"] > -600.0  # at random -1,200
+    # At random -1,200. After 6,000 steps TD3 has -130 to -670, in one process as in several; after 10,000 -120 to -360.
+    assert result["return_mean"] > -600.0
 
 
 @pytest.mark.parametrize(
