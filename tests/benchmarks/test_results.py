@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -73,6 +74,20 @@ def write_record(seed: int, evaluations: dict[int, float], config: dict | None =
 
 def test_the_page_in_git_is_that_of_the_records_in_git():
     assert page.PAGE.read_text() == page.text(), "write it anew: python -m benchmarks.results --page"
+
+
+def test_every_record_names_commits_that_led_here():
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=runs.ROOT, capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs a clone with its whole history, in which the commits of the records are looked up")
+    files = {file: json.loads(file.read_text()) for file in records.RECORDS.glob("*/seed-*.json")}
+    assert len(files) > 30
+    for file, made in files.items():
+        assert made["commit"] or "by hand" in made["note"], file
+    for commit in {commit for made in files.values() for commit in made["commit"].split(", ") if commit}:
+        assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, commit
 
 
 def test_all_tasks_name_their_sources_and_on_what_they_were_tuned():

@@ -88,17 +88,19 @@ POSITION_ONLY_CARTPOLE = Preset(
             agent__max_grad_norm=40.0,
             agent__vtrace_lambda=0.95,
             agent__optimizer="adam",
-            agent__learning_rate=2e-3,
-            agent__adam_epsilon=0.1,
         ),
+        # Returns of a hundred make gradients of the values so large that little of the shared memory is left to the
+        # policy: without normalised rewards 4 of 8 seeds ended below 400.
         **settings(
-            "found here, with seed 11; seeds 1 to 3 end at 500, 500 and 366. With batches of 4 unrolls or more no run "
-            "got above 70",
+            "found here: benchmarks/notes/position-only-cartpole.md",
             steps=300_000,
             num_envs=8,
             agent__unroll_length=16,
             agent__batch_size=2,
+            agent__learning_rate=1e-3,
+            agent__adam_epsilon=1e-5,
             agent__normalise_observations=True,
+            agent__normalise_rewards=True,
         ),
     },
 )

@@ -22,7 +22,7 @@ POSITION_ONLY_CARTPOLE = Preset(
             network="lstm",
         ),
         **settings(
-            "found here: the first that was tried; seeds 11 to 13 ended at 500, with an earlier ladder of exploration",
+            "found here: benchmarks/notes/position-only-cartpole.md",
             agent__batch_size=32,
             agent__sequence_length=32,
             agent__burn_in=8,
