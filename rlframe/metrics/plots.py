@@ -18,6 +18,7 @@ from rlframe.metrics.statistics import ENOUGH
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", "--", ":", "-.")  # with each of which they are used once more
 _INK, _FAINT = "#333333", "#999999"
 _MAX_COLUMNS = 3
 _INSIDE, _SHORT = 5, 40  # lines of a legend, and characters of a label, that there is room for beside the curves
@@ -148,7 +149,8 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
     _frame(axis, "environment steps" if by_steps else "wall time (s)", "episode return" if by_steps else "evaluation")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _steps(value)))
     draw = _draw_group if by_steps else _draw_evaluations
-    drawn = [draw(axis, group, _COLOURS[i % len(_COLOURS)], len(groups) == 1) for i, group in enumerate(groups)]
+    styles = [{"color": colour, "linestyle": dash} for dash in _DASHES for colour in _COLOURS]
+    drawn = [draw(axis, group, styles[i % len(styles)], len(groups) == 1) for i, group in enumerate(groups)]
     if not any(drawn):
         axis.text(0.5, 0.5, "no episode has ended yet", transform=axis.transAxes, ha="center", color=_FAINT)
         return
@@ -190,9 +192,10 @@ def _frame(axis: Any, x: str, y: str) -> None:
     axis.tick_params(colors=_INK, length=0)
 
 
-def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
+def _draw_group(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
     """Draw one line with its band and its evaluations. Return whether there was anything to draw."""
     line_label, points_label = _labels(group, alone)
+    colour = style["color"]
     steps, mean, low_mean, high_mean = group.curve()
     if len(steps):
         if len(group.runs) == 1:
@@ -200,7 +203,7 @@ def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
             axis.plot(run.steps, run.returns, color=colour, alpha=0.22, linewidth=0.8)
         else:
             axis.fill_between(steps, low_mean, high_mean, color=colour, alpha=0.18, linewidth=0)
-        axis.plot(steps, mean, color=colour, linewidth=2.0, label=line_label)
+        axis.plot(steps, mean, **style, linewidth=2.0, label=line_label)
     at, returns, low, high = group.evaluations()
     if len(at):
         axis.errorbar(
@@ -210,13 +213,13 @@ def _draw_group(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
     return bool(len(steps) or len(at))
 
 
-def _draw_evaluations(axis: Any, group: SeedGroup, colour: str, alone: bool) -> bool:
+def _draw_evaluations(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
     """Draw a line for each run. Return whether there was anything to draw."""
     evaluated = [run for run in group.runs if len(run.evaluated_steps)]
     for number, run in enumerate(evaluated):
         label = f"{group.label}, {len(evaluated)} seeds" if len(evaluated) > 1 else group.label
         axis.plot(
-            run.evaluated_steps, run.evaluated_returns, color=colour, marker="o", markersize=4, linewidth=1.4,
+            run.evaluated_steps, run.evaluated_returns, **style, marker="o", markersize=4, linewidth=1.4,
             markeredgecolor="white", alpha=0.85, clip_on=False, label=label if number == 0 else None,
         )  # fmt: skip
     return bool(evaluated)

@@ -56,6 +56,17 @@ def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path,
     assert labels(figures[1].axes[0])[0] == "training, 4 seeds: IQM and 95% interval"
 
 
+def test_no_two_of_many_lines_look_alike(tmp_path, figures):
+    runs = [
+        make_run(tmp_path / f"{agent}{seed}", {0: 0.0, 9: 9.0}, agent=agent, env="A-v1", seed=seed)
+        for agent in "abcdefghij"
+        for seed in (1, 2)
+    ]
+    plot_learning_curve(runs, tmp_path / "many.png")
+    (axis,) = figures[0].axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in axis.get_lines()}) == len(axis.get_lines()) == 10
+
+
 def test_a_run_that_is_named_twice_is_no_second_seed(tmp_path):
     run = make_run(tmp_path / "run", {1: 1.0}, agent="ppo", env="X")
     with pytest.raises(UsageError, match="run/../run is named twice: a run is one seed"):
