@@ -58,10 +58,13 @@ class Agent:
             says what `apply` must return. A constructor of your own takes it only where it reads it: without,
             `--network` is refused.
         policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.policies`).
-            None for the agent's default. Only the constructors of agents that act by one take it.
+            None for the agent's default. Refused by agents that do not act by one.
     """
 
     config_cls: type[Any] = type(None)
+    # Configs of `rlframe.agents.networks`, of a class each: what `--network` begins with, where it is not the class's.
+    networks: tuple[Any, ...] = ()
+    takes_policy: bool = True  # whether a policy_factory is read; else it is refused
     learns_from: str = "steps"  # of environments, by a replay; "trajectories": `TokenBatch`es of a trajectory service
     network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -79,11 +82,6 @@ class Agent:
             raise UsageError(
                 f"{cls.__name__} makes a network of its own and reads no net_factory: leave --network out, or have its "
                 "constructor take net_factory and build what that gives."
-            )
-        if kwargs.get("policy_factory") is not None and not takes_all and "policy_factory" not in accepted:
-            raise UsageError(
-                f"{cls.__name__} reads no policy_factory: its actions are not drawn from a distribution that can be "
-                "chosen. Leave it out; PPO and IMPALA take one."
             )
         for name in kwargs:
             if name not in accepted and not takes_all:
@@ -108,6 +106,11 @@ class Agent:
         if self.config_cls is not type(None) and not isinstance(cfg, self.config_cls):
             raise UsageError(
                 f"{type(self).__name__} needs a {self.config_cls.__name__} as its config, got {type(cfg).__name__}."
+            )
+        if policy_factory is not None and not self.takes_policy:
+            raise UsageError(
+                f"{type(self).__name__} reads no policy_factory: its actions are not drawn from a distribution that "
+                "can be chosen. Leave it out; PPO and IMPALA take one."
             )
         self.cfg = cfg
         self.observation_spec = observation_spec

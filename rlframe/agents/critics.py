@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.agents.networks import Head, NatureCNNConfig, Network, build_network, has_images
+from rlframe.agents.networks import Head, Network, build_network
 from rlframe.errors import UsageError
 from rlframe.types import Params, Tree, specs
 
 
 def build_policy_and_critics(
-    net_factory: Any, default: Any, observation_spec: Tree, num_actions: int, num_policy_params: int
+    net_factory: Any, observation_spec: Tree, num_actions: int, num_policy_params: int
 ) -> tuple[Network, Network]:
     """(the policy's network, that of both critics).
 
@@ -24,8 +24,7 @@ def build_policy_and_critics(
 
     Args:
         net_factory: a `NetworkConfig`, whose layers each of the three has for itself; or `f(observation_spec,
-            action_spec)` that gives the two as a pair; None: `default`, or convolutions for images.
-        default: the config for vectors.
+            action_spec)` that gives the two as a pair.
         observation_spec: of one environment.
         num_actions: numbers in an action.
         num_policy_params: numbers that the policy is made of.
@@ -36,19 +35,18 @@ def build_policy_and_critics(
     action = specs.BoundedArray((num_actions,), np.float32, -1.0, 1.0, "action")
     critics_spec = {"action": action, "observation": observation_spec}
     heads, critic_heads = (Head(num_policy_params),), (Head(1), Head(1))
-    config: Any = net_factory or (NatureCNNConfig(orthogonal=False) if has_images(observation_spec) else default)
-    if hasattr(config, "build"):
-        own = dataclasses.replace(config, separate=True) if hasattr(config, "separate") else config
+    if hasattr(net_factory, "build"):
+        own = dataclasses.replace(net_factory, separate=True) if hasattr(net_factory, "separate") else net_factory
         return (
-            build_network(config, observation_spec, action, heads),
+            build_network(net_factory, observation_spec, action, heads),
             build_network(own, critics_spec, action, critic_heads),
         )
-    pair = config(observation_spec, action)
+    pair = net_factory(observation_spec, action)
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(each, "apply") for each in pair)):
         raise UsageError(
             f"net_factory must give a pair for this agent, (policy, critics), each with init and apply; got {pair!r}."
         )
-    name = getattr(config, "__qualname__", type(config).__name__)
+    name = getattr(net_factory, "__qualname__", type(net_factory).__name__)
     return (
         build_network(_gives(pair[0], f"{name}, its policy"), observation_spec, action, heads),
         build_network(_gives(pair[1], f"{name}, its critics"), critics_spec, action, critic_heads),

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses, noisy
-from rlframe.agents.base import Agent, NetFactory
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, default_config
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
@@ -47,7 +47,7 @@ class DQNConfig:
     # A random action is repeated for n steps with a chance proportional to n^-exponent (Dabney et al. 2020,
     # arXiv:2006.01782, who use 2): exploration that gets somewhere. None: for one step.
     exploration_duration_exponent: float | None = None
-    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # centred, decay 0.95, epsilon 0.01
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # centred, decay 0.95, epsilon 0.01 (of a sum over the batch)
     learning_rate: float = 2.5e-4
     adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
@@ -154,6 +154,8 @@ class DQN(Agent):
     """
 
     config_cls = DQNConfig
+    takes_policy = False
+    networks = (MLPConfig(activation="relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
 
     def __init__(
         self,
@@ -161,8 +163,9 @@ class DQN(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"DQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self.normaliser = Normaliser(cfg, observation_spec)
@@ -171,12 +174,8 @@ class DQN(Agent):
         plain = (Head(self._num_actions * count),)
         dueling = (Head(self._num_actions * count, own_layer=True), Head(count, own_layer=True))
         heads, other_heads = (dueling, plain) if cfg.dueling else (plain, dueling)
-        default = (
-            NatureCNNConfig(orthogonal=False)
-            if has_images(observation_spec)
-            else MLPConfig(activation="relu", orthogonal=False)
-        )
-        self.network = build_network(net_factory or default, observation_spec, action_spec, heads, other_heads)
+        factory = net_factory or default_config(self.networks, observation_spec)
+        self.network = build_network(factory, observation_spec, action_spec, heads, other_heads)
 
     def initial_params(self, rng: jax.Array) -> Params:
         params = super().initial_params(rng)
@@ -244,7 +243,9 @@ class DQN(Agent):
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
-            optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01, centered=True)
+            # The paper's epsilon of 0.01 is for gradients of sums over the batch; these are of means (dqn_zoo,
+            # dqn/run_atari.py, has 0.01 / 32^2 for the same reason).
+            optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01 / cfg.batch_size**2, centered=True)
         clip = optax.clip_by_global_norm(cfg.max_grad_norm) if cfg.max_grad_norm else optax.identity()
         return optax.chain(clip, optimizer)
 

@@ -12,7 +12,7 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.networks import Head, NatureCNNConfig, build_network, default_config
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
@@ -80,6 +80,7 @@ class IMPALA(Agent):
     """
 
     config_cls = IMPALAConfig
+    networks = (NatureCNNConfig(orthogonal=False),)
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class IMPALA(Agent):
         self.normaliser = Normaliser(cfg, observation_spec)
         # Gains of orthogonal weights as PPO's; the paper's network has Sonnet's truncated normal ones.
         heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
-        default = NatureCNNConfig(orthogonal=False) if has_images(observation_spec) else MLPConfig()
-        self.network = build_network(net_factory or default, observation_spec, action_spec, heads, may_recur=True)
+        factory = net_factory or default_config(self.networks, observation_spec)
+        self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
         self._core = Core(self.network)
 
     # Acting

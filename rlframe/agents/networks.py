@@ -35,7 +35,7 @@ class Head(NamedTuple):
     scale: float = 1.0  # gain of the initial weights
     num_free: int = 0  # how many of them, the last ones, do not depend on the observation
     free_init: float = 0.0  # what those begin as
-    own_layer: bool = False  # whether the last hidden layer is its own, where heads share layers (all heads or none)
+    own_layer: bool = False  # where heads share layers: whether each, all of them, has the last one for itself
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -151,6 +151,16 @@ def has_images(observation_spec: Tree) -> bool:
     return any(is_image(leaf) for leaf in jax.tree.leaves(observation_spec))
 
 
+def own_config(network_cls: type[Any], configs: Sequence[Any]) -> Any:
+    """The one of `configs` that is of this class, or the class's defaults where there is none."""
+    return next((config for config in configs if type(config) is network_cls), None) or network_cls()
+
+
+def default_config(configs: Sequence[Any], observation_spec: Tree) -> Any:
+    """`own_config` of what suits the observation: convolutions for images, else dense layers."""
+    return own_config(NatureCNNConfig if has_images(observation_spec) else MLPConfig, configs)
+
+
 def build_network(
     net_factory: Any,
     observation_spec: Tree,
@@ -246,7 +256,7 @@ def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
 
 def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
     """Dense layers on `inputs(observation, name)` `[B, n]`, each head's own or shared, and the heads on these."""
-    num_own = len(cfg.hidden) if cfg.separate else 1 if any(head.own_layer for head in heads) else 0
+    num_own = len(cfg.hidden) if cfg.separate else int(has_own_layers(heads))
     num_shared = max(len(cfg.hidden) - num_own, 0)
 
     def forward(observation: Tree) -> tuple[jax.Array, ...]:
@@ -261,6 +271,17 @@ def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Seque
         return tuple(outputs)
 
     return Network(*hk.without_apply_rng(hk.transform(forward)))
+
+
+def has_own_layers(heads: Sequence[Head]) -> bool:
+    """Whether heads that share layers have the last one each for itself.
+
+    Raises:
+        UsageError: some have, and some have not.
+    """
+    if len({head.own_layer for head in heads}) > 1:
+        raise UsageError(f"Of heads that share layers all have the last one for themselves, or none; got {heads}.")
+    return heads[0].own_layer
 
 
 def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:

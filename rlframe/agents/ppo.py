@@ -13,7 +13,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.networks import Head, build_network, default_config, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core
@@ -109,8 +109,8 @@ class PPO(Agent):
         self.normaliser = Normaliser(cfg, observation_spec)
         # Gains: baselines/common/policies.py. Deviations begin at exp(0).
         heads = (Head(self.policy.num_params, scale=0.01, num_free=self.policy.num_free), Head(1))
-        default = NatureCNNConfig() if has_images(observation_spec) else MLPConfig()
-        self.network = build_network(net_factory or default, observation_spec, action_spec, heads, may_recur=True)
+        factory = net_factory or default_config(self.networks, observation_spec)
+        self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
         self._core = Core(self.network)
 
     # Acting

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, default_config, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
@@ -47,6 +47,7 @@ class PQNConfig:
     epsilon_end: float = 0.001
     epsilon_decay_share: float = 0.1  # of total_learner_steps, in which it falls
     learning_rate: float = 2.5e-4  # of RAdam
+    adam_epsilon: float = 1e-8  # of RAdam; as in the code of Liu et al. 2020, arXiv:1908.03265
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # None: epsilon is epsilon_end, and annealing does not begin
     envs_per_batch: int | None = None  # of a full batch: another counts in schedules by its size; None: as one step
@@ -58,7 +59,7 @@ class PQNConfig:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
         check_share(self, "discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share")
         check_at_least(self, 1, "total_learner_steps", "envs_per_batch")
-        check_above(self, 0, "learning_rate", "max_grad_norm")
+        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm")
 
 
 class QRollout(NamedTuple):
@@ -78,6 +79,11 @@ class PQN(Agent):
     """
 
     config_cls = PQNConfig
+    takes_policy = False
+    networks = (
+        MLPConfig((128, 128), "relu", orthogonal=False, layer_norm=True),
+        NatureCNNConfig(orthogonal=False, layer_norm=True),
+    )
 
     def __init__(
         self,
@@ -85,18 +91,14 @@ class PQN(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"PQN needs Discrete actions, got the action spec {action_spec!r}. Use SAC or PPO.")
         self.normaliser = Normaliser(cfg, observation_spec)
-        default = (
-            NatureCNNConfig(orthogonal=False, layer_norm=True)
-            if has_images(observation_spec)
-            else MLPConfig((128, 128), "relu", orthogonal=False, layer_norm=True)
-        )
-        heads = (Head(action_spec.num_values),)
-        self.network = build_network(net_factory or default, observation_spec, action_spec, heads)
+        factory = net_factory or default_config(self.networks, observation_spec)
+        self.network = build_network(factory, observation_spec, action_spec, (Head(action_spec.num_values),))
 
     # Acting
 
@@ -136,7 +138,7 @@ class PQN(Agent):
 
     def make_optimizer(self) -> optax.GradientTransformation:
         clip = optax.clip_by_global_norm(self.cfg.max_grad_norm) if self.cfg.max_grad_norm else optax.identity()
-        return optax.chain(clip, optax.scale_by_radam())
+        return optax.chain(clip, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
 
     def initial_learner_state(self, params: Params) -> NormalisedState:
         opt_state, steps, rng = super().initial_learner_state(ravel(params))

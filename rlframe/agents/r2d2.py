@@ -11,11 +11,11 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory
-from rlframe.agents.networks import Head, build_network, has_images
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
-from rlframe.agents.recurrent import Core, LSTMConfig
+from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig
 from rlframe.errors import UsageError, check_above, check_at_least, check_share
 from rlframe.types import (
     LAST,
@@ -103,6 +103,13 @@ class R2D2(Agent):
     """
 
     config_cls = R2D2Config
+    takes_policy = False
+    networks = (
+        LSTMConfig(activation="relu", orthogonal=False),
+        GRUConfig(activation="relu", orthogonal=False),
+        MLPConfig(activation="relu", orthogonal=False),
+        NatureCNNConfig(orthogonal=False),
+    )
 
     def __init__(
         self,
@@ -110,18 +117,17 @@ class R2D2(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if not isinstance(action_spec, specs.DiscreteArray):
             raise UsageError(f"R2D2 needs Discrete actions, got the action spec {action_spec!r}. Use PPO or IMPALA.")
         self._num_actions = action_spec.num_values
         heads = (Head(self._num_actions, own_layer=True), Head(1, own_layer=True))
-        images = has_images(observation_spec)
-        default = LSTMConfig((), 512, orthogonal=False) if images else LSTMConfig(activation="relu", orthogonal=False)
+        paper = LSTMConfig((), 512, "relu", orthogonal=False)
+        factory = net_factory or (paper if has_images(observation_spec) else self.networks[0])
         plain = (Head(self._num_actions),)
-        self.network = build_network(
-            net_factory or default, observation_spec, action_spec, heads, plain, may_recur=True
-        )
+        self.network = build_network(factory, observation_spec, action_spec, heads, plain, may_recur=True)
         self._core = Core(self.network)
         self.normaliser = Normaliser(cfg, observation_spec)
 

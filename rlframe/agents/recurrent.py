@@ -24,6 +24,7 @@ from rlframe.agents.networks import (
     check_layers,
     dense_layers,
     has_images,
+    has_own_layers,
     initial_weights,
     is_recurrent,
     vectors,
@@ -115,7 +116,7 @@ def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> Age
 
 @dataclasses.dataclass(frozen=True)
 class _RecurrentConfig:
-    """A torso, a recurrent core, and linear heads on what the core gives.
+    """A torso, a recurrent core, and heads on what the core gives.
 
     The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. A head with a layer
     of its own (`Head.own_layer`) has one as large as the core's output. Weights are
@@ -152,10 +153,10 @@ class _RecurrentConfig:
             else:
                 core, state = self._scan(weights, inputs.reshape(*lead, -1), is_first, state)
                 core = core.reshape(-1, self.size)
+            sizes = (self.size,) if has_own_layers(heads) else ()
             outputs = []
             for i, head in enumerate(heads):
-                features = dense_layers(core, self, f"torso{i}", (self.size,) if head.own_layer else ())
-                outputs.append(apply_head(features, self, head, i))
+                outputs.append(apply_head(dense_layers(core, self, f"torso{i}", sizes), self, head, i))
             return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
 
         transformed: Any = hk.without_apply_rng(hk.transform(forward))
@@ -208,7 +209,7 @@ class LSTMState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LSTMConfig(_RecurrentConfig):
-    """A torso, an LSTM, and linear heads.
+    """A torso, an LSTM, and heads, which are linear unless they have a layer of their own.
 
     Hochreiter and Schmidhuber 1997; with forget gates whose bias begins at 1 (Jozefowicz et al. 2015, section 2.2). The
     torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`.
@@ -232,9 +233,10 @@ class LSTMConfig(_RecurrentConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GRUConfig(_RecurrentConfig):
-    """A torso, a GRU (Cho et al. 2014, arXiv:1406.1078, equations 5 to 8), and linear heads.
+    """A torso, a GRU (Cho et al. 2014, arXiv:1406.1078, equations 5 to 8), and heads.
 
-    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`.
+    Heads are linear unless they have a layer of their own. The torso is dense layers, and before these, for images, the
+    convolutions of `NatureCNNConfig`.
     """
 
     _gates: ClassVar[int] = 3

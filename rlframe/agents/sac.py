@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
-from rlframe.agents.networks import MLPConfig
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig, default_config
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, SquashedGaussian, check_bounds
 from rlframe.agents.trees import zeros_like_spec
@@ -94,6 +94,8 @@ class SAC(Agent):
     """
 
     config_cls = SACConfig
+    takes_policy = False
+    networks = (MLPConfig((256, 256), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
 
     def __init__(
         self,
@@ -101,15 +103,16 @@ class SAC(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         check_bounds("SAC", action_spec)
         self.policy = SquashedGaussian(action_spec, cfg.min_log_std, cfg.max_log_std)
         self._range = ActionRange(action_spec)
         self.normaliser = Normaliser(cfg, observation_spec)
-        default = MLPConfig((256, 256), "relu", orthogonal=False)
+        factory = net_factory or default_config(self.networks, observation_spec)
         self.network, self.critics = build_policy_and_critics(
-            net_factory, default, observation_spec, self._range.size, self.policy.num_params
+            factory, observation_spec, self._range.size, self.policy.num_params
         )
         self._target_entropy = -float(self._range.size) if cfg.target_entropy is None else cfg.target_entropy
 

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 from rlframe.agents import losses
-from rlframe.agents.base import Agent, NetFactory
+from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
-from rlframe.agents.networks import MLPConfig
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig, default_config
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, check_bounds
 from rlframe.agents.trees import zeros_like_spec
@@ -87,6 +87,8 @@ class TD3(Agent):
     """
 
     config_cls = TD3Config
+    takes_policy = False
+    networks = (MLPConfig((400, 300), "relu", orthogonal=False), NatureCNNConfig(orthogonal=False))
 
     def __init__(
         self,
@@ -94,13 +96,14 @@ class TD3(Agent):
         observation_spec: Tree,
         action_spec: Tree,
         net_factory: NetFactory | None = None,
+        policy_factory: PolicyFactory | None = None,
     ) -> None:
-        super().__init__(cfg, observation_spec, action_spec, net_factory)
+        super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         check_bounds("TD3", action_spec)
         self._range = ActionRange(action_spec)
         self.normaliser = Normaliser(cfg, observation_spec)
-        default, size = MLPConfig((400, 300), "relu", orthogonal=False), self._range.size
-        self.network, self.critics = build_policy_and_critics(net_factory, default, observation_spec, size, size)
+        factory, size = net_factory or default_config(self.networks, observation_spec), self._range.size
+        self.network, self.critics = build_policy_and_critics(factory, observation_spec, size, size)
 
     def initial_params(self, rng: jax.Array) -> TD3Params:
         policy_rng, critics_rng = jax.random.split(rng)

@@ -32,7 +32,8 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     if len(values) < ENOUGH:
         return values.min(axis=0), values.max(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
-    means = interquartile_mean(values[drawn], axis=1)
+    # In parts: all resamples of many long curves at once are gigabytes.
+    means = np.concatenate([interquartile_mean(values[part], axis=1) for part in np.array_split(drawn, 100)])
     tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.percentile(means, [tail, 100.0 - tail], axis=0)
     return low, high

@@ -203,13 +203,16 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
 
 
 def complete(experiment: Experiment) -> Experiment:
-    """The experiment with `agent_config` and `network_config` at their defaults where they are None."""
+    """The experiment with `agent_config` and `network_config` at the agent's defaults where they are None."""
+    from rlframe.agents.networks import own_config  # imports JAX, as any agent does
+
+    agent_cls = naming.agent_class(experiment.agent)
     if experiment.agent_config is None:
-        experiment = dataclasses.replace(experiment, agent_config=naming.agent_class(experiment.agent).config_cls())
+        experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())
     topology = experiment.topology
     network_cls = naming.network_config_class(getattr(topology, "network", None))
     if network_cls is not None and topology.network_config is None:
-        topology = dataclasses.replace(topology, network_config=network_cls())
+        topology = dataclasses.replace(topology, network_config=own_config(network_cls, agent_cls.networks))
     return dataclasses.replace(experiment, topology=topology)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.networks import MLPConfig
+from rlframe.agents.recurrent import GRUConfig
 from rlframe.errors import UsageError
-from rlframe.types import LAST, Sequence
+from rlframe.types import FIRST, LAST, Sequence
 from tests.agents import batches
 from tests.agents.batches import BOX, DISCRETE, IMAGE, SMALL_CNN, VECTOR, learn, started
 
@@ -55,6 +56,68 @@ def test_the_loss_is_the_sum_of_its_parts():
     logs = learned(make(value_cost=0.7, entropy_cost=0.3))[2]
     expected = logs["policy_loss"] + 0.7 * logs["value_loss"] - 0.3 * logs["entropy"]
     np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
+
+
+def twin(cfg, agent, params, data) -> float:
+    """The loss as a reader of the paper would write it, step after step."""
+    rows, length = data.reward.shape
+    logits, new_value = np.zeros((rows, length + 1, 3)), np.zeros((rows, length + 1))
+    state = data.agent_state
+    for t in range(length + 1):
+        if agent._core.is_recurrent:
+            state = np.where((data.step_type[:, t] == FIRST)[:, None], 0.0, state)
+            outputs, state = agent.network.apply(params, data.observation[:, t], state)
+        else:
+            outputs = agent.network.apply(params, data.observation[:, t])
+        logits[:, t], new_value[:, t] = outputs[0], outputs[1][:, 0]
+    old_value = np.concatenate([data.extras["value"], new_value[:, -1:]], axis=1)
+    steps = []  # (advantage, target, ratio, new value, old value, entropy) of each that counts
+    for row in range(rows):
+        following = 0.0
+        for t in reversed(range(length)):
+            if data.step_type[row, t] == LAST:
+                following = 0.0
+                continue
+            discount = cfg.discount * data.discount[row, t]
+            error = data.reward[row, t] + discount * old_value[row, t + 1] - old_value[row, t]
+            following = error + discount * cfg.gae_lambda * following
+            chances = np.exp(logits[row, t]) / np.exp(logits[row, t]).sum()
+            ratio = chances[data.action[row, t]] / np.exp(data.extras["log_prob"][row, t])
+            entropy = -(chances * np.log(chances)).sum()
+            target = following + old_value[row, t]
+            steps.append((following, target, ratio, new_value[row, t], old_value[row, t], entropy))
+    advantage, target, ratio, value, old, entropy = np.array(steps).T
+    if cfg.normalise_advantages:
+        advantage = (advantage - advantage.mean()) / advantage.std()
+    clipped = np.clip(ratio, 1.0 - cfg.clip_epsilon, 1.0 + cfg.clip_epsilon)
+    near = old + np.clip(value - old, -cfg.value_clip, cfg.value_clip)
+    policy_loss = -np.minimum(ratio * advantage, clipped * advantage).mean()
+    value_loss = 0.5 * np.maximum((value - target) ** 2, (near - target) ** 2).mean()
+    assert ((ratio != clipped).any() and (ratio == clipped).any()) and ((near != value).any() and (near == value).any())
+    return policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy.mean()
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("network", [SMALL, GRUConfig(hidden=(4,), size=3)])
+def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalises):
+    values = {"discount": 0.9, "gae_lambda": 0.8, "value_clip": 0.5, "value_cost": 0.7, "entropy_cost": 0.3}
+    cfg = dataclasses.replace(CONFIG, unroll_length=6, normalise_advantages=normalises, **values)
+    agent = PPO(cfg, VECTOR, DISCRETE, network)
+    params, learner_state = started(agent)
+    data, random = (
+        batches.sequences(agent, params, learner_state, batch_size=3, length=6).data,
+        np.random.RandomState(1),
+    )
+    step_type = np.array([[1, 1, 2, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2, 0], [1, 2, 0, 1, 1, 1, 2]], np.uint8)
+    discount = np.where(step_type[:, 1:] == 2, [[0.0], [1.0], [0.0]], 1.0).astype(np.float32)  # ended, cut, ended
+    shifted = {
+        name: leaf + random.uniform(-0.6, 0.6, leaf.shape).astype(np.float32) for name, leaf in data.extras.items()
+    }
+    state = jax.tree.map(lambda leaf: leaf + 0.5, data.agent_state)
+    data = data._replace(step_type=step_type, discount=discount, extras=shifted, agent_state=state)
+    batch = batches.whole(agent.rollout(params, data), 3)
+    loss, _ = agent.loss(params, learner_state, batch)
+    np.testing.assert_allclose(loss, twin(cfg, agent, params, data), rtol=1e-4)
 
 
 def test_actions_that_the_environment_ignored_change_nothing():
