@@ -137,6 +137,7 @@ class _RecurrentConfig:
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> RecurrentNetwork:
         """A network whose outputs are a tuple with one `[..., head.size]` for each head."""
         images = NatureCNNConfig(hidden=(), orthogonal=self.orthogonal) if has_images(observation_spec) else None
+        own = (self.size,) if has_own_layers(heads) else ()  # layers of each head
 
         def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
             # Without is_first one step [B, ...], else [B, T, ...]: all but the core is applied to all rows at once.
@@ -153,10 +154,9 @@ class _RecurrentConfig:
             else:
                 core, state = self._scan(weights, inputs.reshape(*lead, -1), is_first, state)
                 core = core.reshape(-1, self.size)
-            sizes = (self.size,) if has_own_layers(heads) else ()
             outputs = []
             for i, head in enumerate(heads):
-                outputs.append(apply_head(dense_layers(core, self, f"torso{i}", sizes), self, head, i))
+                outputs.append(apply_head(dense_layers(core, self, f"torso{i}", own), self, head, i))
             return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
 
         transformed: Any = hk.without_apply_rng(hk.transform(forward))

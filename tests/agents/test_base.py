@@ -384,6 +384,7 @@ def test_an_agent_of_a_users_file_may_have_cached_properties(tmp_path):
 def test_an_agent_whose_actions_come_from_no_chosen_distribution_refuses_a_policy_factory(agent_cls, cfg, action_spec):
     with pytest.raises(UsageError, match=f"{agent_cls.__name__} reads no policy_factory.*PPO and IMPALA take one"):
         agent_cls(cfg, VECTOR, action_spec, policy_factory=default_policy)
+    assert agent_cls(cfg, VECTOR, action_spec, SMALL_MLP, None).policy_factory is None  # as the base class has it
 
 
 def test_an_agent_that_reads_no_net_factory_refuses_one():

@@ -333,6 +333,15 @@ def test_dueling_values_average_to_the_state_value():
     np.testing.assert_allclose(agent._values(params, observation).mean(axis=1), value[:, 0], rtol=1e-4, atol=1e-6)
 
 
+def test_rmsprop_has_the_papers_epsilon_for_gradients_of_means():
+    agent = make(optimizer="rmsprop", learning_rate=0.1, batch_size=4)
+    grads = {"w": jnp.array([3e-3, -1e-4])}
+    updates, _ = agent.optimizer.update(grads, agent.optimizer.init(grads))
+    summed = 4 * grads["w"]  # over the batch, of which the paper's 0.01 is; first step, decay 0.95
+    wanted = -0.1 * summed / jnp.sqrt(0.05 * summed**2 - (0.05 * summed) ** 2 + 0.01)
+    np.testing.assert_allclose(updates["w"], wanted, rtol=1e-5)
+
+
 def test_an_annealed_learning_rate_ends_at_zero():
     agent = make(anneal_learning_rate=True, total_learner_steps=2)
     params, learner_state = started(agent)

@@ -12,6 +12,7 @@ from dm_env import specs
 
 from rlframe.agents import DQN, DQNConfig
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve
+from rlframe.agents.recurrent import GRUConfig
 from rlframe.errors import UsageError
 from tests.agents.batches import SMALL_CNN, random_tree
 
@@ -170,6 +171,13 @@ def test_a_dueling_nature_network_has_a_hidden_layer_for_values_and_one_for_adva
     convolutions = 8192 + 32 + 32768 + 64 + 36864 + 64
     streams = 2 * (3136 * 512 + 512) + 512 * 6 * 51 + 6 * 51 + 512 * 51 + 51
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == convolutions + streams
+
+
+def test_heads_of_their_own_layers_and_of_shared_ones_are_not_mixed():
+    heads = (Head(2, own_layer=True), Head(1))
+    for config in (MLPConfig(separate=False), GRUConfig()):
+        with pytest.raises(UsageError, match="all have the last one for themselves, or none"):
+            config.build(VECTOR, heads)
 
 
 def test_a_vector_is_refused_by_the_cnn():

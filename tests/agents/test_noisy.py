@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlframe.agents import DQN, DQNConfig
+from rlframe.agents import DQN, DQNConfig, losses
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.noisy import NoisyParams, sampled, with_deviations
 from rlframe.errors import UsageError
@@ -58,7 +58,24 @@ def test_actors_explore_by_noise_and_evaluations_do_not():
     assert evaluates == {np.asarray(values.argmax(axis=1), np.int32).tobytes()}
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_quantiles": 3}, {"num_atoms": 3}, {"double": True}])
+RAINBOW = {"double": True, "dueling": True, "num_atoms": 3, "prioritised": True}
+
+
+def loss_of_samples(plain, batch, online, target, selecting):
+    """The loss of three sets of parameters without noise: for values, for those of targets, and for their choices."""
+    data, weights = batch.data, losses.importance_weights(batch.probabilities, plain.cfg.importance_exponent)
+    read = plain._values if plain.cfg.num_atoms is None else plain._distributions
+    values, following = read(online, data.observation), read(target, data.next_observation)
+    choices = plain._values(selecting, data.next_observation)
+    steps = (values, data.action, data.reward, data.discount, following, choices)
+    if plain.cfg.num_atoms is None:
+        elementwise = losses.huber(losses.td_errors(*steps), plain.cfg.huber_threshold)
+    else:
+        elementwise = losses.categorical_errors(*steps, plain._support)
+    return jnp.mean(elementwise * weights if plain.cfg.prioritised else elementwise)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_quantiles": 3}, {"num_atoms": 3}, {"double": True}, RAINBOW])
 def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes):
     agent = make(**changes)
     plain = make(**changes, noisy=None)
@@ -68,9 +85,11 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
     weights = [each["head0"]["w"] for each in (params.mean, online, target, selecting)]
     assert all((one != other).any() for one, other in itertools.combinations(weights, 2))
     loss, _ = agent.loss(params, learner_state, batch)
-    if not changes.get("double"):  # which takes two samples of the same parameters
+    if changes.get("double"):  # takes two samples of the same parameters
+        of_samples = loss_of_samples(plain, batch, online, target, selecting)
+    else:
         of_samples, _ = plain.loss(online, plain.initial_learner_state(target), batch)
-        np.testing.assert_allclose(loss, of_samples, rtol=1e-5)
+    np.testing.assert_allclose(loss, of_samples, rtol=1e-5)
     new, after, _ = jax.jit(agent.learner_step)(params, learner_state, batch)
     assert isinstance(after.target_params, NoisyParams)
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(params.deviation), jax.tree.leaves(new.deviation)))

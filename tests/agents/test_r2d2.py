@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,11 +14,11 @@ from rlframe import compilation
 from rlframe.agents import R2D2, R2D2Config
 from rlframe.agents.networks import MLPConfig
 from rlframe.agents.r2d2 import Explorer, ladder
-from rlframe.agents.recurrent import GRUConfig
+from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST, MID, Sequence, SequenceBatch
 from tests.agents import batches
-from tests.agents.batches import BOX, DISCRETE, VECTOR, assert_trees_equal, started
+from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR, assert_trees_equal, started
 
 BURN_IN, LENGTH, ROWS = 3, 8, 4
 
@@ -239,6 +240,20 @@ def test_a_network_without_a_state_learns_at_the_papers_sizes():
     )
     step = compilation.jit(agent.learner_step, differentiates=True)  # as the Learner does: it aborted the process
     assert np.isfinite(step(params, learner_state, batches.whole(data, rows))[2]["loss"])
+
+
+def test_on_images_it_has_the_papers_network():
+    agent, paper = (
+        R2D2(R2D2Config(), IMAGE, DISCRETE, factory)
+        for factory in (None, LSTMConfig((), 512, "relu", orthogonal=False))
+    )
+    observation, state = batches.random_tree(IMAGE, (2,)), paper.initial_state(2).core
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    streams = ("torso0_dense0", "torso1_dense0")
+    assert [params[name]["w"].shape for name in ("core_inputs", *streams)] == [(64, 2048), (512, 512), (512, 512)]
+    outputs, wanted = (each.network.apply(params, observation, state)[0] for each in (agent, paper))
+    assert_trees_equal(outputs, wanted)
+    assert min(float(jnp.std(output)) for output in outputs) > 0.0
 
 
 def test_actions_that_are_not_discrete_are_refused():

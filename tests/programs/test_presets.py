@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import jax
+import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
 from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment, flat, make_experiment, with_preset
 from rlframe.programs.presets import PRESETS, find_preset
+from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
@@ -127,6 +130,27 @@ def test_fields_that_are_given_win_over_the_preset():
 def test_a_misspelt_field_is_refused():
     with pytest.raises(UsageError, match="Did you mean 'learning_rate'"):
         make_experiment("ppo", "CartPole-v1", learning_rat=0.5)
+
+
+@pytest.mark.parametrize(
+    ("agent", "network", "observation", "action"),
+    [
+        ("dqn", "mlp", VECTOR, DISCRETE),
+        ("pqn", "mlp", VECTOR, DISCRETE),
+        ("pqn", "nature_cnn", IMAGE, DISCRETE),
+        ("r2d2", "lstm", VECTOR, DISCRETE),
+        ("impala", "nature_cnn", IMAGE, DISCRETE),
+        ("sac", "mlp", VECTOR, BOX),
+        ("td3", "mlp", VECTOR, BOX),
+    ],
+)
+def test_a_named_network_begins_with_the_agents_own_values(agent, network, observation, action):
+    config = make_experiment(agent, preset="none", network=network).topology.network_config
+    cls = naming.agent_class(agent)
+    by_name, by_default = (cls(cls.config_cls(), observation, action, each) for each in (config, None))
+    drawn = [each.initial_params(jax.random.PRNGKey(0)) for each in (by_name, by_default)]
+    jax.tree.map(np.testing.assert_array_equal, *drawn)
+    assert getattr(config, "activation", "relu") == "relu"
 
 
 def test_another_network_leaves_the_presets_one():
