@@ -136,7 +136,7 @@ def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path,
     arguments += ["--seeds", "3,5", "--at-once", "2", "--run-dir", str(folder)]
     code, said, err = sweep(*arguments)
     assert code == 0 and (folder / "sweep.png").stat().st_size > 10_000
-    assert [row["return_iqm"] for row in said["trials"]] == pytest.approx([8.0, 8.0, 7.0, 7.0])
+    assert [row["value"] for row in said["trials"]] == pytest.approx([8.0, 8.0, 7.0, 7.0])
     best = said["best"]
     assert best["trial"] == 2 and best["options"] == {"learning-rate": "1e-4", "network.hidden": "8"}
     assert best["returns"] == [7.0, 9.0]
@@ -181,7 +181,7 @@ def test_tpe_looks_where_trials_were_good(sweep, tmp_path):
         folder = str(tmp_path / sampler)
         arguments = ["--vary", "learning-rate=1e-5..1e-1:log", "--trials", "25", "--sampler", sampler, "--quiet"]
         rows = sweep(*arguments, "--run-dir", folder)[1]["trials"]
-        return sum(row["return_iqm"] for row in rows if row["trial"] >= 15) / 10
+        return sum(row["value"] for row in rows if row["trial"] >= 15) / 10
 
     assert late("tpe") > late("random") + 0.5
 

@@ -136,14 +136,13 @@ def _report(directory: pathlib.Path, runs: list[SeedRun], session: SessionOption
 
 def _summary(directory: pathlib.Path, done: list[tuple[int, Result]]) -> dict[str, Any]:
     returns = np.array([result.return_mean for _, result in done], np.float64)
-    low, high = interval(returns)
     return {
         "seeds": [seed for seed, _ in done],
         "returns": returns.tolist(),
         "return_mean": float(returns.mean()),
         "return_std": float(returns.std()),
-        "return_iqm": float(interquartile_mean(returns)),
-        "return_iqm_interval": [float(low), float(high)],
+        "return_iqm": float(interquartile_mean(returns)) if len(done) >= ENOUGH else None,
+        "return_iqm_interval": [float(end) for end in interval(returns)] if len(done) >= ENOUGH else None,
         "env_steps": sum(result.env_steps for _, result in done),
         "wall_seconds": sum(result.wall_seconds for _, result in done),
         "run_dir": str(directory),
@@ -167,10 +166,10 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
             *(f"{number:,.0f}" for number in numbers),
         )
     console(sys.stderr).print(table)
-    low, high = summary["return_iqm_interval"]
     text = f"mean {summary['return_mean']:.1f} ± {summary['return_std']:.1f} over seeds"
     if len(done) >= ENOUGH:
+        low, high = summary["return_iqm_interval"]
         text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
     else:
-        text += f" (lowest to highest: {low:.1f} to {high:.1f})"
+        text += f" (lowest to highest: {min(summary['returns']):.1f} to {max(summary['returns']):.1f})"
     print(f"{len(done)} seed{'s' * (len(done) > 1)}: {text}; see {picture}", file=sys.stderr)

@@ -200,7 +200,7 @@ class Trials:
         return {
             "trial": trial.number,
             "options": trial.params,
-            "return_iqm": trial.value,
+            "value": trial.value,
             "returns": trial.user_attrs.get("returns", []),
             **({} if failed is None else {"failed": failed}),
             "run_dir": str(self._directory / f"trial-{trial.number}"),
@@ -217,7 +217,7 @@ class Trials:
         for row in rows:
             value = ["failed", ""]
             if row["returns"]:
-                value = [f"{row['return_iqm']:.1f}", f"{np.std(row['returns']):.1f}"]
+                value = [f"{row['value']:.1f}", f"{np.std(row['returns']):.1f}"]
             table.add_row(str(row["trial"]), *value, *(_short(row["options"].get(each.name)) for each in self._varied))
         console(sys.stderr).print(table)
 

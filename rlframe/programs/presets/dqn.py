@@ -86,7 +86,7 @@ MOUNTAIN_CAR = Preset(
         ),
         **settings(RAINBOW, agent__double=True),
         **settings(
-            "found here: the best of 5 variants, 3 seeds each",
+            "found here, the best of 5 variants, 3 seeds each: benchmarks/notes/classic-control.md",
             agent__n_step=5,
             agent__learning_rate=2e-3,
             agent__anneal_learning_rate=True,

@@ -30,7 +30,8 @@ CARTPOLE = Preset(
         # times the recent ones. With Adam's usual epsilon of 1e-8 and no clip, the drift until then and that step are
         # of full length: 5 of 13 runs under heavy_env ended below 450.
         **settings(
-            "found here: every seed ends at 500: 10 under heavy_env, 8 light_env, 4 distributed, 6 in one process",
+            "found here: benchmarks/notes/impala-cartpole.md; every seed ends at 500: 10 under heavy_env, 8 light_env, "
+            "4 distributed, 6 in one process",
             steps=300_000,
             num_envs=16,
             agent__unroll_length=10,
