@@ -194,12 +194,14 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     """The defaults of an agent on an environment, changed as the preset says."""
     config_cls = naming.agent_class(agent).config_cls
     values = {**next(iter(config_classes(agent).values())).defaults, "agent": agent, "env": env}
-    if preset is not None:
-        values.update(preset.values("run"), agent_config=config_cls(**preset.values("agent")))
-        network_cls = naming.network_config_class(values.get("network"))
-        if network_cls is not None:
-            values["network_config"] = network_cls(**preset.values("network"))
-    return complete(from_flat(values))
+    if preset is None:
+        return complete(from_flat(values))
+    values.update(preset.values("run"), agent_config=config_cls(**preset.values("agent")))
+    described = complete(from_flat(values))
+    network = preset.values("network")
+    if not network:
+        return described
+    return with_fields(described, network_config=dataclasses.replace(described.topology.network_config, **network))
 
 
 def complete(experiment: Experiment) -> Experiment:

@@ -49,7 +49,7 @@ CARTPOLE = Preset(
             agent__max_grad_norm=0.5,
             network__hidden=(128, 128),
         ),
-        **settings("our choice", steps=100_000, num_envs=8),
+        **settings("our choice", steps=100_000, num_envs=8, network__orthogonal=True),
     },
 )
 
@@ -71,7 +71,7 @@ ACROBOT = Preset(
         ),
         **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),  # 0.12 of 100,000
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
-        **settings("our choice", agent__min_replay_size=1_000, num_envs=4),
+        **settings("our choice", agent__min_replay_size=1_000, num_envs=4, network__orthogonal=True),
     },
 )
 
@@ -102,7 +102,7 @@ MOUNTAIN_CAR = Preset(
             num_envs=4,
         ),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
-        **settings("our choice", steps=150_000),
+        **settings("our choice", steps=150_000, network__orthogonal=True),
     },
 )
 

@@ -40,7 +40,7 @@ POSITION_ONLY_CARTPOLE = Preset(
             network__size=64,
             network__activation="relu",
         ),
-        **settings("our choice", steps=300_000, num_envs=8),
+        **settings("our choice", steps=300_000, num_envs=8, network__orthogonal=True),
     },
 )
 
