@@ -18,7 +18,7 @@ from rlframe.metrics.statistics import ENOUGH
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES = ("-", "--", ":", "-.")  # with each of which they are used once more
+_DASHES = ("-", "--", ":", "-.")  # the next once all colours were used
 _INK, _FAINT = "#333333", "#999999"
 _MAX_COLUMNS = 3
 _INSIDE, _SHORT = 5, 40  # lines of a legend, and characters of a label, that there is room for beside the curves
