@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.agents.networks import Head, Network, build_network
+from rlframe.agents.net_factory import build_network
+from rlframe.agents.networks import Head, Network
 from rlframe.errors import UsageError
 from rlframe.types import Params, Tree, specs
 

@@ -13,7 +13,8 @@ import optax
 
 from rlframe.agents import losses, noisy
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, default_config
+from rlframe.agents.net_factory import build_network, default_config
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.errors import UsageError, check_above, check_at_least, check_share

@@ -13,7 +13,8 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
-from rlframe.agents.networks import Head, build_network, default_config, has_images
+from rlframe.agents.net_factory import build_network, default_config
+from rlframe.agents.networks import Head, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import Policy, default_policy
 from rlframe.agents.recurrent import Core

@@ -14,7 +14,8 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.dqn import ActorParams
 from rlframe.agents.minibatches import MinibatchUpdates, ravel
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, default_config, has_images
+from rlframe.agents.net_factory import build_network, default_config
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.normalization import NormalisedState, Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.errors import UsageError, check_above, check_at_least, check_share

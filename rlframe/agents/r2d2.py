@@ -12,7 +12,8 @@ import optax
 
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, build_network, has_images
+from rlframe.agents.net_factory import build_network
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import epsilon_greedy
 from rlframe.agents.recurrent import Core, GRUConfig, LSTMConfig

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe.agents.net_factory import is_recurrent
 from rlframe.agents.networks import (
     Activation,
     Head,
@@ -26,7 +27,6 @@ from rlframe.agents.networks import (
     has_images,
     has_own_layers,
     initial_weights,
-    is_recurrent,
     vectors,
 )
 from rlframe.errors import check_at_least

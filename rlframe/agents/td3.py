@@ -13,7 +13,8 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.critics import build_policy_and_critics, critic_values, first_output
-from rlframe.agents.networks import MLPConfig, NatureCNNConfig, default_config
+from rlframe.agents.net_factory import default_config
+from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.normalization import Normaliser
 from rlframe.agents.policies import ActionRange, check_bounds
 from rlframe.agents.trees import zeros_like_spec

@@ -206,7 +206,7 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
 
 def complete(experiment: Experiment) -> Experiment:
     """The experiment with `agent_config` and `network_config` at the agent's defaults where they are None."""
-    from rlframe.agents.networks import own_config  # imports JAX, as any agent does
+    from rlframe.agents.net_factory import own_config  # imports JAX, as any agent does
 
     agent_cls = naming.agent_class(experiment.agent)
     if experiment.agent_config is None:
