@@ -80,7 +80,7 @@ def _run(task: Task | LanguageTask, seed: int, threads: int | None) -> Run:
     if isinstance(task, LanguageTask):
         return Run(task.name, seed, task.arguments)
     often = str(task.steps // 10)  # it saves all that it needs to go on
-    arguments = [*task.arguments, "--eval-every", str(task.eval_every), "--checkpoint-every", often]
+    arguments = [*task.arguments, "--checkpoint-every", often]
     if "--topology" not in task.options:
         arguments += ["--replay-checkpoint-every", often]
     names = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if threads else ()

@@ -58,12 +58,11 @@ class Agent:
             says what `apply` must return. A constructor of your own takes it only where it reads it: without,
             `--network` is refused.
         policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.policies`).
-            None for the agent's default. Refused by agents that do not act by one.
+            None for the agent's default. Refused by agents whose distribution is fixed, or that have none.
     """
 
     config_cls: type[Any] = type(None)
-    # Configs of `rlframe.agents.networks`, of a class each: what `--network` begins with, where it is not the class's.
-    networks: tuple[Any, ...] = ()
+    networks: tuple[Any, ...] = ()  # the agent's own defaults of named networks, at most one config of each class
     takes_policy: bool = True  # whether a policy_factory is read; else it is refused
     learns_from: str = "steps"  # of environments, by a replay; "trajectories": `TokenBatch`es of a trajectory service
     network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`

@@ -88,6 +88,7 @@ class GRPO(Agent):
     """
 
     config_cls = GRPOConfig
+    takes_policy = False
     learns_from = "trajectories"
 
     def __init__(
@@ -99,8 +100,8 @@ class GRPO(Agent):
         policy_factory: PolicyFactory | None = None,
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
-        if net_factory is not None or policy_factory is not None:
-            raise UsageError("GRPO takes no network and no policy: GRPOConfig.model or .weights says what it trains.")
+        if net_factory is not None:
+            raise UsageError("GRPO takes no network: GRPOConfig.model or .weights says what it trains.")
         self.model_config = cfg.model_config
         if cfg.max_tokens > self.model_config.max_position_embeddings:
             raise UsageError(

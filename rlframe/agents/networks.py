@@ -52,8 +52,8 @@ Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 class MLPConfig:
     """Fully connected layers over all leaves of the observation, flattened and joined.
 
-    The defaults are those of the PPO of OpenAI Baselines for vectors (`baselines/common/models.py`,
-    `mlp`; `value_network="copy"`): two layers of 64, tanh, orthogonal weights of gain sqrt(2).
+    The class's defaults are those of the PPO of OpenAI Baselines for vectors (`baselines/common/models.py`,
+    `mlp`; `value_network="copy"`): two layers of 64, tanh, orthogonal weights of gain sqrt(2). Agents may have others.
     """
 
     hidden: tuple[int, ...] = (64, 64)
