@@ -311,8 +311,8 @@ _MORE = (
             goal=450.0,
             steps=100_000,
             measure="each",
-            tuned="The preset was chosen on other seeds, 1 to 4 and 101 to 105 among them, with which 20 of 20 runs had "
-            "450, too (benchmarks/notes/dqn-cartpole.md).",
+            tuned="The preset was chosen on other seeds, 1 to 4 and 101 to 105 among them, of which 20 of 20 runs "
+            "had 450, too (benchmarks/notes/dqn-cartpole.md).",
             published=(_zoo("DQN", 50_000, 500.0, 0.0),),
             eval_every=5_000,
             seeds=(111, 112, 113, 114, 115),

@@ -40,7 +40,7 @@ CARTPOLE = Preset(
         # Once every game lasts, gradients vanish, and with Adam's usual 1e-8 the next failure is a step of full length.
         **settings(DOPAMINE_CARTPOLE, agent__adam_epsilon=3.125e-4),
         # With the zoo's rate of 2.3e-3, target period of 128 and norm of 10, returns fell and rose all through a run.
-        # With these the last 5 evaluations had a mean of 450 in 19 of 20 runs with a usual epsilon, in 40 of 40 with this.
+        # With these the last 5 evaluations have a mean of 450 in 19 of 20 runs by a usual epsilon, in 40 of 40 by this.
         **settings(
             "found here, among more than 40 variants: benchmarks/notes/dqn-cartpole.md",
             agent__discount=0.995,
