@@ -46,7 +46,9 @@ class ElasticProgram(RunningProgram):
         self.env_steps.append(status["job"]["env_steps"])
         for worker in status["workers"]:
             if worker["pid"] and worker["pid"] not in self._workers and psutil.pid_exists(worker["pid"]):
-                self._workers[worker["pid"]] = self._seen[worker["pid"]] = psutil.Process(worker["pid"])
+                process = psutil.Process(worker["pid"])
+                if process.ppid() != os.getpid():  # those that the test itself started outlive the run
+                    self._workers[worker["pid"]] = self._seen[worker["pid"]] = process
         return status
 
     def ask(self, what: Callable[[ControlClient], Any]) -> Any:
