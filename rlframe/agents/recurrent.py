@@ -118,9 +118,9 @@ def where_first(first: jax.Array, initial: AgentState, state: AgentState) -> Age
 class _RecurrentConfig:
     """A torso, a recurrent core, and heads on what the core gives.
 
-    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. A head with a layer
-    of its own (`Head.own_layer`) has one as large as the core's output. Weights are
-    orthogonal (of the core with gain 1, biases 0), as those of CleanRL's ppo_atari_lstm.py.
+    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. Heads are linear, or
+    have a layer of their own as large as the core's output (`Head.own_layer`). Weights are orthogonal (of the core with
+    gain 1, biases 0), as those of CleanRL's ppo_atari_lstm.py.
     """
 
     hidden: tuple[int, ...] = (64,)  # dense layers before the core
