@@ -1,7 +1,7 @@
 """Loggers of a run's numbers: the terminal, files, TensorBoard, trackers, a function of yours, a picture.
 
 Rows of training carry `episode_return`, `episode_length`, `steps_per_second`, `staleness` and the agent's logs;
-rows of evaluation carry `return_mean`, `return_std` and `episodes`. The step is always in environment steps.
+rows of evaluation carry `return_mean`, `return_std` and `eval_episodes`. The step is always in environment steps.
 """
 
 from __future__ import annotations

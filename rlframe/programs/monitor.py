@@ -13,9 +13,10 @@ from rlframe import handles
 from rlframe.errors import PeerError, StoppedError
 from rlframe.interprocess.progress import Phase
 from rlframe.metrics import MultiLogger
+from rlframe.metrics.evaluations import evaluation_row
 from rlframe.metrics.sums import Sums
 from rlframe.programs.actor_counts import ActorCounts
-from rlframe.programs.rows import EVALUATED, RowWriter, next_multiple
+from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
 from rlframe.types import Logs
@@ -121,7 +122,7 @@ class Monitor(abc.ABC):
         return next_multiple(self._experiment.eval_every, self._counts.evaluated or 0)
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
-        return {name: values[name] for name in EVALUATED}
+        return evaluation_row(values)
 
     def _open_rows(self) -> RowWriter:
         self._counts.try_to_save()

@@ -12,8 +12,6 @@ from rlframe.metrics.sums import Sums, env_means
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
 
-EVALUATED = ("return_mean", "return_std", "length_mean", "episodes")  # of what `Evaluator.evaluate` gives
-
 
 class RowWriter:
     """Writes what happened since the row before, and keeps how fast it went.

@@ -16,8 +16,9 @@ from rlframe.learners import Learner
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.learners.replay_files import ReplayFiles
 from rlframe.metrics import MultiLogger
+from rlframe.metrics.evaluations import evaluation_row
 from rlframe.programs.evaluation import Evaluations
-from rlframe.programs.rows import EVALUATED, RowWriter, next_multiple
+from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import CHECKPOINTS_KEPT, RunDir
 from rlframe.programs.updates import first_update
@@ -219,7 +220,7 @@ class TrainingLoop:
             return None
         finally:
             self._stop.interruptible(False)
-        self._rows.logger.write(self.actor.env_steps, {name: values[name] for name in EVALUATED})
+        self._rows.logger.write(self.actor.env_steps, evaluation_row(values))
         return values
 
     def _save(self, *, final: bool) -> None:

@@ -153,7 +153,7 @@ def test_a_callback_sees_every_row(tmp_path):
     seen = []
     train(ppo(log_every=300), run_dir=tmp_path / "run", callbacks=[lambda step, values: seen.append((step, values))])
     assert [step // 300 for step, _ in seen] == [1, 2, 2]
-    assert seen[-1][1]["episodes"] == 2
+    assert seen[-1][1]["eval_episodes"] == 2 and "episodes" not in seen[-1][1]
 
 
 def test_what_shows_progress_gets_every_row_once_and_the_steps_between(tmp_path):

@@ -26,10 +26,10 @@ from rlframe.coordinator.messages import (
     StartTask,
 )
 from rlframe.coordinator.states import TaskState, WorkerState
+from rlframe.metrics.evaluations import evaluation_row
 
 _LATER = 0.05  # seconds before a learner that can take no batch is asked again
 _MUCH_LATER = 1.0  # the same, where the replay buffer raised
-_IN_A_ROW = ("return_mean", "return_std", "length_mean", "episodes")
 
 
 # --- tasks
@@ -304,8 +304,8 @@ def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluate
     if job.ending is not None and task.task_id == job.ending.task_id:
         job.ending.evaluation = {**reply.values, "params_version": version}
     text = f"Version {version}: mean return {reply.values['return_mean']:g}"
-    job.note("evaluated", text, params_version=version, **reply.values)
-    job.emit(ev.Row(job.accounts.env_steps, {name: reply.values[name] for name in _IN_A_ROW}))
+    job.note("evaluated", text, params_version=version, **evaluation_row(reply.values))
+    job.emit(ev.Row(job.accounts.env_steps, evaluation_row(reply.values)))
     task.has_result = True
     task.become(TaskState.CLOSING)
 

@@ -357,6 +357,13 @@ def test_an_evaluation_of_a_policy_that_has_no_version_is_cancelled() -> None:
     assert task.state is TaskState.CANCELLED
 
 
+def test_a_row_of_an_evaluation_does_not_count_its_episodes_as_those_of_training() -> None:
+    world = running(1, commander=TrainOne(env_steps=400))
+    assert world.run(400.0, lambda: world.is_over)
+    (row,) = [row.values for row in world.rows if "return_mean" in row.values]
+    assert set(row) == {"return_mean", "return_std", "length_mean", "eval_episodes"} and row["eval_episodes"] == 1.0
+
+
 def test_evaluations_are_as_far_apart_as_they_should_be() -> None:
     world = running(1, commander=TrainOne(env_steps=10**9, eval_every=200))
     world.run(60.0)
