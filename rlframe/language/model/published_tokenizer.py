@@ -10,6 +10,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import UsageError
+from rlframe.language.model.token_bytes import BYTE_LEVEL, TokenBytes
 
 with extras.needed("A published tokenizer", "lm"):
     import jinja2
@@ -34,6 +35,7 @@ class PublishedTokenizer:
             raise UsageError(f"The file {folder / 'tokenizer.json'} cannot be read: {error}.") from error
         self._tokenizer.no_truncation()  # which a file may ask for, and transformers does not heed
         self._tokenizer.no_padding()
+        self._bytes = TokenBytes(self._tokenizer)
         config = _read(folder / "tokenizer_config.json")
         self._folder = folder
         self._special = {name: _content(config[name]) for name in SPECIAL if config.get(name)}
@@ -49,9 +51,14 @@ class PublishedTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """See `Tokenizer`."""
+        """See `Tokenizer`. Malformed bytes become U+FFFD, and leave their neighbors as they are."""
         known = [token for token in tokens if 0 <= token < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        repaired = self._bytes.repaired(known, skip_special_tokens)
+        return self._tokenizer.decode(repaired, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """See `Tokenizer`."""
+        return self._bytes.of(token) if 0 <= token < self.vocab_size else b""
 
     def apply_chat_template(
         self, messages: Sequence[Any], *, tokenize: bool = True, add_generation_prompt: bool = False
@@ -136,11 +143,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def save_bytes(folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str) -> None:
     """Write a tokenizer of the 256 bytes, followed by `marks`, with the `special` ones' names."""
-    # GPT-2's: a byte that can be seen stands for itself, the others for characters from 256 on.
-    seen = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    unseen = [byte for byte in range(256) if byte not in seen]
-    vocabulary = {chr(byte if byte in seen else 256 + unseen.index(byte)): byte for byte in range(256)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=BYTE_LEVEL, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(list(marks))

@@ -43,7 +43,10 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of tokens. Ids that the tokenizer does not have are none."""
+        """The text of tokens. Ids that the tokenizer does not have are none, malformed bytes are U+FFFD."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what a token adds to a text, as UTF-8; it may be a part of a character. Marks are their text."""
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False
@@ -56,6 +59,7 @@ class Tokenizer(Protocol):
 
 ROLES = ("system", "user", "assistant", "tool")
 _MARKS = ("<|pad|>", "<|bos|>", "<|eos|>", *(f"<|{role}|>" for role in ROLES))
+_BYTES = [*(bytes([byte]) for byte in range(256)), *(mark.encode() for mark in _MARKS)]  # of each token
 _MARK = re.compile("(" + "|".join(map(re.escape, _MARKS)) + ")")
 _TEMPLATE = (
     "{% for message in messages %}{% if message.role not in " + str(ROLES) + " %}"
@@ -84,13 +88,12 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """See `Tokenizer`. Bytes that are no UTF-8 become U+FFFD."""
-        parts = []
-        for token in tokens:
-            if 0 <= token < 256:
-                parts.append(bytes([token]))
-            elif 256 <= token < self.vocab_size and not skip_special_tokens:
-                parts.append(_MARKS[token - 256].encode())
-        return b"".join(parts).decode(errors="replace")
+        end = 256 if skip_special_tokens else self.vocab_size
+        return b"".join(_BYTES[token] for token in tokens if 0 <= token < end).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """See `Tokenizer`."""
+        return _BYTES[token] if 0 <= token < self.vocab_size else b""
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False

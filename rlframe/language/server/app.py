@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
 
 _IN_THREAD = 16 << 10  # bytes of a request from which on it is encoded beside the event loop: 1 MB may take seconds
+_LINE_ENDS = "\x85\u2028\u2029"  # clients that split by Unicode's lines would cut an event there; JSON may escape them
 _DESCRIPTION = """A language model that learns meanwhile, behind the OpenAI API.
 
 Every answer names its `policy_version`: that of the parameters which its last token was sampled with."""
@@ -196,7 +197,10 @@ async def _events(generation: Generation, replies: Replies) -> AsyncIterator[byt
 
 
 def _event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    data = msgspec.json.encode(content)
+    for character in _LINE_ENDS:
+        data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    return b"data: " + data + b"\n\n"
 
 
 def _check_model(asked: str, name: str) -> None:

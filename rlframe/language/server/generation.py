@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from rlframe.errors import UnavailableError
@@ -15,9 +15,7 @@ from rlframe.language.decoding.ranking import PromptScores
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 from rlframe.language.server.requests import Asked
-
-_UNKNOWN = "\ufffd"  # what an unfinished character is decoded as
-_LONGEST = 16  # tokens that may be one unfinished character; more are none
+from rlframe.language.server.text_decoder import TextDecoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +25,7 @@ class AnswerPiece:
     index: int  # of the answer
     text: str
     tokens: list[int]  # with the one that ended it, which is no text
+    offsets: list[int]  # of each token the place in the answer's text; empty: there are no log-probabilities
     log_probs: list[float]
     versions: list[int]
     finish_reason: str | None  # None: more follows
@@ -63,7 +62,7 @@ class Generation:
         self._stop_tokens = asked.sampling.stop_tokens
         self._timeout = timeout
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
-        self._texts = [TextDecoder(tokenizer, asked.stops, asked.skip_special_tokens) for _ in prompts]
+        self._texts = [TextDecoder(tokenizer, asked.stops, asked.skip_special_tokens, asked.log_probs) for _ in prompts]
         # Without this each answer costs the event loop once, with it each piece does.
         self._arrived: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or asked.stops else None
         self._loop = asyncio.get_running_loop()
@@ -146,13 +145,16 @@ class Generation:
     def _piece(self, index: int, answer: Answer) -> AnswerPiece:
         text, tokens = self._texts[index], answer.tokens
         ended_by = tokens[-1] if answer.finish_reason == "stop" and tokens[-1] in self._stop_tokens else None
+        begun = len(text.offsets)
         said, count = text.add(tokens if ended_by is None else tokens[:-1], answer.finish_reason is not None)
+        offsets = text.offsets[begun:] + [text.length] * (ended_by is not None)
         stopped = text.stopped_by is not None
         count = count if stopped else len(tokens)
         return AnswerPiece(
             index=index,
             text=said,
             tokens=tokens[:count],
+            offsets=offsets[:count],
             log_probs=answer.log_probs[:count],
             versions=answer.versions[:count],
             finish_reason="stop" if stopped else answer.finish_reason,
@@ -167,83 +169,9 @@ def _joined(pieces: list[AnswerPiece]) -> AnswerPiece:
         pieces[-1],
         text="".join(piece.text for piece in pieces),
         tokens=[token for piece in pieces for token in piece.tokens],
+        offsets=[offset for piece in pieces for offset in piece.offsets],
         log_probs=[log_prob for piece in pieces for log_prob in piece.log_probs],
         versions=[version for piece in pieces for version in piece.versions],
         likeliest=[one for piece in pieces for one in piece.likeliest],
         prompt_scores=pieces[0].prompt_scores,
     )
-
-
-class TextDecoder:
-    """Decodes one answer.
-
-    Args:
-        tokenizer: of the tokens.
-        stops: strings that end the answer, which are no part of its text.
-        skip_special_tokens: leave them out of the text.
-
-    Attributes:
-        stopped_by: the string that ended it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._stops, self._skip = tokenizer, stops, skip_special_tokens
-        self.stopped_by: str | None = None
-        self._tokens: list[int] = []
-        # Tokenizers treat the first token of a text in their own way (they strip its space): so what is new is decoded
-        # behind what came last, `_tokens[_context:_read]`.
-        self._context = self._read = 0
-        self._held = ""  # may be the beginning of a stop string
-
-    def add(self, tokens: Sequence[int], last: bool) -> tuple[str, int]:
-        """Take tokens that follow.
-
-        Args:
-            last: there are no more.
-
-        Returns:
-            (text that is certain now, tokens that are of the answer: all, or those up to the end of a stop string).
-        """
-        step = 1 if self._stops else max(1, len(tokens))
-        for start in range(0, len(tokens), step):
-            self._tokens += tokens[start : start + step]
-            self._held += self._decode(whole=False)
-            if (found := self._find()) is not None:
-                return found, start + step
-        if last:
-            self._held += self._decode(whole=True)
-        if (found := self._find()) is not None:
-            return found, len(tokens)
-        certain = len(self._held) - (0 if last else self._begun())
-        text, self._held = self._held[:certain], self._held[certain:]
-        return text, len(tokens)
-
-    def _decode(self, whole: bool) -> str:
-        """The text of what was not read; nothing while that ends within a character, unless `whole`."""
-        if self._read == len(self._tokens):
-            return ""
-        before = self._tokenizer.decode(self._tokens[self._context : self._read], skip_special_tokens=self._skip)
-        text = self._tokenizer.decode(self._tokens[self._context :], skip_special_tokens=self._skip)
-        if text.endswith(_UNKNOWN) and not whole and len(self._tokens) - self._read < _LONGEST:
-            return ""
-        self._context, self._read = self._read, len(self._tokens)
-        return text[len(before) :]
-
-    def _find(self) -> str | None:
-        """The text before the first stop string, where there is one."""
-        places = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
-        if not places:
-            return None
-        place, self.stopped_by = min(places)
-        return self._held[:place]
-
-    def _begun(self) -> int:
-        """Count the characters at the end that may be the beginning of a stop string."""
-        held = self._held
-        sizes = [
-            size
-            for stop in self._stops
-            for size in range(1, min(len(stop), len(held) + 1))
-            if held.endswith(stop[:size])
-        ]
-        return max(sizes, default=0)

@@ -10,6 +10,7 @@ from typing import Any
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.generation import AnswerPiece
 from rlframe.language.server.requests import Asked, ChatRequest, CompletionRequest
+from rlframe.language.server.text_decoder import TextDecoder
 
 
 class Replies:
@@ -22,6 +23,7 @@ class Replies:
 
     prefix = ""  # of the id
     kinds = ("", "")  # of a whole answer and of an event
+    partial = ""  # before the bytes that name a part of a character
     _content: Callable[[AnswerPiece, bool, bool], dict[str, Any]]  # of a piece: streamed or not, the first or not
     _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
@@ -29,7 +31,6 @@ class Replies:
         self._request, self._asked, self._tokenizer = request, asked, tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
         self._begun: set[int] = set()  # answers of which there were events
-        self._lengths: dict[int, int] = {}  # characters so far
         self._sampled, self._version = 0, -1
 
     def whole(self, pieces: list[AnswerPiece]) -> dict[str, Any]:
@@ -99,14 +100,17 @@ class Replies:
         ]
 
     def _ranked(self, token: int, log_prob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": log_prob, "rank": rank, "decoded_token": self._text(token)}
-
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        return {"logprob": log_prob, "rank": rank, "decoded_token": self._tokenizer.decode([token])}
 
     def _name(self, token: int) -> str:
-        """What the token is called in log-probabilities."""
-        return f"token_id:{token}" if self._request.return_tokens_as_token_ids else self._text(token)
+        """Return a token's name in log-probabilities: its text, or the bytes of a part of a character, as OpenAI."""
+        if self._request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        content = self._tokenizer.token_bytes(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return self.partial + repr(content)[2:-1]
 
 
 class CompletionReplies(Replies):
@@ -114,6 +118,7 @@ class CompletionReplies(Replies):
 
     prefix = "cmpl"
     kinds = ("text_completion", "text_completion")
+    partial = "bytes:"
 
     def _content(self, piece: AnswerPiece, streamed: bool, first: bool) -> dict[str, Any]:
         return {"text": self._asked.texts[piece.index // self._asked.n] + piece.text if first else piece.text}
@@ -128,21 +133,27 @@ class CompletionReplies(Replies):
         assert isinstance(self._request, CompletionRequest)
         count, scores = self._request.likeliest, piece.prompt_scores
         tokens, log_probs, likeliest = piece.tokens, list[Any](piece.log_probs), list[Any](piece.likeliest)
+        text = self._asked.texts[piece.index // self._asked.n]
+        offsets = [len(text) + offset for offset in piece.offsets]
         if self._request.echo and scores is not None:
-            tokens = self._asked.prompts[piece.index // self._asked.n] + tokens
+            prompt = self._asked.prompts[piece.index // self._asked.n]
+            tokens, offsets = prompt + tokens, self._offsets(prompt, text) + offsets
             log_probs = [None, *scores.log_probs, *log_probs]
             likeliest = [None, *scores.likeliest, *likeliest]
-        offsets, at = [], self._lengths.get(piece.index, 0)
-        for token in tokens:
-            offsets.append(at)
-            at += len(self._text(token))
-        self._lengths[piece.index] = at
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": log_probs,
             "top_logprobs": [*map(self._top, tokens, log_probs, likeliest)] if count else None,
             "text_offset": offsets,
         }
+
+    def _offsets(self, prompt: list[int], text: str) -> list[int]:
+        """Return where each token of a prompt begins in its text."""
+        for skips in (False, True):  # marks may be of the text, or put around it by the tokenizer
+            decoder = TextDecoder(self._tokenizer, skip_special_tokens=skips, with_offsets=True)
+            if decoder.add(prompt, last=True)[0] == text:
+                break
+        return [min(offset, len(text)) for offset in decoder.offsets]
 
     def _top(self, token: int, log_prob: float, likeliest: dict[int, float] | None) -> dict[str, float] | None:
         """The likeliest tokens at one place, and the one that is there."""
@@ -182,6 +193,5 @@ class ChatReplies(Replies):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self._text(token)
-        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
-        return {"token": self._name(token), "logprob": log_prob, "bytes": known}
+        content = [*self._tokenizer.token_bytes(token)]
+        return {"token": self._name(token), "logprob": log_prob, "bytes": content}

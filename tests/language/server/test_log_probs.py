@@ -61,9 +61,18 @@ def test_echo_has_the_prompt_s_log_probabilities(client):
     assert found.token_logprobs[1:] == pytest.approx([row[i] for row, i in zip(rows, tokens[1:])], abs=1e-4)
     for row, top in zip(rows, found.top_logprobs[1:]):
         assert sorted(top.values(), reverse=True)[:2] == pytest.approx(likeliest(row, 2), abs=1e-4)
-    assert found.text_offset == list(np.cumsum([0] + [len(ByteTokenizer().decode([i])) for i in tokens[:-1]]))
+    assert found.text_offset[: len(PROMPT) + 1] == [0, 1, 2, 3, 4, 5]
     plain = ask(client, logprobs=1, echo=True).logprobs
     assert plain.top_logprobs is None and plain.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:], abs=1e-4)
+
+
+def test_offsets_of_a_prompt_are_places_in_its_text(client):
+    for prompt, places in (("<|user|>é中<|eos|>a", [0, 8, 8, 9, 9, 9, 10, 17]), ([260, 0xC3, 0xA9, 97], [0, 0, 0, 1])):
+        choice = ask(client, prompt=prompt, logprobs=1, echo=True, max_tokens=3)
+        count = len(places)
+        assert choice.logprobs.text_offset[: count + 1] == [*places, len(prompt) if isinstance(prompt, str) else 2]
+        text = prompt if isinstance(prompt, str) else "éa"
+        assert choice.text == text + ByteTokenizer().decode(choice.token_ids, skip_special_tokens=True)
 
 
 def check_prompt(places, prompt, count):

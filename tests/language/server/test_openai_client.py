@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from rlframe.language import SamplingParams, generate
 from rlframe.language.model import transformer
 from rlframe.language.model.tokenizers import ByteTokenizer
-from tests.language.server.serving import TINY, params_of
+from tests.language.server.serving import DEADLINE, TINY, params_of
 
 TOKENIZER = ByteTokenizer()
 PROMPT = [1, 2, 3]
@@ -49,13 +51,39 @@ def test_log_probabilities_are_those_that_a_learner_computes(client):
 
 
 def test_tokens_of_logprobs_are_texts_with_their_places_or_ids(client):
-    (choice,) = ask(client, seed=5, **with_ids()).choices
-    assert choice.logprobs.tokens == [TOKENIZER.decode([token]) for token in choice.token_ids]
-    lengths = [len(text) for text in choice.logprobs.tokens]
-    assert choice.logprobs.text_offset == [sum(lengths[:at]) for at in range(len(lengths))]
+    (choice,) = ask(client, seed=5, max_tokens=40, **with_ids()).choices
+    ids, found = choice.token_ids, choice.logprobs
+    assert found.tokens == [name_of(token, "bytes:") for token in ids]
+    # A token begins in the text where its first byte does: the tokens of one character begin at the same place.
+    ends = [len(TOKENIZER.decode(ids[: i + 1], skip_special_tokens=True)) for i in range(len(ids))]
+    places = zip(ids, ends, found.text_offset)
+    assert all(at == end - 1 for token, end, at in places if token < 256)  # marks are no text
     as_ids = with_ids(extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True})
-    (again,) = ask(client, seed=5, **as_ids).choices
-    assert again.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    (again,) = ask(client, seed=5, max_tokens=40, **as_ids).choices
+    assert again.logprobs.tokens == [f"token_id:{token}" for token in ids]
+
+
+def name_of(token, partial):
+    """A token in log-probabilities; `partial` is before the bytes of a part of a character."""
+    content = TOKENIZER.token_bytes(token)
+    return content.decode() if token < 128 or token > 255 else f"{partial}\\x{token:02x}"
+
+
+def test_parts_of_characters_have_names_and_bytes_of_their_own(client):
+    options = {"model": "policy", "messages": [{"role": "user", "content": "“中”"}], "max_tokens": 60, "seed": 4}
+    (choice,) = client.chat.completions.create(**options, logprobs=True, top_logprobs=20, **as_sampled()).choices
+    entries = choice.logprobs.content
+    assert [bytes(entry.bytes) for entry in entries] == [TOKENIZER.token_bytes(token) for token in choice.token_ids]
+    assert [entry.token for entry in entries] == [name_of(token, "") for token in choice.token_ids]
+    text = b"".join(bytes(entry.bytes) for entry in entries if len(entry.bytes) == 1)  # marks are no text
+    assert text.decode(errors="replace") == choice.message.content and "\ufffd" in choice.message.content
+    assert all(len({one.token for one in entry.top_logprobs}) == 20 for entry in entries)
+    (completion,) = ask(client, seed=5, max_tokens=40, logprobs=20).choices
+    assert all(len(place) >= 20 for place in completion.logprobs.top_logprobs)
+
+
+def as_sampled():
+    return {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
 
 
 def test_prompts_are_texts_or_tokens_one_or_many(client):
@@ -141,6 +169,29 @@ def test_a_stream_has_all_of_n_answers(client):
     assert list(found.values()) == [choice.token_ids for choice in whole]
 
 
+@pytest.mark.parametrize("stop", [None, ["never said"]], ids=["plain", "stops"])
+def test_a_stream_of_each_of_several_answers_is_its_whole_text(client, stop):
+    messages = [{"role": "user", "content": "Привет, 世界 👩‍👩‍👧‍👦"}]
+    options = {"n": 3, "seed": 8, "max_tokens": 60, "stop": stop, "extra_body": {"ignore_eos": True}}
+    whole = [choice.text for choice in ask(client, **options).choices]
+    chats = client.chat.completions.create(model="policy", messages=messages, **options).choices
+    said = dict.fromkeys(range(3), "")
+    for event in ask(client, **options, stream=True):
+        said[event.choices[0].index] += event.choices[0].text
+    assert [*said.values()] == whole and all("\ufffd" in text for text in whole)
+    said = dict.fromkeys(range(3), "")
+    for event in client.chat.completions.create(model="policy", messages=messages, **options, stream=True):
+        said[event.choices[0].index] += event.choices[0].delta.content
+    assert [*said.values()] == [choice.message.content for choice in chats]
+
+
+def test_an_event_is_one_line_for_clients_that_split_by_unicode_s(server):
+    body = {"model": "policy", "prompt": "a\u2028b\x85c\u2029", "max_tokens": 1, "echo": True, "stream": True}
+    with httpx.stream("POST", f"{server.url()}/completions", json=body, timeout=DEADLINE) as answer:
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert json.loads(events[0])["choices"][0]["text"].startswith(body["prompt"]) and events[-1] == "[DONE]"
+
+
 def test_a_chat_is_answered_by_its_template(client):
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     plain = [messages[0], {"role": "user", "content": "hi"}]
@@ -154,7 +205,7 @@ def test_a_chat_is_answered_by_its_template(client):
     assert choice.message.role == "assistant"
     assert choice.message.content == TOKENIZER.decode(expected.tokens, skip_special_tokens=True)
     assert [one.logprob for one in choice.logprobs.content] == pytest.approx(expected.log_probs, abs=1e-4)
-    assert [one.token for one in choice.logprobs.content] == [TOKENIZER.decode([token]) for token in expected.tokens]
+    assert [one.token for one in choice.logprobs.content] == [name_of(token, "") for token in expected.tokens]
     assert (answer.object, answer.usage.prompt_tokens, answer.policy_version) == ("chat.completion", len(prompt), 0)
     # An answer as the package has it is a turn of the next question.
     turns = [*messages, choice.message.model_dump(exclude={"role"}) | {"role": "assistant"}, plain[1]]

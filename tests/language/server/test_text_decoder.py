@@ -1,0 +1,160 @@
+"""Tokens that come piece by piece, as text."""
+# ruff: noqa: RUF001  quotation marks of other languages
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from rlframe.language.model.tokenizers import ByteTokenizer, load_tokenizer
+from rlframe.language.server.text_decoder import TextDecoder
+from tests.language import published
+
+TOKENIZER = ByteTokenizer()
+SAID = "añ→😀 end"
+
+
+@pytest.fixture(scope="module", params=["byte", "byte_level", "byte_fallback"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "byte":
+        return TOKENIZER
+    return load_tokenizer(getattr(published, request.param)(tmp_path_factory.mktemp("tokenizer")))
+
+
+def cut(tokens, size):
+    return [tokens[at : at + size] for at in range(0, len(tokens), size)]
+
+
+def said(text, parts, tokenizer=TOKENIZER, **options):
+    """(texts that were handed out, tokens that were taken, what stopped it)."""
+    one = TextDecoder(tokenizer, **options)
+    out, taken = [], 0
+    for index, part in enumerate(parts):
+        piece, count = one.add(list(part), last=index == len(parts) - 1)
+        out.append(piece)
+        taken += count
+        if one.stopped_by is not None:
+            break
+    return out, taken, one.stopped_by
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_characters_are_handed_out_whole(size):
+    tokens = SAID.encode()
+    out, taken, _ = said(SAID, [tokens[at : at + size] for at in range(0, len(tokens), size)])
+    assert "".join(out) == SAID and "\ufffd" not in "".join(out) and taken == len(tokens)
+    assert all(piece in SAID for piece in out)
+
+
+SIZES = [1, 2, 3, 5, 7, 8, 16, 100]
+
+
+@pytest.mark.parametrize("stops", [(), ("\x00never", "quotes never")], ids=["plain", "stops"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_stream_of_any_language_is_the_whole_text(tokenizer, size, stops):
+    for text in (*published.TEXTS, "".join(published.TEXTS), published.TEXTS[3] * 9):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        for with_offsets in (False, True):
+            out, taken, _ = said("", cut(tokens, size), tokenizer, stops=stops, with_offsets=with_offsets)
+            assert "".join(out) == tokenizer.decode(tokens) == text
+            assert "\ufffd" not in "".join(out) and taken == len(tokens)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_stream_of_malformed_bytes_is_the_whole_text(tokenizer, size):
+    source = random.Random(size)
+    partial = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token)[:1] >= b"\x80"]
+    for i in range(60):
+        tokens = tokenizer.encode("".join(published.TEXTS), add_special_tokens=False)[: source.randrange(60)]
+        for _ in range(8):  # special tokens among them
+            tokens.insert(source.randrange(len(tokens) + 1), source.randrange(tokenizer.vocab_size))
+        tokens += source.choices(partial, k=source.randrange(60))
+        for skip in (True, False):
+            options = {"skip_special_tokens": skip, "with_offsets": i % 2 == 0}
+            out, _, _ = said("", cut(tokens, size), tokenizer, **options)
+            assert "".join(out) == tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+def test_a_character_is_handed_out_with_its_last_token(tokenizer):
+    text = "é中" + "👩‍👩‍👧‍👦" * 3
+    decoder, out = TextDecoder(tokenizer), ""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for i, token in enumerate(tokens):
+        out += decoder.add([token], last=False)[0]
+        assert out == tokenizer.decode(tokens[: i + 1]).rstrip("\ufffd")
+    assert out == text
+
+
+def test_a_stop_string_of_several_bytes_ends_the_text_before_it(tokenizer):
+    tokens = tokenizer.encode("日本語”、ありがとう", add_special_tokens=False)
+    ends = next(i for i in range(len(tokens)) if "”" in tokenizer.decode(tokens[: i + 1]))
+    for size in SIZES:
+        out, taken, stopped_by = said("", cut(tokens, size), tokenizer, stops=["’", "”"])
+        assert ("".join(out), taken, stopped_by) == ("日本語", ends + 1, "”")
+
+
+def test_offsets_are_where_a_token_s_first_character_is(tokenizer):
+    text = "añ中😀 “b”"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    data, expected = b"", []
+    for token in tokens:
+        content = tokenizer.token_bytes(token)
+        expected.append(len((data + content[:1]).decode(errors="replace")) - 1)
+        data += content
+    if data.decode() == " " + text:  # the decoder strips the space that texts begin with
+        expected = [max(0, place - 1) for place in expected]
+    for size in SIZES:
+        decoder = TextDecoder(tokenizer, with_offsets=True)
+        for part in cut(tokens, size):
+            decoder.add(part, last=False)
+        assert decoder.offsets == expected
+    if tokenizer is TOKENIZER:
+        assert expected == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5, 5, 5, 6, 7, 7, 7]
+
+
+def test_what_is_no_character_is_handed_out_at_the_end():
+    assert said("", [b"ab", b"\xf0\x9f"])[0] == ["ab", "\ufffd"]
+    assert said("", [b"\xf0"] * 4)[0] == ["", "\ufffd", "\ufffd", "\ufffd\ufffd"]  # the next shows that it is none
+
+
+@pytest.mark.parametrize("token", [258, 0xF0, 0x80], ids=["special", "begins", "continues"])
+def test_the_cost_of_a_token_does_not_grow_with_the_text(token):
+    def seconds(count):
+        decoder, start = TextDecoder(TOKENIZER, stops=["x"]), time.process_time()
+        decoder.add([token] * count, last=False)
+        return time.process_time() - start
+
+    few, many = min(seconds(2000) for _ in range(3)), seconds(20_000)
+    assert many < 40 * few  # 100 times, if each token decoded all
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_text_ends_before_a_stop_string_however_it_is_cut(size):
+    tokens = b"one two STOP three"
+    parts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+    out, taken, stopped_by = said("", parts, stops=["STOP", "four"])
+    assert ("".join(out), stopped_by, taken) == ("one two ", "STOP", len("one two STOP"))
+
+
+def test_what_may_be_the_beginning_of_a_stop_string_is_held_back():
+    assert said("", [b"a S", b"TO", b"P"], stops=["STOP"])[0] == ["a ", "", ""]
+    assert said("", [b"a S", b"TO", b"RE"], stops=["STOP"])[0] == ["a ", "", "STORE"]
+    assert said("", [b"a S", b"TO"], stops=["STOP"])[0] == ["a ", "STO"]
+
+
+def test_a_stop_string_of_a_megabyte_costs_no_more_than_the_text():
+    stop = "x" * (1 << 20) + "y"  # its beginnings have half a terabyte
+    out, taken, stopped_by = said("", [b"x" * 8] * 8, stops=[stop])
+    assert ("".join(out), taken, stopped_by) == ("x" * 64, 64, None)
+
+
+def test_the_first_of_several_stop_strings_counts():
+    assert said("", [b"abcd"], stops=["cd", "bc"]) == (["a"], 3, "bc")
+
+
+def test_special_tokens_are_no_text_unless_asked_for():
+    tokens = [97, TOKENIZER.eos_token_id, 98]
+    assert said("", [tokens])[0] == ["ab"]
+    assert said("", [tokens], skip_special_tokens=False)[0] == ["a<|eos|>b"]
