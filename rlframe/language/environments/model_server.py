@@ -110,10 +110,12 @@ class APIServer:
         Raises:
             UsageError: the server does not say token ids.
         """
-        split = kwargs.pop("split", "train")
         sample = self._sample_of_sglang if self.config.server_type == "sglang" else self._sample_of_completions
-        samples = await self._ask(split, lambda timeout: sample(kwargs, timeout))
-        return samples.prompt_tokens, samples.tokens, samples.logprobs, samples.finish_reasons
+        parts = await self._several(sample, lambda samples: len(samples.tokens), kwargs)
+        tokens, logprobs, reasons = (
+            [one for part in parts for one in getattr(part, name)] for name in ("tokens", "logprobs", "finish_reasons")
+        )
+        return parts[0].prompt_tokens, tokens, logprobs, reasons
 
     async def update_weight(self, weight: float) -> None:
         """The part of its requests at once, from 0 to 1, that this environment may use; one stays in any case."""
@@ -139,21 +141,43 @@ class APIServer:
         await self.openai.close()
 
     async def _completions(self, create: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
-        """One answer with n choices, from a server that may ignore n."""
-        split, n = kwargs.pop("split", "train"), kwargs.pop("n", None) or 1
+        """One answer with n choices."""
 
-        def ask(count: int) -> Awaitable[Any]:
-            several = {"n": count} if count > 1 else {}
-            return self._ask(split, lambda timeout: create(**kwargs, **several, timeout=timeout))
+        def ask(options: dict[str, Any], timeout: float) -> Awaitable[Any]:
+            return create(**options, timeout=timeout)
 
-        answer = await ask(1 if self._one_at_a_time else n)
-        if len(answer.choices) == 1 < n:
+        first, *others = await self._several(ask, lambda answer: len(answer.choices), kwargs)
+        for other in others:
+            first.choices.extend(other.choices)
+        return first
+
+    async def _several(
+        self,
+        ask: Callable[[dict[str, Any], float], Awaitable[Any]],
+        count: Callable[[Any], int],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        """Return the answers to one request, or to n requests if the server ignores n.
+
+        Args:
+            ask: sends a request with these options, within so many seconds.
+            count: completions of an answer.
+            kwargs: options, with `split` and `n`.
+        """
+        options = dict(kwargs)
+        split, n = options.pop("split", "train"), options.pop("n", None) or 1
+
+        def part(start: int, size: int) -> Awaitable[Any]:
+            asked = {**seeded_part(options, start), **({"n": size} if size > 1 else {})}
+            return self._ask(split, lambda timeout: ask(asked, timeout))
+
+        answers = [await part(0, 1 if self._one_at_a_time else n)]
+        if count(answers[0]) == 1 < n:
             self._one_at_a_time = True
-            for more in await asyncio.gather(*(ask(1) for _ in range(n - 1))):
-                answer.choices.extend(more.choices)
-        if len(answer.choices) != n:
-            raise PeerError(f"{self.config.base_url} was asked for {n} completions, and sent {len(answer.choices)}.")
-        return answer
+            answers += await asyncio.gather(*(part(start, 1) for start in range(1, n)))
+        if (sent := sum(map(count, answers))) != n:
+            raise PeerError(f"{self.config.base_url} was asked for {n} completions, and sent {sent}.")
+        return answers
 
     async def _ask(self, split: str, ask: Callable[[float], Awaitable[Any]]) -> Any:
         """Ask until there is an answer. A server that did not answer is asked for its models first: that costs less."""
@@ -294,6 +318,22 @@ class Samples:
     logprobs: list[list[float]]
     finish_reasons: list[str]
     policy_version: int | None  # the oldest that sampled a token
+
+
+def seeded_part(options: dict[str, Any], start: int) -> dict[str, Any]:
+    """Return the options of a request for the completions from the `start`-th on, where one request is sent as several.
+
+    A server gives the same completions for the same seed, so each request needs a seed of its own. It is made from
+    the given seed, and far from it: vLLM uses the seeds that follow for the other completions of a request.
+    """
+    body = options.get("extra_body") or {}
+    seed = options.get("seed", body.get("seed"))
+    if not isinstance(seed, int) or start == 0:
+        return options
+    (derived,) = np.random.SeedSequence([seed % 2**64, start]).generate_state(1, np.uint32)
+    if options.get("seed") is not None:
+        return {**options, "seed": int(derived)}
+    return {**options, "extra_body": {**body, "seed": int(derived)}}
 
 
 def _oldest_version(answer: Any) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlframe.errors import UsageError
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig, ServerBaseline
-from rlframe.language.environments.model_server import APIServer
+from rlframe.language.environments.model_server import APIServer, seeded_part
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
 
@@ -256,7 +256,11 @@ class ServerManager:
         full, rest = divmod(n, self.max_n_completions)
         counts = [self.max_n_completions] * full + [rest] * (rest > 0)
         chosen = [self._chosen(split) for _ in counts]
-        calls = [getattr(server, method)(**kwargs, n=count) for server, count in zip(chosen, counts)]
+        starts = range(0, n, self.max_n_completions)
+        calls = [
+            getattr(server, method)(**seeded_part(kwargs, start), n=count)
+            for server, start, count in zip(chosen, starts, counts)
+        ]
         return list(await asyncio.gather(*calls))
 
 

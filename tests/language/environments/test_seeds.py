@@ -1,0 +1,93 @@
+"""Seeded requests for several completions."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlframe.language.environments import APIServerConfig, ServerManager
+from rlframe.language.environments.model_server import seeded_part
+from rlframe.language.model.tokenizers import ByteTokenizer
+from tests.language.environments.model import Model, serving
+from tests.language.server.serving import DEADLINE, serving_policy
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving_policy() as one:
+        yield one
+
+
+async def chat(manager, **options):
+    return [choice.message.content for choice in (await manager.chat_completion(messages=MESSAGES, **options)).choices]
+
+
+async def completion(manager, **options):
+    return [choice.text for choice in (await manager.completion(prompt="ab", **options)).choices]
+
+
+async def tokens(manager, **options):
+    return [*map(tuple, (await manager.tokens_and_logprobs_completion(input_ids=[1, 2], **options))[1])]
+
+
+async def managed_chat(manager, **options):
+    async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+        await managed.chat_completion(messages=MESSAGES, **options)
+        return [tuple(node.tokens) for node in managed.get_state()["nodes"]]
+
+
+async def managed_completion(manager, **options):
+    async with manager.managed_server(tokenizer=ByteTokenizer()) as managed:
+        await managed.completion(prompt="ab", **options)
+        return [tuple(node.tokens) for node in managed.get_state()["nodes"]]
+
+
+async def dedicated(manager, **options):
+    async with manager.dedicated_server() as one:
+        return await completion(one, **options)
+
+
+WAYS = (chat, completion, tokens, managed_chat, managed_completion, dedicated)
+
+
+def ask(configs, way, **options):
+    async def run():
+        manager = ServerManager(configs)
+        try:
+            return await asyncio.wait_for(way(manager, n=16, max_tokens=8, **options), DEADLINE)
+        finally:
+            await manager.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("server_type", ["openai", "sglang"])
+@pytest.mark.parametrize("way", WAYS)
+def test_sixteen_seeded_answers_differ_and_are_repeated_by_their_seed(server, way, server_type):
+    config = APIServerConfig(base_url=server.url(), model_name="policy", server_type=server_type)
+    answers = ask([config], way, seed=3)
+    assert len(set(answers)) == 16
+    assert ask([config, config], way, seed=3) == answers  # two servers share the requests
+    assert not set(answers) & set(ask([config], way, seed=11))  # 11 = 3 + 8
+    assert not set(answers) & set(ask([config], way))
+
+
+@pytest.mark.parametrize("ignored", [True, False], ids=["n ignored", "n taken"])
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_for_the_same_question_have_seeds_of_their_own(way, ignored):
+    for options in ({"seed": 3}, {"extra_body": {"seed": 3}}):
+        with serving(Model(n_ignored=ignored)) as model:
+            answers = ask([APIServerConfig(base_url=model.url, model_name="m")], way, **options)
+        assert len(answers) == 16
+        asked = [(request["seed"], request.get("n", 1)) for request in model.requests]
+        # As vLLM, which counts on from a request's seed; a request whose n was ignored has one answer.
+        streams = [seed + i for seed, n in asked for i in range(1 if ignored else n)]
+        assert len(set(streams)) == len(streams) and min(asked)[0] == 3
+
+
+def test_requests_without_a_seed_get_none():
+    assert seeded_part({"n": 4}, 8) == {"n": 4}
+    assert seeded_part({"seed": None, "extra_body": {"top_k": 1}}, 8) == {"seed": None, "extra_body": {"top_k": 1}}
