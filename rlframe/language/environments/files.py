@@ -86,6 +86,8 @@ def to_json(content: Any, indent: int | None = None) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if hasattr(value, "model_dump"):  # a message of the openai package
+        return value.model_dump(exclude_none=True)
     return value.item() if isinstance(value, np.generic) else str(value)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from rlframe.errors import UsageError
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig, ServerBaseline
 from rlframe.language.environments.model_server import APIServer, seeded_part
+from rlframe.language.model.chat_messages import plain_messages
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
 
@@ -67,7 +68,7 @@ class ManagedServer:
 
         if kwargs.pop("tools", None):
             raise UsageError("managed_server() knows no tools: write them into the prompt, and read the answer.")
-        messages = list(kwargs.pop("messages"))
+        messages = plain_messages(kwargs.pop("messages"))
         earlier, added = self._next_turn(messages)
         texts, nodes = await self._sample(earlier, added, kwargs)
         answers = [{"role": "assistant", "content": text} for text in texts]
@@ -170,7 +171,9 @@ def _begins(messages: list[Any], earlier: list[Any] | None) -> bool:
         earlier is not None
         and len(earlier) < len(messages)
         and all(
-            one["role"] == other["role"] and _plain(one["content"]) == _plain(other["content"])
+            one["role"] == other["role"]
+            and _plain(one.get("content")) == _plain(other.get("content"))
+            and (one.get("tool_calls") or None) == (other.get("tool_calls") or None)
             for one, other in zip(messages, earlier)
         )
     )

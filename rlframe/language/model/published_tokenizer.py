@@ -10,6 +10,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import UsageError
+from rlframe.language.model.chat_messages import plain_messages
 from rlframe.language.model.token_bytes import BYTE_LEVEL, TokenBytes
 
 with extras.needed("A published tokenizer", "lm"):
@@ -68,7 +69,7 @@ class PublishedTokenizer:
             raise UsageError(f"The tokenizer in {self._folder} has no chat template: it takes plain text only.")
         try:
             text = self._template.render(
-                messages=list(messages),
+                messages=plain_messages(messages),
                 tools=None,  # templates ask whether they are None
                 documents=None,
                 add_generation_prompt=add_generation_prompt,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlframe.errors import UsageError
+from rlframe.language.model.chat_messages import plain_messages
 
-Message = Mapping[str, Any]  # "role" and "content"
+Message = Any  # a dict with "role" and "content", or a message of the `openai` package
 
 
 class Tokenizer(Protocol):
@@ -52,6 +53,8 @@ class Tokenizer(Protocol):
         self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False
     ) -> Any:
         """A conversation as tokens (else as text), if so asked with what an answer of the assistant begins with.
+
+        Messages are dicts, or objects of the `openai` package.
 
         Raises `UsageError` where the template refuses the messages, or there is none.
         """
@@ -100,12 +103,15 @@ class ByteTokenizer:
     ) -> Any:
         """See `Tokenizer`."""
         text = ""
-        for message in messages:
-            if message["role"] not in ROLES:
-                raise UsageError(f"The role must be one of {', '.join(ROLES)}, got {message['role']!r}.")
-            if not isinstance(message["content"], str):
-                raise UsageError(f"The content of a message must be text, got {message['content']!r}.")
-            text += f"<|{message['role']}|>{message['content']}<|eos|>"
+        for i, message in enumerate(plain_messages(messages)):
+            role, content = message["role"], message.get("content")
+            if role not in ROLES:
+                raise UsageError(f"The role must be one of {', '.join(ROLES)}, got {role!r}.")
+            if message.get("tool_calls"):
+                raise UsageError(f"messages[{i}].tool_calls has no form in bytes: write the calls into its content.")
+            if not isinstance(content, str):
+                raise UsageError(f"The content of a message must be text, got {content!r}.")
+            text += f"<|{role}|>{content}<|eos|>"
         text += "<|assistant|>" * add_generation_prompt
         return self.encode(text) if tokenize else text
 

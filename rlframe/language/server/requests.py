@@ -33,6 +33,7 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
+    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
@@ -224,22 +225,35 @@ class CompletionRequest(_Request):
 
 
 def _said_in_text(messages: Any) -> Any:
-    """Raise `RefusedError` for content that is no text, or has parts that are none."""
+    """Raise `RefusedError` for a message that calls tools, or whose content is no text."""
     for i, message in enumerate(messages if isinstance(messages, list) else []):
-        content = message.get("content") if isinstance(message, dict) else None
-        name = f"messages[{i}].content"
-        if content is not None and not isinstance(content, (str, list)):
-            raise RefusedError(f"{name} must be a text or a list of text parts.", 400, param=name)
-        for j, part in enumerate(content if isinstance(content, list) else []):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
+        if not isinstance(message, dict):
+            continue
+        for name in ("tool_calls", "function_call"):
+            if message.get(name):
                 raise RefusedError(
-                    f"{name}[{j}] is of type {kind!r}: this model reads text alone, so a part must be "
-                    '{"type": "text", "text": "..."}.',
+                    f"messages[{i}].{name} is not offered by this server: it answers in text alone. Write the tools "
+                    "into the prompt and the calls into the content.",
                     400,
-                    param=f"{name}[{j}]",
+                    param=f"messages[{i}].{name}",
                 )
+        _check_content(f"messages[{i}].content", message.get("content"))
     return messages
+
+
+def _check_content(name: str, content: Any) -> None:
+    if not isinstance(content, (str, list)):
+        got = "null" if content is None else type(content).__name__
+        raise RefusedError(f"{name} must be a text or a list of text parts, got {got}.", 400, param=name)
+    for j, part in enumerate(content if isinstance(content, list) else []):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RefusedError(
+                f"{name}[{j}] is of type {kind!r}: this model reads text alone, so a part must be "
+                '{"type": "text", "text": "..."}.',
+                400,
+                param=f"{name}[{j}]",
+            )
 
 
 class TextPart(BaseModel):
@@ -257,6 +271,7 @@ class ChatMessage(BaseModel):
     role: _Said
     content: Union[_Said, list[TextPart]]
     name: _Said | None = None
+    tool_call_id: _Said | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -270,7 +285,8 @@ class ChatMessage(BaseModel):
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": text, **{name: value for name, value in named.items() if value}}
 
 
 class ChatRequest(_Request):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 import types
@@ -21,6 +22,8 @@ from rlframe.language.environments import (
     tokenize_for_trainer,
 )
 from rlframe.language.environments.collecting import CollectAttempt, Gate, current_attempt
+from rlframe.language.environments.files import to_json
+from rlframe.language.environments.groups import to_send
 from rlframe.language.environments.server_manager import servers_of
 from rlframe.language.model.tokenizers import load_tokenizer
 from tests.language.environments.model import Model, serving
@@ -301,6 +304,41 @@ def test_turns_of_a_chat_are_never_encoded_again(model, ended):
     masks = [-100] * len(start) + first + [-100] * len(added) + list(b"bye")
     assert node.masked_tokens == masks
     assert node.logprobs == [1.0 if mask == -100 else model.logprob(mask) for mask in masks]
+
+
+def test_a_message_of_an_answer_is_a_turn_of_the_next_question(model):
+    tokenizer = load_tokenizer("byte")
+
+    async def question(manager):
+        messages = [{"role": "user", "content": "hi"}]
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            for _ in range(2):
+                answer = await managed.chat_completion(messages=messages, max_tokens=5)
+                messages += [answer.choices[0].message, {"role": "user", "content": "so?"}]
+            (node,) = managed.get_state()["nodes"]
+        plain = await manager.chat_completion(messages=messages)
+        return node, [*messages, plain.choices[0].message]
+
+    node, chat = ask([config_of(model)], question)
+    assert [message["content"] for message in node.messages] == ["hi", "A", "so?", "B"]
+    assert [mask for mask in node.masked_tokens if mask != -100] == [65, 66]
+    assert [message["content"] for message in model.requests[-1]["messages"]] == ["hi", "A", "so?", "B", "so?"]
+    group = {"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [chat]}
+    sent = to_send(group, env_id=0, policy_version=0)
+    assert sent.messages[0][1] == {"role": "assistant", "content": "A"}
+    assert json.loads(to_json(group))["messages"][0][1]["content"] == "A"
+
+
+def test_calls_of_tools_are_refused_by_their_name(model):
+    calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+    async def question(manager):
+        async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
+            await managed.chat_completion(messages=messages)
+
+    with pytest.raises(UsageError, match=r"messages\[1\].tool_calls has no form in bytes"):
+        ask([config_of(model)], question)
 
 
 def test_a_chat_that_is_no_next_turn_is_a_sequence_of_its_own(model):

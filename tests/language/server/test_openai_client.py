@@ -208,7 +208,7 @@ def test_a_chat_is_answered_by_its_template(client):
     assert [one.token for one in choice.logprobs.content] == [name_of(token, "") for token in expected.tokens]
     assert (answer.object, answer.usage.prompt_tokens, answer.policy_version) == ("chat.completion", len(prompt), 0)
     # An answer as the package has it is a turn of the next question.
-    turns = [*messages, choice.message.model_dump(exclude={"role"}) | {"role": "assistant"}, plain[1]]
+    turns = [*messages, choice.message, plain[1]]
     again = client.chat.completions.create(**{**options, "messages": turns})
     assert again.usage.prompt_tokens > len(prompt) + 6
 
@@ -307,6 +307,34 @@ def test_a_chat_that_cannot_be_is_refused(client):
         chat(messages=[{"role": "user", "content": 7}])
     with pytest.raises(openai.BadRequestError, match="tools is not offered"):
         chat(tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_calls_of_tools_are_refused_by_their_name(client):
+    question, calls = {"role": "user", "content": "2 + 2?"}, [{"id": "x", "type": "function", "function": FUNCTION}]
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": "x", "content": "4"}
+
+    def refusal(*messages, **options):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="policy", messages=messages, max_tokens=2, **options)
+        return caught.value.param
+
+    assert refusal(question, called, result) == "messages[1].tool_calls"
+    assert refusal(question, {**called, "content": "", "tool_calls": calls}) == "messages[1].tool_calls"
+    assert refusal(question, {"role": "assistant", "content": None, "function_call": FUNCTION}) == (
+        "messages[1].function_call"
+    )
+    assert refusal(question, {"role": "assistant", "content": None}) == "messages[1].content"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert refusal(question, tools=[tool], tool_choice="auto", parallel_tool_calls=True) == "tools"
+    # What a tool gave is a turn like any other.
+    said = [question, {"role": "assistant", "content": "add(2, 2)"}, result]
+    options = {"model": "policy", "messages": said, "max_tokens": 2, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(**options, extra_body={"return_token_ids": True})
+    assert answer.prompt_token_ids == TOKENIZER.apply_chat_template(said, add_generation_prompt=True)
+
+
+FUNCTION = {"name": "add", "arguments": '{"a": 2, "b": 2}'}
 
 
 def test_another_model_is_not_found(client):
