@@ -112,18 +112,15 @@ class DecodeEngine:
                 f"{self.config.max_stop_tokens}."
             )
         for prompt in prompts:
-            check_prompt(prompt, sampling.max_tokens or 1, self.model_config.vocab_size, self.length)
+            least = 1 if sampling.max_tokens is None else sampling.max_tokens
+            check_prompt(prompt, least, self.model_config.vocab_size, self.length)
         with self._changed:
             seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
-        handles = [
-            Handle(
-                DecodeRequest(
-                    tuple(prompt), sampling, sampling.max_tokens or self.length - len(prompt), row_key(seed, i)
-                ),
-                None if on_tokens is None else on_tokens[i],
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+        handles = []
+        for i, prompt in enumerate(prompts):
+            max_tokens = self.length - len(prompt) if sampling.max_tokens is None else sampling.max_tokens
+            request = DecodeRequest(tuple(prompt), sampling, max_tokens, row_key(seed, i))
+            handles.append(Handle(request, None if on_tokens is None else on_tokens[i]))
         with self._changed:
             if self._closed:
                 raise UnavailableError(self._closed)
@@ -222,7 +219,7 @@ class DecodeEngine:
             requests = [handle.request for _, handle in group]
             sampled, scores = self._slots.fill(params, [slot for slot, _ in group], requests)
             for (_, handle), of_prompt in zip(group, scores):
-                handle.prompt_scores = of_prompt
+                handle.prompt_scores = of_prompt and of_prompt._replace(version=version)
             self._counts["prompt_tokens"] += sum(len(handle.request.prompt) for _, handle in group)
             self._hand_out(group, sampled, version)
 

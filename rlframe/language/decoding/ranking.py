@@ -35,6 +35,7 @@ class PromptScores(NamedTuple):
     log_probs: list[float]
     ranks: list[int]  # 1: the likeliest at its place
     likeliest: list[dict[int, float]]  # at each place, as many as were asked for
+    version: int = -1  # of the parameters; the engine fills it in
 
     def places(self, prompt: Sequence[int], count: int) -> list[dict[int, tuple[float, int]] | None]:
         """Return for each token of the prompt (log-probability, rank) of it and of the `count` likeliest, by token."""

@@ -92,7 +92,7 @@ class Handle:
         if count := self.request.sampling.likeliest:
             self._likeliest += ranked.first(count)
         reason = None
-        if self._tokens[-1] in self.request.sampling.stop_tokens:
+        if self._tokens and self._tokens[-1] in self.request.sampling.stop_tokens:
             reason = "stop"
         elif len(self._tokens) >= self.request.max_tokens:
             reason = "length"

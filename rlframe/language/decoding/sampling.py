@@ -35,7 +35,7 @@ _FLOAT32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
 class SamplingParams:
     """Options of one answer: its length, temperature, cut-offs, stop tokens and seed. Checked."""
 
-    max_tokens: int | None = None  # of the answer; None: as many as there is room for
+    max_tokens: int | None = None  # of the answer; None: as many as there is room for; 0: only score the prompt
     temperature: float = 1.0  # 0 takes the likeliest token
     top_p: float = 1.0  # in (0, 1]: the likeliest tokens that together have this probability (Holtzman et al. 2020)
     top_k: int = 0  # of the likeliest tokens so many; 0: all
@@ -45,8 +45,11 @@ class SamplingParams:
     score_prompt: int | None = None  # as `likeliest`, at the prompt's tokens, with their own; None: not even those
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"max_tokens must be at least 1, got {self.max_tokens}.")
+        if self.max_tokens is not None and self.max_tokens < (1 if self.score_prompt is None else 0):
+            raise UsageError(
+                f"max_tokens must be at least 1, got {self.max_tokens}. (0 samples nothing and scores the prompt: with "
+                "echo or prompt_logprobs of a request, score_prompt of SamplingParams.)"
+            )
         if not 0.0 <= self.temperature < float("inf"):  # NaN is neither
             raise UsageError(f"temperature must be at least 0, got {self.temperature}.")
         if not 0.0 < self.top_p <= 1.0:
@@ -218,8 +221,9 @@ def begin(
     """
     none = jnp.zeros_like(lengths)
     token, log_prob = sample(logits, rows, none)
+    sampled = Sampled(jnp.where(max_tokens > 0, token, -1), log_prob, rank(logits, likeliest))
     before = DecodeProgress(token=token, length=lengths, sampled=none, remaining=max_tokens)
-    return advance(rows, before, token, 0), Sampled(token, log_prob, rank(logits, likeliest))
+    return advance(rows, before, token, 0), sampled
 
 
 def advance(rows: SamplingRows, progress: DecodeProgress, token: jax.Array, cached: int) -> DecodeProgress:
@@ -250,8 +254,10 @@ def generate(
         sampling: how. Its max_tokens may be as many as there is room for after the longest prompt.
 
     Raises:
-        UsageError: a prompt is empty or too long.
+        UsageError: a prompt is empty or too long, or max_tokens is 0: the engine scores prompts.
     """
+    if sampling.max_tokens == 0:
+        raise UsageError("generate() needs max_tokens of at least 1, got 0. A DecodeEngine scores prompts.")
     room = config.max_position_embeddings
     max_tokens = sampling.max_tokens or max(1, room - max(map(len, prompts), default=0))
     for prompt in prompts:

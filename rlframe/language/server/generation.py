@@ -33,6 +33,13 @@ class AnswerPiece:
     likeliest: list[dict[int, float]]  # as `Answer`'s
     prompt_scores: PromptScores | None
 
+    @property
+    def version(self) -> int | None:
+        """Version of the parameters of the last token, or of the prompt's scores if none was sampled."""
+        if self.versions:
+            return self.versions[-1]
+        return None if self.prompt_scores is None else self.prompt_scores.version
+
 
 class Generation:
     """The answers to one request, which is sent to the engine at once.

@@ -66,7 +66,7 @@ class Replies:
 
     def _count(self, piece: AnswerPiece) -> None:
         self._sampled += len(piece.tokens)
-        self._version = max([self._version, *piece.versions[-1:]])
+        self._version = max(self._version, -1 if piece.version is None else piece.version)
 
     def _choice(self, piece: AnswerPiece, streamed: bool) -> dict[str, Any]:
         self._count(piece)
@@ -79,8 +79,8 @@ class Replies:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        if piece.versions:
-            choice["policy_version"] = piece.versions[-1]
+        if piece.version is not None:
+            choice["policy_version"] = piece.version
         if len(set(piece.versions)) > 1:
             choice["policy_versions"] = piece.versions
         if self._request.return_token_ids:

@@ -183,7 +183,9 @@ class CompletionRequest(_Request):
     prompt: Annotated[Any, AfterValidator(_sendable)] = Field(
         description="a text, a list of texts, token ids, or a list of lists of them"
     )
-    max_tokens: int = Field(default=16, description="of each answer")
+    max_tokens: int = Field(
+        default=16, description="of each answer; 0, with echo or prompt_logprobs: only score the prompt"
+    )
     logprobs: int | None = Field(
         default=None,
         ge=0,
@@ -214,7 +216,8 @@ class CompletionRequest(_Request):
     @property
     def _scored(self) -> int | None:
         echoed = self.likeliest if self.echo and self.logprobs is not None else None
-        wanted = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        alone = 0 if self.echo and self.max_tokens == 0 else None  # nothing is sampled
+        wanted = [count for count in (self.prompt_logprobs, echoed, alone) if count is not None]
         return max(wanted, default=None)
 
     def _text(self, index: int, tokens: list[int], tokenizer: Tokenizer) -> str:

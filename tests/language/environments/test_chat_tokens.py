@@ -59,7 +59,7 @@ def test_of_the_template_only_the_end_of_the_turn_is_trained_on(tokenizer, reaso
     assert text == f"one, “eins”{END}中 two{END}"
 
 
-@pytest.mark.parametrize("content", ["a", "b", "ab", "ba", "a\n", "<think>why</think>so", " c"])
+@pytest.mark.parametrize("content", ["a", "b", "ab", "ba", "a\n", "<think>why</think>so", "c "])
 def test_the_content_may_be_anything(tokenizer, content):
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     assert trained(tokenizer, chat, finish_reason="length")[0] == content

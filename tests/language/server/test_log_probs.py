@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import jax
 import numpy as np
+import openai
 import pytest
 
 from rlframe.language.model import transformer
@@ -73,6 +74,45 @@ def test_offsets_of_a_prompt_are_places_in_its_text(client):
         assert choice.logprobs.text_offset[: count + 1] == [*places, len(prompt) if isinstance(prompt, str) else 2]
         text = prompt if isinstance(prompt, str) else "éa"
         assert choice.text == text + ByteTokenizer().decode(choice.token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("prompt", [PROMPT, [7], [(7 * i) % 256 for i in range(512)]], ids=len)
+def test_no_tokens_with_echo_are_the_prompt_s_scores(client, prompt, stream):
+    options = {"model": "policy", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2, "stream": stream}
+    answer = client.completions.create(**options, extra_body=AS_IDS)
+    answer = next(iter(answer)) if stream else answer
+    (choice,), rows = answer.choices, forward(prompt)
+    assert (choice.text, choice.token_ids) == (ByteTokenizer().decode(prompt), [])
+    assert (choice.finish_reason, choice.policy_version, answer.policy_version) == ("length", 0, 0)
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in prompt]
+    assert choice.logprobs.token_logprobs[0] is None and choice.logprobs.top_logprobs[0] is None
+    expected = [row[token] for row, token in zip(rows, prompt[1:])]
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert len(choice.logprobs.text_offset) == len(choice.logprobs.top_logprobs) == len(prompt)
+
+
+def test_no_tokens_may_be_asked_for_wherever_the_prompt_is_scored(client, server):
+    texts = ["ab", "cd"]
+    answer = client.completions.create(
+        model="policy", prompt=texts, max_tokens=0, echo=True, n=2, stop=["a"], logprobs=1
+    )
+    assert [choice.text for choice in answer.choices] == ["ab", "ab", "cd", "cd"]
+    assert answer.usage.completion_tokens == 0 and answer.usage.total_tokens == answer.usage.prompt_tokens
+    assert all(len(choice.logprobs.token_logprobs) == 2 for choice in answer.choices)
+    plain = client.completions.create(model="policy", prompt="ab", max_tokens=0, echo=True).choices[0]
+    assert (plain.text, plain.logprobs, plain.finish_reason) == ("ab", None, "length")
+    messages, body = [{"role": "user", "content": "hi"}], {**AS_IDS, "prompt_logprobs": 0}
+    chat = client.chat.completions.create(model="policy", messages=messages, max_tokens=0, extra_body=body)
+    check_prompt(chat.prompt_logprobs, chat.prompt_token_ids, 0)
+    assert chat.choices[0].message.content == "" and chat.policy_version == 0
+    url = server.url().removesuffix("/v1") + "/generate"
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "prompt_logprobs": 0, "max_tokens": 0}
+    vllm = httpx.post(url, json=body, timeout=DEADLINE).json()
+    assert vllm["token_ids"] == [[]] and len(vllm["prompt_logprobs"]) == len(PROMPT)
+    for refused in ({}, {"logprobs": 1}, {"echo": True, "max_tokens": -1}):
+        with pytest.raises(openai.BadRequestError, match="max_tokens must be at least 1, got"):
+            client.completions.create(**{"model": "policy", "prompt": "ab", "max_tokens": 0, **refused})
 
 
 def check_prompt(places, prompt, count):
