@@ -17,7 +17,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from rlframe.cli import envs
+from rlframe.cli.main import COMMANDS, main
 from rlframe.learners import Checkpointer
+from tests.pipes import piped_to_nobody
 from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "rlframe", "train", "--env-type", "loop", "--steps", "100000000", "--num-envs", "2"]
@@ -174,9 +177,25 @@ def test_a_run_that_goes_on_is_resumed_by_nobody_else_unless_it_is_taken_over(tm
     assert not (run_dir / "run.lock").exists()
 
 
-def test_a_closed_pipe_is_no_error(tmp_path):
-    command = f"{sys.executable} -m rlframe envs | head -n 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ))
-    assert done.returncode == 0
-    assert len(done.stdout.splitlines()) == 1
-    assert "BrokenPipe" not in done.stderr
+@pytest.mark.parametrize("command", ["--help", "train --help", "envs"])
+def test_output_whose_reader_is_gone_ends_without_a_word(command):
+    assert piped_to_nobody([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("command", [*(f"{name} --help" for name in COMMANDS), "agents", "serve policy --help"])
+def test_output_of_any_command_whose_reader_is_gone_ends_without_a_word(command):
+    assert piped_to_nobody([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
+
+
+def test_an_error_that_nobody_reads_has_its_exit_code_all_the_same():
+    assert piped_to_nobody([sys.executable, "-m", "rlframe", "trian"], errors_too=True) == (2, "")
+
+
+def test_a_broken_pipe_that_is_not_standard_output_is_a_failure(monkeypatch, capsys):
+    def lost_connection(arguments):
+        raise BrokenPipeError("the peer is gone")
+
+    monkeypatch.setattr(envs, "run", lost_connection)
+    assert main(["envs"]) == 1
+    assert "BrokenPipeError: the peer is gone" in capsys.readouterr().err

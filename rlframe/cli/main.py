@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 import rlframe
+from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
 
 # command -> what it does, for the help. Each is a module here with `run(arguments) -> exit code`, but `_STEER`.
@@ -42,22 +43,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     saved where a run had begun; 1 where it is not.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    code = _run(arguments)
+    streams.flush()
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     try:
         with _warnings_shown():
             return _dispatch(arguments)
     except KeyboardInterrupt:
-        print("rlframe: interrupted.", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # `rlframe envs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _failed("interrupted.", INTERRUPTED)
     except SystemExit as stop:  # tyro's --help
         return stop.code if isinstance(stop.code, int) else 0
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and streams.has_lost_reader(sys.stdout):
+            return 0
         if "--traceback" in arguments:
             traceback.print_exc()
-        print(f"rlframe: {_one_sentence(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, RlframeError) else 1
+        return _failed(_one_sentence(error), error.exit_code if isinstance(error, RlframeError) else 1)
+
+
+def _failed(sentence: str, code: int) -> int:
+    """Print why, where anybody reads it, and return the exit code."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"rlframe: {sentence}", file=sys.stderr)
+    return code
 
 
 @contextlib.contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
+import sys
 
 import pytest
+from pydantic import Field
 
-from rlframe.errors import EnvError
+from rlframe.errors import EnvError, UsageError
 from rlframe.language.environments import (
     APIServerConfig,
     BaseEnv,
@@ -18,8 +20,10 @@ from rlframe.language.environments import (
     ServerBaseline,
     cli,
 )
+from rlframe.language.environments.collecting import Collector
 from rlframe.language.environments.metrics import GroupStatistics
 from rlframe.language.environments.server_manager import servers_of
+from tests.pipes import piped_to_nobody
 
 
 class Document(BaseEnv):
@@ -161,6 +165,34 @@ class Tracker:
         pass
 
 
+def test_the_number_of_active_workers_is_logged():
+    class Waits(Document):
+        async def get_next_item(self):
+            return "item"
+
+        async def collect_trajectory(self, item):
+            await asyncio.Event().wait()
+
+    env = made(Waits, max_num_workers=3)
+    env.process_mode, env.tracker = True, Tracker()
+    assert asyncio.run(workers_while_collecting(env)) == 3
+    assert env.tracker.rows[-1]["train/active_workers"] == 3
+    asyncio.run(env.wandb_log())
+    assert env.tracker.rows[-1]["train/active_workers"] == 0
+
+
+async def workers_while_collecting(env):
+    """Log once while as many groups are collected as may be; return how many those are."""
+    env.collector = Collector(env.next_item, env.handle_env, env.statistics, timeout=0)
+    env.workers = env.collector.under_way
+    await env.add_train_workers()
+    await asyncio.sleep(0)
+    working = len(env.workers)
+    await env.wandb_log()
+    await env.collector.stop()
+    return working
+
+
 def test_what_evaluate_log_is_given_is_logged():
     env = made()
     env.tracker, env.wandb_prepend = Tracker(), "document_0"
@@ -236,6 +268,65 @@ def test_a_class_may_change_the_options_of_its_command_line():
     defaults = Document.get_cli_serve_config_cls()()
     assert (defaults.env.wandb_name, defaults.openai) == ("document", ServerBaseline())
     assert Document.get_cli_process_config_cls()().env.include_messages
+
+
+@pytest.mark.parametrize("command", ["serve", "process", "evaluate"])
+def test_help_of_a_command_lists_its_own_options_with_its_own_defaults(command, capsys):
+    class Own(Document):
+        @classmethod
+        def get_cli_process_config_cls(cls):
+            class Config(super().get_cli_process_config_cls()):
+                seed_file: str = Field(default="seeds.txt", description="read by process alone")
+
+            return Config
+
+    assert cli.run(Own, [command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"Own {command}: ")
+    assert ("--seed_file seeds.txt\n      read by process alone" in printed) == (command == "process")
+    assert f"--env.use_wandb {command == 'serve'}\n" in printed
+    assert ("--env.data_path_to_save_groups data/document.jsonl\n" in printed) == (command == "process")
+
+
+def test_help_without_a_command_lists_the_commands(capsys):
+    assert cli.run(Document, ["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {command} " in printed for command in cli.COMMANDS)
+    assert "COMMAND --help lists those of another command" in printed
+    assert cli.run(Document, ["proces", "--help"]) == 2
+    assert "no command 'proces': serve, process, evaluate. Did you mean 'process'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--port", r"--port needs a value \(of a model server on this machine"),
+        ("--port --slurm", "--port needs a value"),
+        ("--port=", "--port: .*integer.*got ''"),
+        ("--port true", "--port: .*integer.*'true'"),
+        ("--env.group_size", "--env.group_size needs a value"),
+        ("--env.worker_timeout", "--env.worker_timeout needs a value"),
+        ("--env.wandb_name --env.use_wandb", "--env.wandb_name needs a value"),
+        ("--openai.base_url", "--openai.base_url needs a value"),
+        ("--max_n_completions", "--max_n_completions needs a value"),
+    ],
+)
+def test_an_option_without_its_value_is_refused_by_name(arguments, told):
+    with pytest.raises(UsageError, match=told):
+        cli.parse(Document, "serve", arguments.split())
+
+
+def test_true_is_no_number_in_a_file_either(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("env: {group_size: true}")
+    with pytest.raises(UsageError, match="group_size cannot be True"):
+        cli.parse(Document, "serve", ["--config", str(file)])
+
+
+def test_help_whose_reader_is_gone_ends_without_a_word():
+    script = "from tests.design.test_base_env import Document; Document.cli()"
+    for command in (["serve", "--help"], ["--help"]):
+        assert piped_to_nobody([sys.executable, "-c", script, *command]) == (0, "")
 
 
 def test_without_a_flag_the_policy_server_of_this_machine_is_found():

@@ -19,9 +19,16 @@ import pydantic
 from pydantic import Field, SerializeAsAny
 from pydantic.fields import FieldInfo
 
+from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
 from rlframe.language.environments import process
-from rlframe.language.environments.config import APIServerConfig, BaseEnvConfig, ServerBaseline, ServerManagerConfig
+from rlframe.language.environments.config import (
+    APIServerConfig,
+    BaseEnvConfig,
+    ServerBaseline,
+    ServerManagerConfig,
+    takes_bool,
+)
 
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
@@ -32,6 +39,7 @@ COMMANDS = {
     "evaluate": "evaluate once; needs a model server only",
 }
 _ENV, _SERVER, _CONFIG = "env", "openai", "config"
+_HELP = {"-h", "--help"}
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 Servers = Union[list[APIServerConfig], APIServerConfig, ServerBaseline]
@@ -86,18 +94,32 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
     """Run a command as `main` does, and return the exit code."""
     _log()
     try:
-        if not arguments or {"-h", "--help"} & set(arguments):
-            print(_usage(env_cls))
-            return 0 if arguments else 2
-        command = arguments[0]
-        if command not in COMMANDS:
-            raise UsageError(f"There is no command {command!r}: serve, process, evaluate.{suggest(command, COMMANDS)}")
-        return asyncio.run(_until_signal(parse(env_cls, command, arguments[1:]).run))
+        return _dispatch(env_cls, arguments)
     except RlframeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        if streams.has_lost_reader(sys.stdout):  # `my_env.py serve --help | head`
+            return 0
+        raise
     except KeyboardInterrupt:  # before the signals were taken
         return 128 + signal.SIGINT
+    finally:
+        streams.flush()
+
+
+def _dispatch(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in _HELP:
+        print(_commands(env_cls))
+        return 0 if arguments else 2
+    command = arguments[0]
+    if command not in COMMANDS:
+        raise UsageError(f"There is no command {command!r}: serve, process, evaluate.{suggest(command, COMMANDS)}")
+    if _HELP & set(arguments):
+        print(_usage(env_cls, command))
+        return 0
+    return asyncio.run(_until_signal(parse(env_cls, command, arguments[1:]).run))
 
 
 def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> CommandConfig:
@@ -158,15 +180,25 @@ async def _until_signal(start: Any) -> int:
     return 0
 
 
-def _usage(env_cls: type[BaseEnv]) -> str:
+def _commands(env_cls: type[BaseEnv]) -> str:
     lines = [f"{env_cls.__name__}: {', '.join(COMMANDS)}", ""]
     lines += [f"  {name:<9} {what}" for name, what in COMMANDS.items()]
-    lines += ["", "options:", "  --config FILE.yaml", "      options from a file; those given here go first"]
-    for name, (field, default) in _fields(_config_cls(env_cls, "serve")()).items():
+    lines += ["", "options of serve (COMMAND --help lists those of another command):", *_options(env_cls, "serve")]
+    return "\n".join(lines)
+
+
+def _usage(env_cls: type[BaseEnv], command: str) -> str:
+    lines = [f"{env_cls.__name__} {command}: {COMMANDS[command]}", "", "options:", *_options(env_cls, command)]
+    return "\n".join(lines)
+
+
+def _options(env_cls: type[BaseEnv], command: str) -> list[str]:
+    lines = ["  --config FILE.yaml", "      options from a file; those given here go first"]
+    for name, (field, default) in _fields(_config_cls(env_cls, command)()).items():
         shown = getattr(default, "value", default)
         lines.append(f"  --{name} {'' if shown is None else shown}".rstrip())
         lines += [f"      {field.description}"] if field.description else []
-    return "\n".join(lines)
+    return lines
 
 
 def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[BaseEnvConfig, Servers]:
@@ -278,27 +310,34 @@ def _sentence(error: Any, prefix: str) -> str:
 
 
 def _value(name: str, field: FieldInfo, values: list[str]) -> Any:
-    """Parse the words after a flag as its field's value: none is true, several are a list."""
+    """Parse the words after a flag as its field's value: none is true where it can be, several are a list."""
     import yaml
 
+    annotation: Any = field.annotation
     if not values:
-        return True
+        if takes_bool(annotation):
+            return True
+        raise UsageError(f"--{name} needs a value{_about(field)}.")
     if values == ["None"]:
         return None
-    annotation: Any = field.annotation
     adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
     candidates: list[Any] = [values]
     if len(values) == 1:
         candidates.insert(0, values[0])
         with contextlib.suppress(yaml.YAMLError):
-            candidates.insert(1, yaml.safe_load(values[0]))
+            candidates.insert(1, yaml.safe_load(values[0] or "''"))
     for candidate in candidates:
         with contextlib.suppress(pydantic.ValidationError):
             adapter.validate_python(candidate)
-            return candidate
+            if not isinstance(candidate, bool) or takes_bool(annotation):
+                return candidate
     if len(values) > 1:
         raise UsageError(f"--{name} does not take {len(values)} values; got {' '.join(values)}.")
     return values[0]  # and let the whole config say what is wrong
+
+
+def _about(field: FieldInfo) -> str:
+    return f" ({field.description})" if field.description else ""
 
 
 def _log() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -37,7 +37,15 @@ class StrictModel(BaseModel):
                         f"{cls.__name__} has no option {name!r}.{suggest(str(name), cls.model_fields)}"
                         " What an environment reads beside the options of all, its own config class declares."
                     )
+            for name, value in values.items():
+                if isinstance(value, bool) and not takes_bool(cls.model_fields[name].annotation):
+                    raise ValueError(f"{name} cannot be {value}.")  # pydantic makes the number 1 of it
         return values
+
+
+def takes_bool(annotation: Any) -> bool:
+    """Return whether true and false are values of this type, and not numbers that they stand for."""
+    return annotation in (bool, Any) or any(map(takes_bool, get_args(annotation)))
 
 
 class BaseEnvConfig(StrictModel):

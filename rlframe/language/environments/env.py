@@ -239,6 +239,7 @@ class BaseEnv(abc.ABC):
         metrics |= length_metrics(self.completion_lengths, longest)
         metrics |= self.collected.report()
         metrics |= {f"train/{name}": self.status_dict[name] for name in _QUEUES if name in self.status_dict}
+        metrics["train/active_workers"] = len(self.workers)
         metrics = await self.create_rollout_table(metrics)
         metrics = self.perf_stats(metrics)
         self.rollouts_for_wandb, self.completion_lengths = [], []

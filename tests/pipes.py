@@ -1,0 +1,27 @@
+"""Commands whose output nobody reads any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+
+
+def piped_to_nobody(command: Sequence[str], errors_too: bool = False) -> tuple[int, str]:
+    """Run a command into a pipe that is closed at the other end. Return its exit code and what it wrote to stderr."""
+    read, write = os.pipe()
+    os.close(read)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    try:
+        done = subprocess.run(
+            command,
+            stdout=write,
+            stderr=write if errors_too else subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            env=buffered,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(write)
+    return done.returncode, done.stderr or ""
