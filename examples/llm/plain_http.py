@@ -35,6 +35,8 @@ def handler(service, is_over):
     told = {"max_token_length": 512, "desired_name": "counting", "weight": 1.0}
     while (env := call(service, "POST", "/register-env", told))["status"] != "success":
         time.sleep(0.1)  # until the trainer has asked for its first batch
+    logs = call(service, "GET", "/wandb_info")  # wandb.init(**logs, name=env["wandb_name"]) here
+    print(f"{env['wandb_name']} logs to group {logs['group']!r} of project {logs['project']!r}", file=sys.stderr)
     while not is_over():
         status = call(service, "GET", "/status-env", {"env_id": env["env_id"]})
         if status["queue_size"] > 3 * BATCH_SIZE:  # paused

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.envs.pool import PoolHandle
-from rlframe.envs.sync import check_arguments, make_pool
+from rlframe.envs.sync import check_arguments, make_pool, pool_type
 from rlframe.envs.wrappers import check_wrappers
 from rlframe.errors import UsageError
 from rlframe.types import TimeStep
@@ -22,7 +22,7 @@ class AsyncEnv(PoolHandle):
 
     Args:
       wait_num: how many environments `recv` waits for, 1 to `size`.
-      type: "thread", "process" or "envpool".
+      type: "thread", "process" or "envpool", or a phrase for one of these, as for `SyncEnv`.
 
     The other arguments, the specs and the errors are those of `SyncEnv`. Each environment's steps obey the same
     contract: auto-reset, discounts, dtypes. The first `recv`s give the FIRST timestep of every environment.
@@ -46,7 +46,8 @@ class AsyncEnv(PoolHandle):
         action_repeat: int = 1,
         clip_rewards: float | None = None,
     ):
-        check_arguments(size, type, ASYNC_TYPES, seed, num_workers, answer_timeout)
+        type = pool_type(type, ASYNC_TYPES)
+        check_arguments(size, seed, num_workers, answer_timeout)
         if not isinstance(wait_num, (int, np.integer)) or not 1 <= wait_num <= size:
             raise UsageError(f"wait_num must be between 1 and the size, {size}, got {wait_num!r}.")
         check_wrappers(frame_stack, action_repeat, clip_rewards)

@@ -26,6 +26,13 @@ from rlframe.errors import UsageError, suggest
 from rlframe.types import TimeStep
 
 SYNC_TYPES = ("loop", "thread", "process", "envpool")
+# The design document's phrases for them, which work as well.
+_PHRASES = {
+    "python for loop": "loop",
+    "python thread": "thread",
+    "python multiprocess": "process",
+    "c++ threadpool": "envpool",
+}
 
 
 class SyncEnv(PoolHandle):
@@ -35,7 +42,8 @@ class SyncEnv(PoolHandle):
       name_or_pybuilder: a name (see `rlframe.envs.names`) or a callable that returns one gymnasium or dm_env
         environment; it is given `seed=` where its signature has that.
       size: how many environments, at least 1.
-      type: "loop" (one after another), "thread", "process" (Python workers) or "envpool" (C++ threads; names only).
+      type: "loop" (one after another), "thread", "process" (Python workers) or "envpool" (C++ threads; names only);
+        or "python for loop", "python thread", "python multiprocess", "c++ threadpool".
       seed: environment i is seeded from (seed, i), so every Python type gives the same streams.
       num_workers: threads or processes; the cores that this process may use, if None.
       env_kwargs: options of the environment or of EnvPool.
@@ -72,7 +80,8 @@ class SyncEnv(PoolHandle):
         action_repeat: int = 1,
         clip_rewards: float | None = None,
     ):
-        check_arguments(size, type, SYNC_TYPES, seed, num_workers, answer_timeout)
+        type = pool_type(type, SYNC_TYPES)
+        check_arguments(size, seed, num_workers, answer_timeout)
         check_wrappers(frame_stack, action_repeat, clip_rewards)
         pool = make_pool(
             name_or_pybuilder, size, None, type, seed, num_workers, env_kwargs, answer_timeout, action_repeat
@@ -165,14 +174,23 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
     )
 
 
-def check_arguments(
-    size: Any, type: str, types: tuple[str, ...], seed: Any, num_workers: Any, answer_timeout: float
-) -> None:
+def pool_type(type: Any, types: tuple[str, ...]) -> str:
+    """Return the type that a name or a phrase of the design document stands for.
+
+    Raises:
+      UsageError: it is none of `types`.
+    """
+    phrases = {phrase: name for phrase, name in _PHRASES.items() if name in types}
+    name = phrases.get(type.lower(), type) if isinstance(type, str) else type
+    if name not in types:
+        raise UsageError(f"type must be one of {types}, got {type!r}.{suggest(str(type), (*types, *phrases))}")
+    return name
+
+
+def check_arguments(size: Any, seed: Any, num_workers: Any, answer_timeout: float) -> None:
     """Raises UsageError for arguments that no pool can be made of."""
     if not isinstance(size, (int, np.integer)) or size < 1:
         raise UsageError(f"size must be a whole number of at least 1, got {size!r}.")
-    if type not in types:
-        raise UsageError(f"type must be one of {types}, got {type!r}.{suggest(str(type), types)}")
     if not isinstance(seed, (int, np.integer)) or seed < 0:
         raise UsageError(f"seed must be a whole number of at least 0, got {seed!r}.")
     if num_workers is not None and num_workers < 1:

@@ -21,6 +21,7 @@ import rlframe
 from rlframe import Actor, Agent, AsyncEnv, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
 from rlframe.agents import IMPALA, PPO, IMPALAConfig, PPOConfig
 from rlframe.envs import as_pool
+from rlframe.envs.envpool import EnvPoolPool
 from rlframe.errors import UsageError
 from rlframe.learners import DataConfig
 from rlframe.types import AgentOutput, TimeStep
@@ -281,3 +282,37 @@ def test_the_programs_of_the_document_run_by_launchpad(kind, tmp_path: pathlib.P
         timeout=240.0,
     )
     assert done.returncode == 0 and "ended" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("phrase", ["python for loop", "python thread", "python multiprocess", "Python Thread"])
+def test_the_phrase_for_a_kind_of_parallelism_makes_a_sync_env_of_it(phrase):
+    with SyncEnv("CartPole-v1", 2, phrase, num_workers=1) as env:
+        first, second = env.reset(), env.step(np.zeros(2, np.int32))
+    name = {"python for loop": "loop", "python multiprocess": "process"}.get(phrase, "thread")
+    with SyncEnv("CartPole-v1", 2, name, num_workers=1) as env:
+        np.testing.assert_array_equal(first.observation, env.reset().observation)
+        np.testing.assert_array_equal(second.observation, env.step(np.zeros(2, np.int32)).observation)
+
+
+@pytest.mark.parametrize("phrase", ["python thread", "python multiprocess", "c++ threadpool"])
+def test_the_phrase_for_a_kind_of_parallelism_makes_an_async_env_of_it(phrase):
+    with AsyncEnv("CartPole-v1", 2, 1, type=phrase, num_workers=1) as env:
+        (env_id,), timestep = env.recv()
+        env.send([env_id], np.zeros(1, np.int32))
+    assert timestep.step_type.tolist() == [0] and timestep.observation.shape == (1, 4)
+
+
+def test_a_c_plus_plus_threadpool_is_envpool():
+    with SyncEnv("CartPole-v1", 2, "c++ threadpool") as env:
+        assert type(env._pool) is EnvPoolPool and env.reset().observation.shape == (2, 4)
+    with pytest.raises(UsageError, match="'envpool' takes the name of an EnvPool task, not a builder"):
+        SyncEnv(lambda: None, 2, "c++ threadpool")
+
+
+def test_a_type_that_nearly_is_a_phrase_is_told_the_phrase():
+    with pytest.raises(UsageError, match="got 'c\\+\\+ thread pool'. Did you mean 'c\\+\\+ threadpool'"):
+        SyncEnv("CartPole-v1", 2, "c++ thread pool")
+    with pytest.raises(UsageError, match="got 'python for loop'"):
+        AsyncEnv("CartPole-v1", 2, 1, "python for loop")
+    with pytest.raises(UsageError, match="got None"):
+        SyncEnv("CartPole-v1", 2, None)

@@ -131,4 +131,5 @@ def test_the_trainer_and_the_handler_in_plain_http(service, api):
     done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"step {step}: 4 sequences, mean score 0.50" for step in range(3)]
+    assert done.stderr == "counting_0 logs to group 'group' of project 'project'\n"  # as /wandb_info says
     assert api.get("/report").json()["envs"][0]["connected"] is False
