@@ -88,7 +88,7 @@ class TokenBatch(NamedTuple):
     tokens: Any  # [S, T] int32
     mask: Any  # [S, T] float32: 1 where the token is trained on, 0 where it is not, or after the end
     advantages: Any  # [S, T] float32: as sent, or else the sequence's score at each token
-    has_advantages: Any  # [S] bool: whether they are as sent
+    has_advantages: Any  # [S] bool: whether they are as sent, or set to 0 by an override
     scores: Any  # [S] float32
     inference_logprobs: Any  # [S, T] float32, of the tokens; None unless all groups of the batch have them
     ref_logprobs: Any  # the same

@@ -16,6 +16,8 @@ from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.language import ModelConfig
 from rlframe.language.model import transformer, weights
+from rlframe.trajectories import Group
+from rlframe.trajectories.client.padding import pad
 from rlframe.types import FIRST, MID, Sequence, TimeStep, specs
 from tests.agents.batches import assert_trees_equal, gradients, learn, started
 from tests.agents.token_batches import token_batch
@@ -109,6 +111,19 @@ def test_the_loss_is_the_papers(average, given):
     np.testing.assert_allclose(logs["policy_loss"], policy_loss, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(logs["kl"], kl, rtol=1e-4)
     np.testing.assert_allclose(logs["clip_fraction"], clipped, rtol=1e-5)
+
+
+def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
+    """As the published trainer: all scores are normalised, then some advantages become 0."""
+    tokens = [[1, 2, 3], [1, 4, 5, 6], [1, 7], [1, 8, 9]]
+    masks = [[-100, *row[1:]] for row in tokens]
+    overrides = [{}, {"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}, {}]
+    data, _ = pad([Group(tokens, masks, [1.0, 0.0, 0.0, 2.0], overrides=overrides)], [4])
+    advantages = np.asarray(GRPO(CONFIG)._rows(data).advantages)
+    relative = np.array([1.0, 0.0, 0.0, 2.0]) - 0.75
+    relative /= np.std([1.0, 0.0, 0.0, 2.0]) + 1e-6
+    relative[1] = 0
+    np.testing.assert_allclose(advantages, relative[:, None] * data.mask[:, 1:], rtol=1e-5)
 
 
 def test_the_batchs_reference_is_taken_where_there_is_one():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
 _ROWS = (
-    *("advantages", "ref_logprobs", "inference_logprobs", "messages", "overrides", "images"),
+    *("advantages", "ref_logprobs", "inference_logprobs", "messages", "images"),
     *("distill_token_ids", "distill_logprobs"),
 )
 
@@ -36,14 +36,14 @@ class ScoredDataGroup(TypedDict, total=False):
 
     tokens: list[list[int]]
     masks: list[list[int]]
-    scores: list[float]
+    scores: list[float]  # booleans become 1 and 0
     advantages: list[list[float]] | None
     ref_logprobs: list[list[float]] | None
     inference_logprobs: list[list[float]] | None
     messages: list[list[Message]] | None
     generation_params: dict[str, Any] | None
     group_overrides: dict[str, Any] | None
-    overrides: list[dict[str, Any]] | None
+    overrides: list[dict[str, Any]] | None  # one for each sequence, such as {"set_advantage_to_zero": True}, or {}
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
@@ -68,17 +68,19 @@ class ScoredDataItem(TypedDict, total=False):
 
 
 def put_together(items: list[ScoredDataItem]) -> ScoredDataGroup:
-    """A group of sequences. What only some of them have is left out: its rows would be other sequences'."""
+    """A group of sequences. What only some of them have is left out, except overrides."""
     rows: list[Mapping[str, Any]] = list(items)
     group: dict[str, Any] = {name: [row[name] for row in rows] for name in ("tokens", "masks", "scores")}
     for name in _ROWS:
         if all(row.get(name) is not None for row in rows):
             group[name] = [row[name] for row in rows]
-    overrides: dict[str, Any] = {}
+    if any(row.get("overrides") for row in rows):
+        group["overrides"] = [row.get("overrides") or {} for row in rows]
+    of_group: dict[str, Any] = {}
     for row in rows:
-        overrides |= row.get("group_overrides") or {}
-    if overrides:
-        group["group_overrides"] = overrides
+        of_group |= row.get("group_overrides") or {}
+    if of_group:
+        group["group_overrides"] = of_group
     return ScoredDataGroup(**group)  # type: ignore[typeddict-item]
 
 
@@ -116,5 +118,7 @@ def to_send(group: ScoredDataGroup, env_id: int | None, policy_version: int | No
     told = {"env_id": env_id, "policy_version": policy_version if version is None else version}
     empty = {name: None for name in ("group_overrides", "overrides", "images") if not group.get(name)}
     rows: Any = group.get("messages")
+    overrides = group.get("overrides")
+    kept = {"overrides": [override or {} for override in overrides]} if overrides else {}
     said = {"messages": [plain_messages(row) if isinstance(row, list) else row for row in rows]} if rows else {}
-    return Group.from_item({**group, **empty, **said, **told})
+    return Group.from_item({**group, **empty, **kept, **said, **told})

@@ -16,6 +16,7 @@ from rlframe.replay.base import STATS, BaseReplayBuffer
 from rlframe.trajectories.client.background import Prefetched, Renewal
 from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.trajectories.client.exchange import new_key
+from rlframe.trajectories.client.group_warnings import GroupWarnings
 from rlframe.trajectories.client.groups import Group, ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
 from rlframe.trajectories.messages import IGNORED
@@ -98,6 +99,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         steps = info.batch_size * self._buckets[-1]
         self.spec = ReplaySpec("queue", Sequence(self._buckets[-1]), info.batch_size, capacity=steps)
         self._lease = lease
+        self._warnings = GroupWarnings()
         self._drawing = threading.Lock()  # a consumer asks for one batch at a time
         self._request = new_key()  # of the next batch; kept where it is not known whether one was given
         self._unanswered = False  # whether that is so
@@ -198,6 +200,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._request, self._unanswered = new_key(), False
             if served is None or self._came_again(served) or not self._check_tokens(served):
                 return None
+            self._warnings.look(served.groups)
             data, cut = pad(served.groups, self._buckets)
             with self._lock:
                 self._out.add(served.batch_id)

@@ -13,7 +13,11 @@ from rlframe.trajectories.messages import ANY_LENGTH, FLOATS, INTS, LARGEST
 
 _REST = ("messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
-_KINDS = {np.dtype(np.int32): ("iu", "integers"), np.dtype(np.float32): ("iuf", "numbers")}
+_KINDS = {
+    np.dtype(np.int32): ("iu", "integers"),
+    np.dtype(np.float32): ("iuf", "numbers"),
+    np.dtype(np.float64): ("biuf", "numbers"),  # of scores, which may be `answer == right`
+}
 _NAMES = (*INTS, "scores", *FLOATS, *_REST, *_DISTILL, "policy_version")
 
 
@@ -24,10 +28,11 @@ class Group:
     Args:
         tokens: S rows [T_i] int32.
         masks: S rows [T_i] int32: the token where it is trained on, -100 where not.
-        scores: [S] float64.
+        scores: [S] float64. Booleans become 1 and 0.
         advantages: S rows [T_i] float32, or None; a row is None where its sequence has none that fit.
         ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention 1.0 where masks are -100.
-        messages, generation_params, overrides, group_overrides, images: JSON that the service only carries.
+        messages, generation_params, overrides, group_overrides, images: JSON that the service only carries. Of it, a
+            trainer here reads `set_advantage_to_zero` of overrides, which has one dict for each sequence.
         env_id: as `register_env` gave it; None where the sender did not register.
         distill_token_ids, distill_logprobs: [S][T_i][k] lists, or None.
         policy_version: of the parameters that the group was sampled with.
@@ -160,7 +165,7 @@ def _rows(name: str, rows: Iterable[Any], dtype: np.dtype, optional: bool = Fals
 
 
 def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
-    kinds, what = _KINDS.get(dtype, ("iuf", "numbers"))
+    kinds, what = _KINDS[dtype]
     try:
         array = np.asarray(row)
     except ValueError:

@@ -51,11 +51,13 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
     sent = [row for group in groups for row in group.advantages or [None] * len(group)]
     having = np.array([row is not None for row in sent])
     advantages[having] = _fill([row for row in sent if row is not None], (having.sum(), length), np.float32)
+    zeroed = np.concatenate([_zeroed(group) for group in groups])
+    advantages[zeroed] = 0.0
     batch = TokenBatch(
         tokens=_fill([row for group in groups for row in group.tokens], shape, np.int32),
         mask=mask,
         advantages=advantages * mask,
-        has_advantages=having,
+        has_advantages=having | zeroed,
         scores=scores,
         inference_logprobs=_optional("inference_logprobs", groups, mask),
         ref_logprobs=_optional("ref_logprobs", groups, mask),
@@ -63,6 +65,14 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
         group=np.repeat(np.arange(len(groups), dtype=np.int32), [len(group) for group in groups]),
     )
     return batch, int((full > lengths).sum())
+
+
+def _zeroed(group: Group) -> np.ndarray:
+    """[S] bool: sequences whose advantage an override sets to 0."""
+    zeroed = np.zeros(len(group), bool)
+    for index, override in enumerate((group.overrides or [])[: len(group)]):
+        zeroed[index] = bool((override or {}).get("set_advantage_to_zero"))
+    return zeroed
 
 
 def _optional(name: str, groups: Sequence[Group], mask: np.ndarray) -> np.ndarray | None:

@@ -80,7 +80,7 @@ class Item(BaseModel):
 
     tokens: list[list[int]]
     masks: list[list[int]] = Field(description="-100 where there is no loss.")
-    scores: list[float]
+    scores: list[float] = Field(description="true and false are taken as 1 and 0.")
     advantages: list[list[float]] | None = Field(None, description="Of any lengths; taken where they fit the tokens.")
     ref_logprobs: list[list[float]] | None = None
     messages: list[list[dict[str, Any]]] | None = Field(None, description="Each has a role and content.")

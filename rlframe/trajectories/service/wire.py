@@ -58,9 +58,10 @@ class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fie
     policy_version: Version | _Optional = UNSET
 
 
-JsonGroup = WireGroup[Ints, Union[Floats, None], list[float]]
-TextGroup = WireGroup[Raw, Raw, list[float]]  # as JSON whose arrays stay text
-PackedArrays = WireGroup[Union[Ints, bytes], Union[Floats, bytes, None], Union[list[float], bytes]]
+Scores = list[Union[float, bool]]
+JsonGroup = WireGroup[Ints, Union[Floats, None], Scores]
+TextGroup = WireGroup[Raw, Raw, Scores]  # as JSON whose arrays stay text
+PackedArrays = WireGroup[Union[Ints, bytes], Union[Floats, bytes, None], Union[Scores, bytes]]
 
 
 class PackedGroup(PackedArrays, kw_only=True):
@@ -130,6 +131,8 @@ def parse_groups(body: bytes, packed: bool) -> Iterator[Parsed]:
 def _parse_json(body: bytes) -> Parsed:
     try:
         group: Any = _text_group.decode(body)
+        if _has_booleans(group.scores):
+            return _parse_json(_json.encode(_with_numbers(_json_members.decode(body), group.scores, _json)))
         lengths = _lengths_of_text(group)
         if lengths is None:  # a closer look, for whoever is to be told what is wrong
             group = _json_group.decode(body)
@@ -173,9 +176,20 @@ def _parse_packed(body: bytes) -> Parsed:
         return _parse_packed(_packed.encode(_known(_packed_members.decode(body), PackedGroup)))
     except msgspec.DecodeError as error:
         raise explained(error, body, packed=True) from None
+    if _has_booleans(group.scores):
+        return _parse_packed(_packed.encode(_with_numbers(_packed_members.decode(body), group.scores, _packed)))
     lengths = lengths_of(group)
     check(group, lengths)
     return _parsed(group, lengths, body)
+
+
+def _has_booleans(scores: list[float] | bytes) -> bool:
+    return isinstance(scores, list) and any(isinstance(score, bool) for score in scores)
+
+
+def _with_numbers(members: dict[str, Raw], scores: list[float], encoder: Any) -> dict[str, Raw]:
+    """A group's members with its scores as numbers: trainers get those, as from the published service."""
+    return {**members, "scores": Raw(encoder.encode([float(score) for score in scores]))}
 
 
 def _known(members: dict[str, Raw], group: type[Struct]) -> dict[str, Raw]:

@@ -11,7 +11,7 @@ import pytest
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.language.environments import BaseEnvConfig, collecting, files
 from rlframe.language.environments.collecting import CollectAttempt, Gate
-from rlframe.language.environments.groups import put_together
+from rlframe.language.environments.groups import put_together, to_send
 from rlframe.language.environments.metrics import Statistics, length_metrics
 from rlframe.language.environments.serving import Membership
 
@@ -72,6 +72,19 @@ def test_what_only_some_sequences_have_is_left_out():
         "scores": [1.0, 0.0],
         "group_overrides": {"a": 1, "b": 2},
     }
+
+
+def test_overrides_of_some_sequences_are_kept():
+    zero = {"set_advantage_to_zero": True}
+    items = [
+        {"tokens": [1], "masks": [1], "scores": True},
+        {"tokens": [2], "masks": [2], "scores": False, "overrides": zero},
+        {"tokens": [3], "masks": [3], "scores": False, "overrides": None},
+    ]
+    group = put_together(items)
+    assert group["overrides"] == [{}, zero, {}]
+    sent = to_send({**group, "overrides": [None, zero, {}]}, env_id=0, policy_version=None)
+    assert sent.overrides == [{}, zero, {}] and sent.scores.tolist() == [1.0, 0.0, 0.0]
 
 
 def test_statistics_begin_afresh_once_reported():

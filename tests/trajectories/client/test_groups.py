@@ -72,6 +72,13 @@ def test_what_is_none_is_not_sent():
     assert set(a_group().to_dict(binary=False)) == {"tokens", "masks", "scores"}
 
 
+@pytest.mark.parametrize("scores", [[True, False], np.array([True, False]), [np.bool_(True), 0.0], [True, 0]], ids=str)
+def test_boolean_scores_are_one_and_zero(scores):
+    found = a_group(scores=scores)
+    assert found.scores.tolist() == [1.0, 0.0] and found.scores.dtype == np.float64
+    assert str(found.to_dict(binary=True)["scores"]) == "[1.0, 0.0]"
+
+
 def test_binary_scores_are_read():
     item = msgspec.msgpack.decode(msgspec.msgpack.encode(a_group().to_dict(binary=True)))
     item["scores"] = np.array([0.5, 2.0], "<f4").tobytes()

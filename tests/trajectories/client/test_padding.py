@@ -46,6 +46,20 @@ def test_given_advantages_and_logprobs_are_taken_where_there_is_a_loss():
     np.testing.assert_allclose(batch.inference_logprobs, expected)
 
 
+def test_an_override_sets_the_advantage_of_its_sequence_to_zero():
+    sent = [[9, 0.5, 0.25], [9, -2]]
+    for flag in (True, 1):
+        plain = a_group(overrides=[{}, {"set_advantage_to_zero": flag}])
+        given = a_group(overrides=[{"set_advantage_to_zero": flag}], advantages=sent)  # fewer than sequences
+        batch, _ = pad([plain, given], BUCKETS)
+        np.testing.assert_allclose(batch.advantages[:2], [[0, 0.1, 0.1, 0], [0, 0, 0, 0]])
+        np.testing.assert_allclose(batch.advantages[2:], [[0, 0, 0, 0], [0, -2, 0, 0]])
+        np.testing.assert_array_equal(batch.has_advantages, [False, True, True, True])
+        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # by which the others are normalised
+    batch, _ = pad([a_group(overrides=[{"set_advantage_to_zero": False}, {}, {}])], BUCKETS)
+    assert not batch.has_advantages.any()
+
+
 def test_advantages_that_are_not_as_long_as_their_tokens_are_left_out():
     sent = a_group().to_dict(binary=False)
     one = Group.from_item({**sent, "advantages": [[9, 0.5, 0.25], [9, 9, 9]]})

@@ -7,6 +7,7 @@ import json
 import zlib
 
 import httpx
+import msgspec
 import pytest
 
 from tests.trajectories.api import ENV, ITEM_KEYS, SETTINGS, Api, fresh_name, group, marks_of
@@ -329,6 +330,21 @@ def test_advantages_are_of_any_lengths_and_finite(api, advantages):
     assert api.get("/batch").json()["batch"][0]["advantages"] == advantages
     wrong = json.dumps(group(advantages=[[0.5, 0.5], [0.5, "@"]])).replace('"@"', "NaN")
     assert problem(api.post("/scored_data", content=wrong)) == ["body", "advantages", 1, 1]
+
+
+def test_boolean_scores_are_one_and_zero(api):
+    """As the published server takes them, and gives them to trainers."""
+    api.started(batch_size=2)
+    sent = group(scores=[True, False], images=[True])
+    for packed in (False, True):
+        body = msgspec.msgpack.encode(sent) if packed else json.dumps(sent)
+        kind = {"Content-Type": "application/msgpack" if packed else "application/json"}
+        assert api.post("/scored_data", content=body, headers=kind).json() == {"status": "received"}
+        (item,) = api.get("/batch").json()["batch"]
+        assert str(item["scores"]) == "[1.0, 0.0]" and item["images"] == [True]
+    assert problem(api.post("/scored_data", group(scores=[True, "1"]))) == ["body", "scores", 1]
+    assert problem(api.post("/scored_data", group(scores=[True]))) == ["body", "scores"]
+    assert problem(api.post("/scored_data", group(tokens=[[True], [1, 2]]))) == ["body", "tokens", 0, 0]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-3.5e38", "9" * 39])

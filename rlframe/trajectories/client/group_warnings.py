@@ -1,0 +1,61 @@
+"""Warnings of fields in groups that change what other trainers learn, and not what is learned here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rlframe.trajectories.client.groups import Group
+from rlframe.trajectories.messages import IGNORED
+
+_log = logging.getLogger(__name__)
+
+
+class GroupWarnings:
+    """Logs each kind of such a field once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def look(self, groups: Sequence[Group]) -> None:
+        """Log what is new in these groups."""
+        for group in groups:
+            for kind, found in self._found(group):
+                if kind not in self._logged:
+                    self._logged.add(kind)
+                    _log.warning("A group of environment %s %s This is logged once.", group.env_id, found)
+
+    def _found(self, group: Group) -> Iterator[tuple[str, str]]:
+        """(kind, what was found, as a sentence)."""
+        overrides = [override or {} for override in group.overrides or []]
+        for name, fields in (
+            ("generation_params", [group.generation_params or {}]),
+            ("group_overrides", [group.group_overrides or {}]),
+            ("overrides", overrides),
+        ):
+            for temperature in (one.get("temperature") for one in fields):
+                if temperature not in (None, 1):
+                    yield (
+                        "temperature",
+                        f"has a temperature of {temperature} in {name}, which does not change learning: "
+                        "log-probabilities are the model's at temperature 1. Sample at 1 to learn without bias.",
+                    )
+        if unknown := sorted(
+            {str(name) for one in overrides for name in one} - {"set_advantage_to_zero", "temperature"}
+        ):
+            yield f"overrides {unknown}", f"has overrides that change nothing here: {', '.join(unknown)}."
+        for name in ("distill_token_ids", "distill_logprobs", "images"):
+            if getattr(group, name):
+                yield name, f"has {name}, which nothing is learned from here."
+        if "masks" not in self._logged:
+            for index, (mask, tokens) in enumerate(zip(group.masks, group.tokens)):
+                if (wrong := (mask != IGNORED) & (mask != tokens)).any():
+                    at = int(np.argmax(wrong))
+                    yield (
+                        "masks",
+                        f"has masks that are neither the token nor {IGNORED}: {mask[at]} for the token {tokens[at]}, "
+                        f"at position {at} of sequence {index}. Every token whose mask is not {IGNORED} is trained on.",
+                    )
+                    break

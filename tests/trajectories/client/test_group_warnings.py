@@ -1,0 +1,41 @@
+"""Fields of groups that change what other trainers learn."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlframe.trajectories.client.group_warnings import GroupWarnings
+from tests.trajectories.client.test_groups import a_group
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"generation_params": {"temperature": 0.7}}, "has a temperature of 0.7 in generation_params"),
+        ({"group_overrides": {"temperature": 2}}, "has a temperature of 2 in group_overrides"),
+        ({"overrides": [{}, {"temperature": 0.5}]}, "has a temperature of 0.5 in overrides"),
+        (
+            {"overrides": [{"scale": 2, "set_advantage_to_zero": True}, {}]},
+            "has overrides that change nothing here: scale.",
+        ),
+        ({"images": ["x"]}, "has images, which nothing is learned from here."),
+        ({"distill_token_ids": [[[1]] * 3, [[1]] * 2]}, "has distill_token_ids"),
+        (
+            {"masks": [[0, 1, 1], [-100, 5]]},
+            "has masks that are neither the token nor -100: 0 for the token 1, at position 0 of sequence 0",
+        ),
+    ],
+    ids=str,
+)
+def test_a_field_that_changes_nothing_here_is_warned_of_once(fields, said, caplog):
+    warnings = GroupWarnings()
+    warnings.look([a_group(env_id=3), a_group(env_id=4, **fields)])
+    warnings.look([a_group(env_id=5, **fields)])
+    (record,) = caplog.records
+    assert f"A group of environment 4 {said}" in record.getMessage() and record.levelname == "WARNING"
+
+
+def test_what_is_honored_or_asks_for_nothing_is_not_warned_of(caplog):
+    fields = {"generation_params": {"temperature": 1.0, "n": 4}, "group_overrides": {"group_size": 2}, "images": []}
+    GroupWarnings().look([a_group(**fields, overrides=[{"set_advantage_to_zero": True}, None])])
+    assert not caplog.records
