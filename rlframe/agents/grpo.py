@@ -191,7 +191,7 @@ class GRPO(Agent):
             logs, grads = self._accumulate(params, learner_state.reference_params, self._rows(batch.data), size)
         data = batch.data
         logs |= {
-            "reward": jnp.mean(data.scores),
+            "reward": jnp.sum(data.scores / S),  # a sum of the largest scores would be infinite
             "length": jnp.sum(data.mask) / S,  # tokens that were sampled, of a sequence
             "tokens": jnp.sum(data.lengths),  # of the batch, without padding
             "grad_norm": optax.global_norm(grads),
@@ -235,7 +235,7 @@ class GRPO(Agent):
             tokens=data.tokens,
             mask=mask,
             weights=losses_lm.token_weights(mask, cfg.average),
-            advantages=advantages,
+            advantages=jnp.clip(advantages, -losses_lm.LARGEST_ADVANTAGE, losses_lm.LARGEST_ADVANTAGE),
             sampled=None if data.inference_logprobs is None else data.inference_logprobs[:, 1:],
             reference=None if data.ref_logprobs is None else data.ref_logprobs[:, 1:],
         )

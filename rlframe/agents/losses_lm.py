@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 Average = Literal["sequence", "token"]
 
+LARGEST_ADVANTAGE = 1e6  # float32 holds the squares of gradients with it, whatever the ratio is
 _LARGEST_LOG = 20.0  # exp of more says nothing, and overflows
 
 
@@ -21,7 +22,7 @@ def group_advantages(
     """How much better than its group each sequence is (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
 
     Args:
-        scores: [S] float32.
+        scores: [S] float32, any finite ones.
         group: [S] int32, in [0, S): the group of each.
         normalise_std: divide by the group's standard deviation (of the population). Without, questions that are all
             but solved, or hardly ever, weigh no more than others (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO).
@@ -35,10 +36,17 @@ def group_advantages(
         count = jax.ops.segment_sum(jnp.ones_like(x), group, len(x))
         return (jax.ops.segment_sum(x, group, len(x)) / jnp.maximum(count, 1.0))[group]
 
-    # From the lowest on: equal scores have no difference to their mean then, which rounding would make one of.
-    scores = scores - jax.ops.segment_min(scores, group, len(scores))[group]
-    centred = scores - mean(scores)
-    return centred / (jnp.sqrt(mean(jnp.square(centred))) + epsilon) if normalise_std else centred
+    # Each score as a part of its group's spread: neither large nor equal scores are rounded to something else. Halves,
+    # because the spread of the largest numbers would be infinite.
+    half = 0.5 * scores
+    lowest = jax.ops.segment_min(half, group, len(half))[group]
+    spread = jax.ops.segment_max(half, group, len(half))[group] - lowest
+    divisor = jnp.where(spread > 0, spread, 1.0)
+    parts = (half - lowest) / divisor
+    centred = parts - mean(parts)
+    if normalise_std:
+        return centred / (jnp.sqrt(mean(jnp.square(centred))) + 0.5 * epsilon / divisor)
+    return 2.0 * jnp.clip(centred * spread, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE)
 
 
 def token_weights(mask: jax.Array, average: Average) -> jax.Array:

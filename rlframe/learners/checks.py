@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import NonFiniteLossError, UsageError
@@ -40,3 +41,17 @@ def check_params(params: Tree, step: int, last_good: Callable[[], str]) -> None:
         if not np.all(np.isfinite(leaf)):
             name = jax.tree_util.keystr(path)
             raise NonFiniteLossError(f"Parameter {name} is not finite after learner step {step}. {last_good()}")
+
+
+def check_published(params: Tree, step: int, last_good: Callable[[], str]) -> None:
+    """Raises NonFiniteLossError for parameters that are not finite, before anyone gets them."""
+    if not _are_finite(params):
+        raise NonFiniteLossError(
+            f"The parameters are not finite after learner step {step}, and are not published. {last_good()} "
+            "Look for very large scores or advantages, or lower the learning rate."
+        )
+
+
+@jax.jit
+def _are_finite(params: Tree) -> jax.Array:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))

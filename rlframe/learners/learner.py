@@ -15,7 +15,7 @@ from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
-from rlframe.learners.checks import check_are_numbers, check_loss, check_params
+from rlframe.learners.checks import check_are_numbers, check_loss, check_params, check_published
 from rlframe.learners.config import LearnerConfig
 from rlframe.learners.freed_memory import keep_freed_memory
 from rlframe.learners.saver import Saver
@@ -143,6 +143,9 @@ class Learner:
         batch = batch._replace(keys=(), params_version=())
         self._params, self._learner_state, logs, published = self._update(self._params, self._learner_state, batch)
         self._learner_steps += 1
+        if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
+            check_loss(logs, self._learner_steps, keys, self._last_good)
+            check_published(self._params, self._learner_steps, self._last_good)
         version = self._versions.next()
         if self._staleness.is_set:
             jax.block_until_ready(published)  # actors wait for it, and a call of theirs must not

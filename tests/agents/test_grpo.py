@@ -126,6 +126,22 @@ def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
     np.testing.assert_allclose(advantages, relative[:, None] * data.mask[:, 1:], rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["grpo", "policy_gradient", "dpo"])
+@pytest.mark.parametrize("normalise_std", [True, False])
+def test_the_largest_scores_and_advantages_give_finite_parameters(loss, normalise_std):
+    agent = GRPO(dataclasses.replace(CONFIG, loss=loss, normalise_std=normalise_std))
+    params, state = started(agent)
+    largest = np.float32(3e38)
+    scores = np.float32([largest, -largest, largest, 0, largest])
+    batch = token_batch(MODEL.vocab_size, [9, 5, 7, 4, 3], [0, 0, 0, 1, 1], scores=scores)
+    advantages = scores[:, None] * batch.data.mask
+    given = batch._replace(data=batch.data._replace(has_advantages=np.ones(5, bool), advantages=advantages))
+    for one in (batch, given, batch):
+        params, state, logs = agent.learner_step(params, state, one)
+        assert all(np.isfinite(value) for value in logs.values())
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state.opt_state)))
+
+
 def test_the_batchs_reference_is_taken_where_there_is_one():
     agent = make(kl_cost=0.3)
     params, state = other_params(), started(agent)[1]

@@ -34,6 +34,17 @@ def test_equal_scores_have_no_advantage_however_their_mean_is_rounded(size):
     np.testing.assert_array_equal(found, 0)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e6, 1e30, 3e38])
+def test_advantages_of_scores_of_any_size_are_finite(scale):
+    """Those of -1, 0 and 1, by the mean 0 and the standard deviation sqrt(2 / 3), and of a group of its own."""
+    scores, group = np.float32([-scale, 0, scale, scale]), np.int32([0, 0, 0, 1])
+    spread = scale * np.sqrt(2 / 3)
+    expected = np.array([-scale, 0, scale, 0]) / (spread + 1e-6)
+    np.testing.assert_allclose(losses_lm.group_advantages(scores, group), expected, rtol=1e-5)
+    plain = losses_lm.group_advantages(scores, group, normalise_std=False)
+    np.testing.assert_allclose(plain, np.clip([-scale, 0, scale, 0], -2e6, 2e6), rtol=1e-5)
+
+
 def test_the_order_of_a_groups_sequences_does_not_matter():
     order = np.random.RandomState(0).permutation(len(SCORES))
     found = losses_lm.group_advantages(SCORES[order], GROUP[order])

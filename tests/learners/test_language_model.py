@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import uuid
 
 import jax
@@ -10,10 +12,13 @@ import numpy as np
 import pytest
 
 from rlframe.agents import GRPO, GRPOConfig
+from rlframe.errors import NonFiniteLossError
 from rlframe.language import ModelConfig, SamplingParams, generate
 from rlframe.learners import Learner, LearnerConfig
+from rlframe.replay import ReplayBuffer
 from rlframe.trajectories import Group, TrajectoryBuffer, TrajectoryClient
 from tests.agents.batches import assert_trees_equal
+from tests.agents.token_batches import token_batch
 from tests.trajectories.serving import DEADLINE, running_service
 
 BEST = 3  # the token that is rewarded
@@ -106,6 +111,47 @@ class CountingGRPO(GRPO):
     def learner_step(self, params, learner_state, batch):
         self.traced.append(batch.data.tokens.shape)
         return super().learner_step(params, learner_state, batch)
+
+
+def test_the_largest_scores_teach_what_one_and_zero_teach(url, run, client):
+    def learned(best, other):
+        agent = GRPO(dataclasses.replace(CONFIG, loss="policy_gradient"))
+        with contextlib.closing(TrajectoryBuffer(url, run=run, timeout=DEADLINE)) as buffer:
+            learner = Learner(LearnerConfig(), agent, buffer)
+            tokens = [[1, BEST, BEST]] * 8 + [[1, 2, 2]] * 8
+            scores = [best] * 8 + [other] * 8
+            client.post(Group(tokens, [[-100, *row[1:]] for row in tokens], scores))
+            assert learner.step(buffer.wait_for_batch(DEADLINE)) is not None
+            version, params = learner.get_params()
+            learner.close()
+        return version, params
+
+    version, expected = learned(True, False)
+    for scores in ((3e38, -3e38), (3e38, 2e38), (-1e-3, -3e38)):
+        found = learned(*scores)
+        assert found[0] == version
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), found[1], expected)
+
+
+@pytest.mark.parametrize("spoilt", ["loss", "parameters"])
+def test_a_version_that_is_not_finite_is_never_published(spoilt):
+    rate = 1e-2 if spoilt == "loss" else 1e38
+    agent = GRPO(dataclasses.replace(CONFIG, batch_size=2, learning_rate=rate, kl_cost=0.0, max_grad_norm=None))
+    batch = token_batch(MODEL.vocab_size, [5, 6], [0, 0])
+    if spoilt == "loss":
+        wrong = np.where(batch.data.mask > 0, np.nan, 0).astype(np.float32)
+        batch = batch._replace(data=batch.data._replace(inference_logprobs=wrong))
+    learner = Learner(LearnerConfig(), agent, ReplayBuffer(agent))
+    before = learner.params_version
+    for _ in range(3):  # parameters of 1e38 first, then what comes of them
+        with contextlib.suppress(NonFiniteLossError):
+            learner.step(batch)
+            before = learner.params_version
+        version, params = learner.get_params()
+        assert version == before and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    with pytest.raises(NonFiniteLossError, match=r"(loss of learner step \d is nan|not finite after learner step \d)"):
+        learner.step(batch)
+    learner.close()
 
 
 @pytest.mark.system

@@ -187,7 +187,7 @@ def _has_booleans(scores: list[float] | bytes) -> bool:
     return isinstance(scores, list) and any(isinstance(score, bool) for score in scores)
 
 
-def _with_numbers(members: dict[str, Raw], scores: list[float], encoder: Any) -> dict[str, Raw]:
+def _with_numbers(members: dict[str, Raw], scores: Any, encoder: Any) -> dict[str, Raw]:
     """A group's members with its scores as numbers: trainers get those, as from the published service."""
     return {**members, "scores": Raw(encoder.encode([float(score) for score in scores]))}
 
