@@ -36,10 +36,10 @@ def launchpad() -> None:
     needs("launchpad")
 
 
-def run(*command: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+def run(*command: str, returncode: int = 0, cwd: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
     # What learns for long is compiled as a reader's is.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == returncode, done.stdout + done.stderr
     return done
 
@@ -47,6 +47,18 @@ def run(*command: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("page", ["single_process", pytest.param("async_env", marks=pytest.mark.system)])
 def test_a_script_of_one_process_learns(page: str):
     done = run(f"examples/{page}.py")
+    assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["single_process", *(pytest.param(name, marks=pytest.mark.system) for name in ("heavy_env", "light_env"))],
+)
+def test_a_callback_stops_a_solved_run_whose_policy_is_loaded_in_every_topology(tmp_path: pathlib.Path, topology: str):
+    done = run(str(ROOT / "examples/stop_when_solved.py"), topology, cwd=tmp_path)
+    assert re.findall(r"^stopped by (\w+) after", done.stdout, re.MULTILINE) == ["callback"]
+    assert "first action: True" in done.stdout
+    # In programs of several processes the learner went on while the policy that reached 475 was evaluated.
     assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED
 
 

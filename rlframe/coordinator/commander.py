@@ -6,6 +6,7 @@ import dataclasses
 from typing import Protocol
 
 from rlframe.coordinator.messages import Role, StartTask
+from rlframe.coordinator.stop_conditions import StopConditions
 from rlframe.errors import UsageError
 
 
@@ -36,7 +37,10 @@ class Commander(Protocol):
         """The policy whose newest version is to be evaluated now; None: none is."""
 
     def stop(self, view: View) -> str | None:
-        """Why the job is over; None: it is not. Asked with every answer, and never again once there was a reason."""
+        """Return why the job is over, None while it is not. Not called again after a reason.
+
+        A `StopReason` also names the condition, which becomes the result's `stopped_by`.
+        """
 
     def final_policy(self) -> str:
         """The policy that is evaluated when the job is over."""
@@ -85,15 +89,13 @@ class TrainOne:
 
     def stop(self, view: View) -> str | None:
         """See `Commander`."""
-        if self.env_steps is not None and view.env_steps >= self.env_steps:
-            return f"{view.env_steps:,} of {self.env_steps:,} environment steps were taken"
-        if self.learner_steps is not None and view.learner_steps >= self.learner_steps:
-            return f"{view.learner_steps:,} of {self.learner_steps:,} updates were made"
-        if self.seconds is not None and view.seconds >= self.seconds:
-            return f"{view.seconds:,.0f} of {self.seconds:,.0f} s are over"
-        if self.eval_return is not None and view.eval_return is not None and view.eval_return >= self.eval_return:
-            return f"an evaluation reached {view.eval_return:g}, and {self.eval_return:g} was wanted"
-        return None
+        limits = StopConditions(self.env_steps, self.learner_steps, self.seconds, self.eval_return)
+        return limits.reached(
+            env_steps=view.env_steps,
+            learner_steps=view.learner_steps,
+            seconds=view.seconds,
+            eval_return=view.eval_return,
+        )
 
     def final_policy(self) -> str:
         """See `Commander`."""

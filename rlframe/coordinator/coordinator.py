@@ -28,6 +28,7 @@ from rlframe.coordinator.operators.base import Operator
 from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling, Watch, cores_here
 from rlframe.coordinator.states import JobState, is_over
+from rlframe.coordinator.stop_conditions import StopReason
 from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.clock import Clock
@@ -194,6 +195,16 @@ class Coordinator:
     def cancel(self, reason: str = "") -> None:
         """Ends the job: tasks are closed, the learner saves, nothing is evaluated any more. It stays ended."""
         self._put(ev.Cancelled(reason or "it was cancelled"))
+
+    def end(self, by: str, evaluate: bool = True) -> None:
+        """End the job as at its last step, for a callback. Repeated calls change nothing.
+
+        Args:
+            by: the reason's name, for `Result.stopped_by`.
+            evaluate: whether the last version is evaluated.
+        """
+        reason = StopReason(by, "a callback stopped it" if evaluate else "a callback raised")
+        self._put(ev.Ended(reason) if evaluate else ev.Cancelled(reason, by=by))
 
     def _stop(self, reason: str) -> None:
         """As `cancel`, within the seconds that a program has which is told to end."""
@@ -378,7 +389,9 @@ class Coordinator:
         if self._recorder is not None:
             ending = self._job.ending
             evaluation = ending.evaluation if ending is not None else None
-            summary = {**status["job"], "failed": over.failed, "reason": over.reason, "evaluation": evaluation}
+            by = ending.stopped_by if ending is not None else ""
+            summary = {**status["job"], "failed": over.failed, "reason": over.reason, "stopped_by": by}
+            summary["evaluation"] = evaluation
             self._recorder.finish(summary)
         with self._lock:
             self._journal.write({**(self._journal.state or {}), "is_finished": True})

@@ -88,6 +88,10 @@ class Engine(Protocol):
         del makers, most
         raise UsageError(f"{type(self).__name__} starts no nodes while a program runs. The engine ray does.")
 
+    @property
+    def groups(self) -> Mapping[str, int]:
+        """The number of nodes in each group."""
+
     def own(self, resource: Any) -> Any:
         """Returns `resource`, whose `close()` is called when the program is over."""
 

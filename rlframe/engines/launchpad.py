@@ -57,6 +57,11 @@ class LaunchpadEngine(Engine):
             node = CheckpointedReverbNode(tables, path, at_end=self._asked.grace_seconds / 2.0)
             return self.program.add_node(node)
 
+    @property
+    def groups(self) -> dict[str, int]:
+        """See `Engine`."""
+        return {label: len(nodes) for label, nodes in self.program.groups.items()}
+
     def own(self, resource: Any) -> Any:
         """See `Engine`."""
         self._resources.callback(resource.close)
@@ -75,7 +80,7 @@ class LaunchpadEngine(Engine):
         with self._resources:
             return launch(
                 self.program,
-                policies({label: len(nodes) for label, nodes in self.program.groups.items()}, self._asked),
+                policies(self.groups, self._asked),
                 ports=self._ports,
                 logs=self._logs,
                 hang_timeout=self._asked.hang_timeout,

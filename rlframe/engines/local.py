@@ -57,6 +57,11 @@ class LocalEngine(Engine):
         self._reverb[group] = server = ReverbAt(f"localhost:{port}")
         return server
 
+    @property
+    def groups(self) -> dict[str, int]:
+        """See `Engine`."""
+        return {group: len(nodes) for group, nodes in self._nodes.items()}
+
     def own(self, resource: Any) -> Any:
         """See `Engine`."""
         self._resources.callback(resource.close)
@@ -73,13 +78,12 @@ class LocalEngine(Engine):
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; as `rlframe.launch`."""
         options = self._asked
-        groups = {group: len(nodes) for group, nodes in self._nodes.items()}
         with self._resources:
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
                 print(f"[launcher] {OPEN.format(listening)}", file=sys.stderr, flush=True)
-            with node_processes(run_node, pickled, policies(groups, options)) as processes:
+            with node_processes(run_node, pickled, policies(self.groups, options)) as processes:
                 hang_timeout, grace = options.hang_timeout, options.grace_seconds
                 return Supervisor(
                     processes, None, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace

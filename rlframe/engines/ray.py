@@ -82,6 +82,11 @@ class RayEngine(Engine):
         self._workers.append(workers)
         return workers
 
+    @property
+    def groups(self) -> dict[str, int]:
+        """See `Engine`."""
+        return {group: len(nodes) for group, nodes in self._nodes.items()}
+
     def own(self, resource: Any) -> Any:
         """See `Engine`. Nodes that refer to it share memory with this process: they are on its Ray node."""
         self._resources.callback(resource.close)
@@ -111,7 +116,7 @@ class RayEngine(Engine):
         from rlframe.engines.launching.ray_host import HostedNode
 
         asked, cluster = self._asked, self._cluster
-        groups = {group: len(nodes) for group, nodes in self._nodes.items()}
+        groups = self.groups
         policy_of = policies(groups, asked)
         pickled = {node.address: self._pickled(node) for nodes in self._nodes.values() for node in nodes}
         cpus, gpus = self._shares(groups, any(bound for _, bound in pickled.values()))

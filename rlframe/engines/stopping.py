@@ -55,6 +55,8 @@ def handling(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[
 class StopSignal:
     """Within the context, the first signal sets `number`, a second one raises KeyboardInterrupt at once.
 
+    `is_repeated` says whether there was a second one, which a callback may have caught.
+
     Between `interruptible(True)` and `interruptible(False)` the first one raises as well: for work
     whose result is of no use when it is cut off. Does nothing outside the main thread, where Python
     allows no handlers.
@@ -62,6 +64,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.is_repeated = False
         self._raises = False
         self._handling = contextlib.ExitStack()
 
@@ -77,9 +80,9 @@ class StopSignal:
         self._raises = raises
 
     def _handle(self, number: int) -> None:
-        repeated = self.number is not None
+        self.is_repeated = self.number is not None
         self.number = self.number or number
-        if repeated or self._raises:
+        if self.is_repeated or self._raises:
             raise KeyboardInterrupt
         text = f"rlframe: {signal.Signals(number).name}: saving after the step under way; once more leaves at once\n"
         with contextlib.suppress(OSError):

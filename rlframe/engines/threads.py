@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -52,6 +53,11 @@ class ThreadsEngine(Engine):
         self._addresses[group] = f"localhost:{server.port}"
         return reverb.Client(self._addresses[group])
 
+    @property
+    def groups(self) -> dict[str, int]:
+        """See `Engine`."""
+        return dict(collections.Counter(group for group, _ in self._nodes))
+
     def own(self, resource: Any) -> Any:
         """See `Engine`."""
         self._resources.callback(resource.close)
@@ -67,7 +73,7 @@ class ThreadsEngine(Engine):
 
     def run(self, watch: Watch | None = None) -> int | None:
         """See `Engine`; `watch` is told that this one process is all there is."""
-        decides = deciding_group(group for group, _ in self._nodes)
+        decides = deciding_group(self.groups)
         failure: ProgramError | None = None
         is_complete, patience = False, _JOIN_WITHIN
         if watch is not None:

@@ -32,6 +32,7 @@ class ActorCounts:
     Attributes:
         goes_on: whether the file is of this session already.
         evaluated: the step at which the newest evaluation began whose values are written; None: there is none.
+        ended: why the session ends before its last step; None while it goes on.
     """
 
     def __init__(self, path: pathlib.Path, session: str) -> None:
@@ -41,10 +42,12 @@ class ActorCounts:
         self._is_behind = False  # the file, of what is known: the disk is full
         self.goes_on = False
         self.evaluated: int | None = None
+        self.ended: str | None = None
         if path.exists():
-            saved_session, self._counts, self._logged, self.evaluated = self._read()
+            saved_session, self._counts, self._logged, self.evaluated, self.ended = self._read()
             self.goes_on = saved_session == session
             if not self.goes_on:
+                self.ended = None
                 self._counts = {"before": list(self.total().values())}
                 self._logged = {"before": self.logged()}
 
@@ -75,7 +78,8 @@ class ActorCounts:
     def save(self) -> None:
         """Writes the file in one piece. Raises CheckpointError where it cannot be written."""
         try:
-            content = {"session": self._session, "evaluated": self.evaluated, "counts": self._counts}
+            content: dict[str, Any] = {"session": self._session, "evaluated": self.evaluated, "ended": self.ended}
+            content["counts"] = self._counts
             write_atomically(self._path, json.dumps({**content, "logged": self._logged}))
         except OSError as error:
             raise CheckpointError(f"Cannot write {self._path}: {error.strerror}. Make room, then resume.") from error
@@ -93,7 +97,7 @@ class ActorCounts:
                 _log.warning("%s is written again.", self._path)
             self._is_behind = False
 
-    def _read(self) -> tuple[str, dict[str, list[float]], dict[str, Sums], int | None]:
+    def _read(self) -> tuple[str, dict[str, list[float]], dict[str, Sums], int | None, str | None]:
         try:
             saved = json.loads(self._path.read_text())
             counts = {who: [each + 0 for each in values] for who, values in saved["counts"].items()}
@@ -101,7 +105,7 @@ class ActorCounts:
                 raise ValueError(f"not every actor has {len(COUNTERS)} counters")
             evaluated = saved["evaluated"]
             evaluated = None if evaluated is None else int(evaluated)
-            return saved["session"], counts, saved.get("logged", {}), evaluated
+            return saved["session"], counts, saved.get("logged", {}), evaluated, saved.get("ended")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             counters = ", ".join(COUNTERS)
             raise CheckpointError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from rlframe.errors import UsageError, suggest
 from rlframe.metrics import TerminalLogger
 from rlframe.programs import session
+from rlframe.programs.callbacks import Callback
 from rlframe.programs.experiment import Experiment, flat, load_experiment, make_experiment, with_fields
 from rlframe.programs.run_dir import Result
 
@@ -20,7 +21,7 @@ def train(
     run_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
     stop_at: int | None = None,
-    callbacks: Iterable[Callable[[int, dict[str, Any]], Any]] = (),
+    callbacks: Iterable[Callback] = (),
     quiet: bool = False,
     **options: Any,
 ) -> Result:
@@ -32,7 +33,9 @@ def train(
         run_dir: where everything is written; None: a new directory under `runs/`.
         resume: go on with the run in `run_dir`, whatever agent and environment that has, from its newest checkpoint.
         stop_at: the step at which to stop and save; schedules still end at `steps`.
-        callbacks: each is called as `callback(step, values)` with each row of the logs; what it raises ends the run.
+        callbacks: each is called as `callback(info)` with each row of the logs: `info.step`, `info.values` (name ->
+            number), `info.stop()`, which ends the run early. If one raises, the run saves everything and ends, and the
+            exception is raised from here. See docs/api.md.
         quiet: show no progress.
         **options: those of `rlframe train`, with underscores: `steps=50_000`, `seed=2`, `num_envs=16`,
             `topology="heavy_env"`, `preset="none"`, `learning_rate=1e-3`. What is not given is the preset's.

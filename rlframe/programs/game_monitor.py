@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from rlframe import handles
@@ -14,6 +15,7 @@ from rlframe.programs.monitor import Monitor
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
+from rlframe.programs.save_point import SavedPolicy
 from rlframe.programs.updates import least_updates, total_learner_steps
 from rlframe.types import Logs
 
@@ -36,7 +38,8 @@ class GameMonitor(Monitor):
     def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
         super().__init__(run, learner)
         self._actors = [_Led(actor) for actor in actors]
-        self._evaluations = Evaluations(self._experiment, run.agent, self._learner)
+        self._saved = SavedPolicy(run.agent, run.directory, self._learner)
+        self._evaluations = Evaluations(self._experiment, run.agent, self._saved)
         self._evaluation: _Evaluation | None = None  # under way
         self._guests = GuestRegistry(run, settles=self._counts.goes_on)
         self.admit, self.attend, self.leave = self._guests.admit, self._guests.attend, self._guests.leave
@@ -80,20 +83,31 @@ class GameMonitor(Monitor):
         num_actors = len(self._actors) + self._guests.num_actors
         share = math.ceil(max(0, self._run.until - self.step) / max(1, num_actors))
         self._guests.lead(share)
+        self._lead_actors(share)
+        self._learned = self._ask_learner() or self._learned
+
+    def _hold(self) -> None:
+        self._guests.end()
+        self._lead_actors(0)
+
+    def _lead_actors(self, share: int) -> None:
         for actor in self._actors:
             if (said := actor.lead(share)) is not None:
                 self._counts.add(said)
-        self._learned = self._ask_learner() or self._learned
 
     def _begin_evaluation(self) -> None:
-        self._evaluation = _Evaluation(self._evaluations)
+        self._evaluation = _Evaluation(self._evaluate_saved)
+
+    def _evaluate_saved(self) -> Logs:
+        self._saved.update(self._stop)
+        return self._evaluations.evaluate()
 
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
         assert self._evaluation is not None
         return self._evaluation.result() if self._evaluation.is_over else None
 
-    def _result(self, rows: RowWriter, evaluation: Logs | None) -> Result:
-        return rows.result(self.step, self._learned, evaluation)
+    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
+        return rows.result(self.step, self._learned, evaluation, stopped_by)
 
 
 class _Led:
@@ -116,14 +130,18 @@ class _Led:
 
 
 class _Evaluation:
-    """An evaluation in a thread, beside the watch."""
+    """An evaluation in a thread, beside the watch.
 
-    def __init__(self, evaluations: Evaluations) -> None:
+    Args:
+        evaluate: gives its values.
+    """
+
+    def __init__(self, evaluate: Callable[[], Logs]) -> None:
         self._values: Logs | BaseException | None = None
 
         def run() -> None:
             try:
-                self._values = evaluations.evaluate()
+                self._values = evaluate()
             except BaseException as error:
                 self._values = error
 

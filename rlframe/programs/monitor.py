@@ -6,7 +6,7 @@ import abc
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe import handles
@@ -16,6 +16,7 @@ from rlframe.metrics import MultiLogger
 from rlframe.metrics.evaluations import evaluation_row
 from rlframe.metrics.sums import Sums
 from rlframe.programs.actor_counts import ActorCounts
+from rlframe.programs.ending import Ending
 from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
@@ -48,19 +49,21 @@ class Monitor(abc.ABC):
         self._tell_learner = handles.Poll(self._learner, "finish")
         self._learned: dict[str, Any] = {}  # the learner's newest stats; one that has just restarted knows nothing
         self._counts = ActorCounts(run.directory.progress, run.session)
+        self._ending = Ending(run, self._counts.ended)
         self._rows: RowWriter | None = None
         self._evaluates_at: int | None = None  # the step at which the evaluation under way began
 
     def run(self) -> None:
         """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
-        evaluation = None
+        evaluation, stopped_by = None, "interrupt"
         try:
             with handles.stopped_by_program(self.stop):
                 self._begin()
                 rows = self._rows = self._open_rows()
                 try:
-                    if self._watch(rows):
+                    if (by := self._watch(rows)) is not None:
                         evaluation = self._finish(rows)
+                        stopped_by = by
                 finally:
                     self._end()
                     self._counts.save()
@@ -68,11 +71,15 @@ class Monitor(abc.ABC):
         except StoppedError:
             pass
         if self._rows is not None:
-            self._run.directory.write_result(self._result(self._rows, evaluation))
+            self._run.directory.write_result(self._result(self._rows, evaluation, stopped_by))
 
     def stop(self) -> None:
         """Ends `run()`, without an evaluation. Any thread may call it."""
         self._stop.set()
+
+    def end(self, by: str, evaluate: bool = True) -> None:
+        """End `run()` as at the last step. Any thread or node may call it, again and again; see `Ending.ask`."""
+        self._ending.ask(by, evaluate)
 
     @property
     @abc.abstractmethod
@@ -100,11 +107,14 @@ class Monitor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _result(self, rows: RowWriter, evaluation: Logs | None) -> Result:
+    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
         """How the session ended."""
 
     def _begin(self) -> None:  # noqa: B027
         """Does what comes before the first look."""
+
+    def _hold(self) -> None:  # noqa: B027
+        """Keeps nodes from collecting more, once the session ends. To be repeated: it waits for no node."""
 
     def _end(self) -> None:  # noqa: B027
         """Does what comes after the last one."""
@@ -129,8 +139,8 @@ class Monitor(abc.ABC):
         logger = MultiLogger([self._run.directory.open_logs(self.step), *self._run.loggers])
         return RowWriter(self._run, logger, self.step, *self._totals())
 
-    def _watch(self, rows: RowWriter) -> bool:
-        """Returns True when the last step was taken, False when it was stopped before."""
+    def _watch(self, rows: RowWriter) -> str | None:
+        """Returns why the session ends, as `Result.stopped_by`; None when it was stopped before."""
         row_every, eval_every = self._experiment.row_every, self._experiment.eval_every
         at_start = self.step
         row_due, evaluation_due = next_multiple(row_every, at_start), self._first_evaluation()
@@ -141,7 +151,11 @@ class Monitor(abc.ABC):
             if now > at_start:
                 rows.note(now)
             if self._took_all():
-                return True
+                return self._run.last_step_is
+            if self._ending.is_due(self._learned.get("learner_steps", 0)):
+                self._counts.ended = self._ending.by  # before the learner hears of it: this node may be restarted
+                self._counts.try_to_save()
+                return self._ending.by
             if now >= row_due:
                 self._write_row(rows)
                 row_due = next_multiple(row_every, now)
@@ -153,19 +167,21 @@ class Monitor(abc.ABC):
                 evaluation_due = next_multiple(eval_every, now)
         self._look()
         self._write_row(rows)
-        return False
+        return None
 
-    def _finish(self, rows: RowWriter) -> Logs:
-        """Has the learner finish, and evaluates what it ends with."""
-        self._learned = finish(self._learner, self._stop)
+    def _finish(self, rows: RowWriter) -> Logs | None:
+        """Has the learner finish, and evaluates what it ends with, if that is wanted."""
+        self._learned = finish(self._learner, self._stop, self._hold)
         self._write_row(rows)
+        if not self._ending.evaluates:
+            return None
         self._say_what_is_missing()
         if self._evaluates_at is not None:
             self._write_evaluation(rows, self._wait_for_evaluation(final=False))
         while True:
             self._evaluate()
             values = self._wait_for_evaluation(final=True)
-            evaluated, self._learned = self._learned, finish(self._learner, self._stop)
+            evaluated, self._learned = self._learned, finish(self._learner, self._stop, self._hold)
             if self._learned["learner_steps"] == evaluated["learner_steps"]:
                 self._write_evaluation(rows, values)
                 return values
@@ -186,6 +202,7 @@ class Monitor(abc.ABC):
     def _wait_for_evaluation(self, *, final: bool) -> Logs:
         while (values := self._poll_evaluation(final=final)) is None:
             self._tell_learner()  # it may die and come back meanwhile, and would learn on
+            self._hold()
             self._pause("the final policy was evaluated")
         return values
 
@@ -200,23 +217,26 @@ class Monitor(abc.ABC):
     def _write_evaluation(self, rows: RowWriter, values: Logs) -> None:
         began, self._evaluates_at = self._evaluates_at, None
         if values:
+            self._ending.note_evaluation(self._evaluation_row(values)["return_mean"])
             rows.logger.write(self.step, self._evaluation_row(values))
             self._counts.evaluated = began
             self._counts.try_to_save()
 
 
-def finish(learner: Any, stop: threading.Event) -> dict[str, Any]:
-    """Tells a learner to finish until it has; returns its stats.
+def finish(learner: Any, stop: threading.Event, meanwhile: Callable[[], None]) -> dict[str, Any]:
+    """Tells a learner to finish until it has; returns its stats. Calls `meanwhile` again and again, once at least.
 
     Raises:
         PeerError: it did not in time.
         StoppedError: `stop` was set before.
     """
     deadline = time.monotonic() + _FINISH_WITHIN
+    meanwhile()
     while not (stats := learner.stats())["finished"]:
         learner.finish()
         if time.monotonic() > deadline:
             raise PeerError(f"The learner had not finished {_FINISH_WITHIN:g} s after it was told to.")
         if stop.wait(LOOK_EVERY):
             raise StoppedError("Told to stop before the learner had finished.")
+        meanwhile()
     return stats

@@ -86,6 +86,7 @@ class RowWriter:
         env_steps: int,
         learner: Mapping[str, Any],
         evaluation: Mapping[str, Any] | None,
+        stopped_by: str,
         *,
         signal: int | None = None,
         steps_per_row_step: int = 1,
@@ -97,6 +98,7 @@ class RowWriter:
             env_steps: of the whole run.
             learner: its `learner_steps` and `params_version`.
             evaluation: what the final evaluation gave; None where there was none.
+            stopped_by: see `Result`.
             signal: the number of the one that stopped it.
             steps_per_row_step: environment steps in a step of the logs.
             metrics: all of a language model's final evaluation.
@@ -113,6 +115,7 @@ class RowWriter:
             wall_seconds=time.time() - self._run.began,
             params_version=learner.get("params_version", 0),
             run_dir=str(self._run.path),
+            stopped_by=stopped_by,
             signal=signal,
             evaluation=metrics,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlframe import handles
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
+from rlframe.coordinator.stop_conditions import StopConditions
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import RunDir
@@ -44,6 +45,17 @@ class Run:
     def topology(self) -> Any:
         """What the topology was told."""
         return self.experiment.topology
+
+    @property
+    def stop_conditions(self) -> StopConditions:
+        """The limits that may end the session before its last step; a language model has none."""
+        limits = (getattr(self.topology, f"until_{name}", None) for name in ("learner_steps", "seconds", "return"))
+        return StopConditions(None, *limits)
+
+    @property
+    def last_step_is(self) -> str:
+        """What the session's last step is, as `Result.stopped_by`."""
+        return "steps" if self.until >= self.experiment.steps else "stop_at"
 
     @property
     def actor_seed(self) -> int:

@@ -219,6 +219,9 @@ class Result:
     wall_seconds: float  # of this session, evaluation included
     params_version: int
     run_dir: str
+    # steps, stop_at, until_learner_steps, until_seconds, until_return, callback, interrupt (Ctrl-C, another signal, or
+    # `rlframe stop`); error: a callback raised
+    stopped_by: str = "interrupt"
     signal: int | None = None  # the number of the signal that stopped it
     evaluation: dict[str, float] | None = None  # of a language model: all metrics of the final evaluation
 

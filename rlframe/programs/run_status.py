@@ -77,7 +77,8 @@ class StatusFile:
     def end(self, result: Result) -> None:
         """Writes that it ended well."""
         if result.signal is None:
-            reason = f"{result.env_steps:,} steps"
+            is_early = result.stopped_by == "callback" or result.stopped_by.startswith("until_")
+            reason = f"{result.env_steps:,} steps" + f", stopped by {result.stopped_by}" * is_early
         else:
             reason = f"stopped by {signal.Signals(result.signal).name}"
         self.write(state=JobState.CLOSED.value, reason=reason)

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
-from rlframe.engines.base import GRACE
+from rlframe.engines.base import GRACE, deciding_group
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
-from rlframe.metrics import CallbackLogger, Logger, MultiLogger, plot_learning_curve
+from rlframe.metrics import Logger, plot_learning_curve
 from rlframe.programs import naming
 from rlframe.programs.actor_counts import ActorCounts
+from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
 from rlframe.programs.guests import OPEN_GROUPS
 from rlframe.programs.profile import Profile
 from rlframe.programs.resume_point import settle
+from rlframe.programs.row_followers import TolerantLogger, closing, following
 from rlframe.programs.run import Run
-from rlframe.programs.run_dir import Result, RunDir, default_path, rows_after
+from rlframe.programs.run_dir import Result, RunDir, default_path
 from rlframe.programs.run_lock import RunLock
 from rlframe.programs.run_status import StatusFile
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.updates import say_updates
-
-_log = logging.getLogger(__name__)
-
-_LOOK_EVERY = 0.5  # seconds between two looks at the rows that the monitor has written
 
 
 def train(
@@ -47,7 +43,7 @@ def train(
     resume_from: int | None = None,
     take_over: bool = False,
     stop_at: int | None = None,
-    callbacks: Iterable[Callable[[int, dict[str, Any]], Any]] = (),
+    callbacks: Iterable[Callback] = (),
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
     progress: Logger | None = None,
     profile: Profile | None = None,
@@ -67,7 +63,10 @@ def train(
         resume_from: the checkpoint to go on from, by its name; newer ones are moved aside. None: the newest.
         take_over: end the process that writes to `run_dir` now, if there is one, and go on in its place.
         stop_at: the step at which this session stops and saves; schedules still end at `experiment.steps`.
-        callbacks: each is called as `callback(step, values)` with each row of the logs.
+        callbacks: each is called as `callback(info)` with each row of the logs, in this process; see `CallbackInfo`.
+            `info.stop()` ends the run early, as at its last step. If one raises, the run saves and ends, and the
+            exception is raised from here. Where nodes are processes, they are called by a thread, while training
+            goes on.
         open_loggers: `open_loggers(run_dir)` gives more places for the rows; they are closed at the end.
         progress: a logger that is also written to, without values, a few times a second, by a single process.
         profile: measures where the time of a single process goes.
@@ -85,6 +84,7 @@ def train(
     """
     check_extras(experiment, with_control=control is not None)
     _check_place(experiment.topology, listen, profile)
+    called = Callbacks(callbacks)
     config, is_program = experiment.topology, isinstance(experiment.topology, ProgramConfig)
     with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
         experiment, directory = opened.enter_context(
@@ -94,7 +94,6 @@ def train(
         if not resume:
             undo.callback(directory.remove)  # until its nodes are made
             directory.write_config(experiment, notes or {})  # first: a run that is killed early can be resumed
-        loggers = [*([progress] if progress else []), *map(CallbackLogger, callbacks)]
         run = Run(
             experiment,
             make_agent(experiment),
@@ -109,11 +108,13 @@ def train(
         if not resume and config.learns_from == "steps":
             say_updates(experiment, run.agent, progress)
         engine = make_engine(experiment, directory.logs, listen)
-        loggers += opened.enter_context(_closing(open_loggers(directory.path) if open_loggers is not None else []))
+        trackers = opened.enter_context(closing(open_loggers(directory.path) if open_loggers is not None else []))
+        shown = [TolerantLogger(each) for each in ([progress] if progress else []) + trackers]
+        loggers: list[Logger] = [*shown, *([called] if called else [])]  # callbacks come after what they may read
         if engine.in_process:
             run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
         wire = naming.topology(config.name, config.learns_from)
-        following = wire(engine, run)
+        follower = wire(engine, run)
         if resume:
             directory.write_config(experiment, directory.notes())
         coordinator = engine.handle_of(config.control) if config.control is not None else None
@@ -123,15 +124,17 @@ def train(
         status = StatusFile(directory, experiment, run.until + config.steps_before(experiment))
         with status.until_the_end():
             try:
-                with _followed(directory.metrics, [] if engine.in_process else loggers):
-                    number = _run_programs(engine, following, run, status)
+                with following(directory.metrics, [] if engine.in_process else loggers, called):
+                    number = _run_programs(engine, follower, run, status, called)
             except ProgramError as error:
-                raise ProgramError(f"{error}\n{directory.what_is_saved()}") from error
-        result = dataclasses.replace(_read_result(directory, run), signal=number, run_dir=str(directory.path))
-        directory.write_result(result)
+                raise ProgramError(f"{error}\n{directory.what_is_saved()}") from called.error or error
+            result = _read_result(directory, run, number)
+            directory.write_result(result)
+            if directory.metrics.exists():  # not where it was stopped at once
+                plot_learning_curve(directory.path, directory.learning_curve)
+            if called.error is not None:
+                raise called.error
         status.end(result)
-        if directory.metrics.exists():  # not where it was stopped at once
-            plot_learning_curve(directory.path, directory.learning_curve)
         return result
 
 
@@ -146,22 +149,36 @@ def _check_place(config: Any, listen: int | None, profile: Profile | None) -> No
         raise UsageError(f"A profile is of a single process; the topology is {config.name}.")
 
 
-def _run_programs(engine: Engine, following: Topology | None, run: Run, status: StatusFile) -> int | None:
+def _run_programs(
+    engine: Engine, follower: Topology | None, run: Run, status: StatusFile, callbacks: Callbacks
+) -> int | None:
     """Runs a program, and those that are to follow it; returns the number of the signal that ended one, or None."""
+    _connect(callbacks, engine)
     number = engine.run(status.watch)
-    while following is not None and number is None:
+    while follower is not None and number is None and callbacks.error is None:
         engine = make_engine(run.experiment, run.directory.logs, run.listen)
-        following = following(engine, run)
+        follower = follower(engine, run)
+        _connect(callbacks, engine)
         number = engine.run(status.watch)
     return number
 
 
-def _read_result(directory: RunDir, run: Run) -> Result:
+def _connect(callbacks: Callbacks, engine: Engine) -> None:
+    """Connect callbacks to the node whose end is the program's."""
+    if callbacks:
+        group = deciding_group(engine.groups) or next(iter(engine.groups))
+        callbacks.connect(engine.handle_of(group), group)
+
+
+def _read_result(directory: RunDir, run: Run, number: int | None) -> Result:
+    """Read the result that the program wrote; `number` is that of the signal that stopped it."""
     if directory.result.exists():
-        return Result.read(directory.result)
-    # The program was told to stop before its monitor had begun.
-    env_steps = int(ActorCounts(directory.progress, run.session).total()["env_steps"])
-    return Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
+        result = Result.read(directory.result)
+    else:  # The program was told to stop before its monitor had begun.
+        env_steps = int(ActorCounts(directory.progress, run.session).total()["env_steps"])
+        result = Result(env_steps, 0, None, None, 0, 0.0, time.time() - run.began, 0, str(directory.path))
+    by = result.stopped_by if number is None else "interrupt"
+    return dataclasses.replace(result, signal=number, stopped_by=by, run_dir=str(directory.path))
 
 
 def make_engine(experiment: Experiment, logs: pathlib.Path | None, listen: int | None = None) -> Engine:
@@ -230,46 +247,3 @@ def open_session(
         else:
             directory.create()  # again: it may have been another's meanwhile
         yield experiment, directory
-
-
-@contextlib.contextmanager
-def _closing(loggers: Iterable[Logger]) -> Iterator[list[Logger]]:
-    opened = list(loggers)
-    try:
-        yield opened
-    finally:
-        MultiLogger(opened).close()
-
-
-@contextlib.contextmanager
-def _followed(path: pathlib.Path, loggers: list[Logger]) -> Iterator[None]:
-    """Hands the rows that a monitor in another process writes to a file on to loggers, until the context ends."""
-    logger, over = MultiLogger(loggers), threading.Event()
-    at = path.stat().st_size if path.exists() else 0
-
-    def read() -> None:
-        nonlocal at
-        try:
-            at = min(at, path.stat().st_size)  # a restarted monitor may take its last row back
-            for row, position in rows_after(path, at):
-                at = position
-                logger.write(row.pop("step"), row)
-        except FileNotFoundError:
-            pass
-        except Exception as error:  # a tracker that fails does not end the run, nor hide how it ended
-            _log.warning("A logger failed: %s", error)
-
-    def follow() -> None:
-        while not over.wait(_LOOK_EVERY):
-            read()
-
-    thread = threading.Thread(target=follow, name="rlframe rows", daemon=True)
-    if loggers:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        if loggers:
-            thread.join()
-            read()

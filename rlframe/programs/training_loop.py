@@ -17,6 +17,7 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.learners.replay_files import ReplayFiles
 from rlframe.metrics import MultiLogger
 from rlframe.metrics.evaluations import evaluation_row
+from rlframe.programs.ending import Ending
 from rlframe.programs.evaluation import Evaluations
 from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
@@ -52,7 +53,7 @@ class TrainingLoop:
         self._run, self._directory, self._env_builder = run, run.directory, env_builder
         experiment = self._experiment = run.experiment
         self._evaluations = Evaluations(experiment, run.agent, learner)
-        self._stop = StopSignal()
+        self._stop, self._ending = StopSignal(), Ending(run)
         spec = replay_buffer.spec
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._learner_logs: Logs | None = None  # of the newest update since the last row
@@ -60,6 +61,8 @@ class TrainingLoop:
         if run.resumes and not self._resumed:
             _log.warning("The run in %s ended before its first checkpoint: it starts again.", self._directory.path)
         self._replay_saved_at = 0
+        self._evaluated: tuple[int, Logs] | None = None  # (environment steps, values) of the newest evaluation
+        self._stopped_by = "interrupt"
         try:
             if self._resumed:
                 self._replay_saved_at = restore_checkpoint(self, self._directory)
@@ -107,9 +110,14 @@ class TrainingLoop:
         finally:
             logger.close()
         learned = {"learner_steps": self.learner.learner_steps, "params_version": self.learner.params_version}
-        result = self._rows.result(self.actor.env_steps, learned, evaluation, signal=self._stop.number)
+        number = self._stop.number
+        result = self._rows.result(self.actor.env_steps, learned, evaluation, self._stopped_by, signal=number)
         self._directory.write_result(result)
-        return self._stop.number
+        return number
+
+    def end(self, by: str, evaluate: bool = True) -> None:
+        """End `run()` after the step under way, as at its last step. Any thread may call it; see `Ending.ask`."""
+        self._ending.ask(by, evaluate)
 
     def stop(self) -> None:
         """Does nothing: signals end the loop."""
@@ -120,7 +128,7 @@ class TrainingLoop:
         self.learner.close()
 
     def _to_end(self) -> Logs | None:
-        """Returns the evaluation; None where it was told to stop."""
+        """Returns the evaluation; None where it was told to stop, or that none is wanted."""
         profile = self._run.profile
         if profile is not None:
             profile.attach(self)
@@ -133,14 +141,19 @@ class TrainingLoop:
         finally:
             if profile is not None:
                 profile.stop()
+        if self._stop.number is None:
+            is_over = self.actor.env_steps >= self._run.until
+            self._stopped_by = self._run.last_step_is if is_over else self._ending.by or "interrupt"
         self._rows.note(self.actor.env_steps)
         self._write_row()
+        if self._stop.is_repeated:
+            raise KeyboardInterrupt
         self._save(final=True)
-        if self._stop.number is not None:
+        if self._stop.number is not None or not self._ending.evaluates:
             return None
         if self.learner.learner_steps == 0:
             self._say_nothing_was_learned()
-        evaluation = self._evaluate()
+        evaluation = self._evaluate(final=True)
         if evaluation is None and self._stop.number is None:
             raise KeyboardInterrupt
         return evaluation
@@ -150,7 +163,7 @@ class TrainingLoop:
         shown = time.monotonic()
         due = min(self._due.values())
         now = actor.env_steps
-        while now < until and stop.number is None:
+        while now < until and stop.number is None and not self._ending.is_due(self.learner.learner_steps):
             actor.step()
             update = self._learn()
             if update is not None:
@@ -168,7 +181,8 @@ class TrainingLoop:
         logs, batch = None, self.replay_buffer.sample()
         while batch is not None:
             logs = self.learner.step(batch)
-            batch = None if self._learns_once else self.replay_buffer.sample()
+            is_last = self._learns_once or self._ending.is_due(self.learner.learner_steps)
+            batch = None if is_last else self.replay_buffer.sample()
         return logs
 
     def _say_nothing_was_learned(self) -> None:
@@ -187,7 +201,7 @@ class TrainingLoop:
             return
         began = time.monotonic()
         if now >= self._due["evaluation"]:
-            self._evaluate()
+            self._evaluate(final=False)
             self._due["evaluation"] = self._next(self._experiment.eval_every)
         if now >= self._due["checkpoint"]:
             self._save(final=False)
@@ -212,7 +226,10 @@ class TrainingLoop:
             "replay_items": self.replay_buffer.size,  # as `Learner.stats` names it
         }
 
-    def _evaluate(self) -> Logs | None:
+    def _evaluate(self, *, final: bool) -> Logs | None:
+        """Returns the evaluation of the policy, which is saved before its row is written; None where it was cut off."""
+        if self._evaluated is not None and self._evaluated[0] == self.actor.env_steps:
+            return self._evaluated[1]
         self._stop.interruptible(True)
         try:
             values = self._evaluations.evaluate()
@@ -220,6 +237,10 @@ class TrainingLoop:
             return None
         finally:
             self._stop.interruptible(False)
+        self._evaluated = self.actor.env_steps, values
+        if not final:
+            self._ending.note_evaluation(values["return_mean"])
+            self._save(final=False)
         self._rows.logger.write(self.actor.env_steps, evaluation_row(values))
         return values
 
@@ -227,6 +248,8 @@ class TrainingLoop:
         now = self.actor.env_steps
         if self._resumed and now == self._first_step:
             return  # nothing has happened since the checkpoint that this session began with
+        if now == self._saved_at and not final:
+            return
         every = self._run.topology.replay_checkpoint_every
         with_replay = final or (every > 0 and now - self._replay_saved_at >= every)
         try:

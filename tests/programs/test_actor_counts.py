@@ -82,3 +82,12 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     counts = ActorCounts(tmp_path / "gone" / "progress.json", "first")
     with pytest.raises(CheckpointError, match=r"Cannot write .*progress\.json: No such file or directory"):
         counts.save()
+
+
+def test_why_a_session_ends_early_is_kept_for_a_monitor_that_is_restarted_but_not_for_the_next_session(tmp_path):
+    counts = ActorCounts(tmp_path / "progress.json", "first")
+    assert counts.ended is None
+    counts.ended = "until_return"
+    counts.save()
+    assert ActorCounts(tmp_path / "progress.json", "first").ended == "until_return"
+    assert ActorCounts(tmp_path / "progress.json", "second").ended is None

@@ -18,7 +18,8 @@ def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_dis
     run_dir = small_disk.path / "run"
     steps: dict[str, list[int]] = {}
 
-    def look(step, values):
+    def look(info):
+        step = info.step
         if step >= 200 and "full" not in steps:
             steps["full"] = Checkpointer(run_dir / "checkpoints").steps()
             small_disk.fill()
@@ -38,8 +39,8 @@ def test_a_run_outlives_a_full_disk_and_saves_when_there_is_room_again(small_dis
 def test_a_last_checkpoint_that_cannot_be_written_fails_and_names_the_one_before(make, small_disk):
     run_dir = small_disk.path / "run"
 
-    def look(step, values):
-        if step >= 300:
+    def look(info):
+        if info.step >= 300:
             small_disk.fill()
 
     described = make(steps=400, checkpoint_every=100, log_every=50)

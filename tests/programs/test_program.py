@@ -31,7 +31,7 @@ def experiment(agent: str, topology: str, **fields) -> Experiment:
 def test_a_program_has_the_files_and_the_result_of_a_single_process(tmp_path, topology):
     rows = []
     described = experiment("impala", topology, unroll_length=8, batch_size=4)
-    result = train(described, run_dir=tmp_path / "run", callbacks=[lambda step, values: rows.append((step, values))])
+    result = train(described, run_dir=tmp_path / "run", callbacks=[lambda info: rows.append((info.step, info.values))])
     assert 1_000 <= result.env_steps < 3_000
     assert result.learner_steps == result.params_version - 1 > 10
     assert result.episodes == 2 and result.return_mean is not None and result.return_mean > 0
@@ -82,9 +82,9 @@ def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path
     def session(*, resume, learned=0):
         rows = []
 
-        def callback(step, values):
-            if not rows and values.get("learner_steps", 0) > learned:
-                rows.append(step)
+        def callback(info):
+            if not rows and info.values.get("learner_steps", 0) > learned:
+                rows.append(info.step)
                 if resume:
                     monkeypatch.setattr(Checkpointer, "save", fail)
                 os.kill(os.getpid(), signal.SIGINT)

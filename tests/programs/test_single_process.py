@@ -151,7 +151,7 @@ def test_an_inline_queue_has_room_for_every_unroll(num_envs, batch_size, tmp_pat
 
 def test_a_callback_sees_every_row(tmp_path):
     seen = []
-    train(ppo(log_every=300), run_dir=tmp_path / "run", callbacks=[lambda step, values: seen.append((step, values))])
+    train(ppo(log_every=300), run_dir=tmp_path / "run", callbacks=[lambda info: seen.append((info.step, info.values))])
     assert [step // 300 for step, _ in seen] == [1, 2, 2]
     assert seen[-1][1]["eval_episodes"] == 2 and "episodes" not in seen[-1][1]
 

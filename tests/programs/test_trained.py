@@ -238,7 +238,7 @@ def test_checkpoints_by_name_and_what_is_not_there(tmp_path):
     values = []
     result = rlframe.train("ppo", CARTPOLE, run_dir=tmp_path / "run", steps=512, num_envs=4, preset="none",
                            unroll_length=16, checkpoint_every=256, eval_episodes=1, quiet=True,
-                           callbacks=[lambda step, row: values.append(row)])  # fmt: skip
+                           callbacks=[lambda info: values.append(info.values)])  # fmt: skip
     assert result.env_steps >= 512 and any("loss" in row for row in values)
     steps = sorted(int(path.name) for path in RunDir(tmp_path / "run").checkpoints.iterdir() if path.name.isdigit())
     versions = [rlframe.load(tmp_path / "run", step).version for step in steps]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.coordinator.messages import BatchMeta, Header, Role, Update, WorkerInfo, WorkerKey, WorkerReply
+from rlframe.coordinator.stop_conditions import StopReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,14 @@ class Cancelled:
 
     reason: str
     within: float | None = None  # seconds for tasks to close; None: as the limits say
+    by: str = "interrupt"  # see `JobEnding.stopped_by`
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The job is to end as at its last step: the last version is evaluated."""
+
+    reason: StopReason
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ class JobEnding:
     evaluates: bool  # the last version
     since: float  # when `step` began
     close_within: float  # seconds that tasks have to close
+    stopped_by: str = ""  # the name of the condition that began it, as `Result.stopped_by`
     step: str = "collectors"  # then learner, evaluation, disconnect
     evaluation: dict[str, Any] | None = None  # what the evaluation of the last version gave
     task_id: str | None = None  # of that
@@ -54,7 +55,7 @@ class JobEnding:
 
     def to_json(self) -> dict[str, Any]:
         """For the journal. Deadlines begin anew with the next coordinator."""
-        names = ("failed", "evaluates", "step", "evaluation", "task_id")
+        names = ("failed", "evaluates", "stopped_by", "step", "evaluation", "task_id")
         return {name: getattr(self, name) for name in names}
 
 
@@ -254,11 +255,14 @@ class TrainingJob:
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
-    def end(self, failed: bool, reason: str, evaluates: bool = False) -> None:
-        """Begins the ending; where it goes on already, it ends as a failure if this is one: the first such is kept."""
+    def end(self, failed: bool, reason: str, evaluates: bool = False, by: str = "") -> None:
+        """Begin the ending, which the condition `by` asks for. An ending under way becomes a failure if this is one.
+
+        The first failure is kept.
+        """
         if self.ending is None:
             self.reason = reason
-            self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline)
+            self.ending = JobEnding(failed, evaluates, self.now, self.limits.close_deadline, by)
             self.become(JobState.DRAINING)
             self.note("draining", f"The job ends: {reason}.", failed=failed)
             self.wake(*self.roster)

@@ -43,7 +43,7 @@ def _check_stop(job: TrainingJob) -> None:
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
-        job.end(False, reason, evaluates=True)
+        job.end(False, reason, evaluates=True, by=getattr(reason, "by", "commander"))
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
         policy_id = job.commander.evaluation(view)
         if policy_id is not None:
@@ -228,10 +228,15 @@ def _resumed(job: TrainingJob, event: ev.Resumed) -> None:
 
 
 def _cancelled(job: TrainingJob, event: ev.Cancelled) -> None:
-    job.end(False, event.reason)
+    job.end(False, event.reason, by=event.by)
     if job.ending is not None:
-        job.ending.evaluates = False  # that is not wanted any more
+        if job.ending.evaluates:
+            job.ending.evaluates, job.ending.stopped_by = False, event.by
         job.ending.close_within = event.within or job.ending.close_within
+
+
+def _ended(job: TrainingJob, event: ev.Ended) -> None:
+    job.end(False, event.reason, evaluates=True, by=event.reason.by)
 
 
 def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
@@ -262,6 +267,7 @@ _TAKES: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Paused: _paused,
     ev.Resumed: _resumed,
     ev.Cancelled: _cancelled,
+    ev.Ended: _ended,
     ev.EvaluationAsked: _evaluation_asked,
     ev.CheckpointAsked: _checkpoint_asked,
     ev.RestoreAsked: _restore_asked,

@@ -16,6 +16,7 @@ from rlframe.programs.monitor import Monitor
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
+from rlframe.programs.save_point import SavePoint
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class LanguageMonitor(Monitor):
         self._collected: dict[int, dict[str, float]] = {}  # the environments' newest metrics, by rank
         self._row_tokens = 0.0
         self._number, self._asked_at = 0, 0.0  # of the newest evaluation: how environments know it, and since when
+        self._save_point: SavePoint | None = None  # of the evaluation under way, once it has its values
         self._warmup_steps = run.topology.steps_before(run.experiment)
 
     @property
@@ -78,6 +80,7 @@ class LanguageMonitor(Monitor):
                 )
             self._pause("the policy server had taken over the last version")
         # By the clock: an environment that an earlier monitor has asked must not take it for the same one.
+        self._save_point = None
         self._number, self._asked_at = max(self._number + 1, time.time_ns()), time.monotonic()
 
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
@@ -91,11 +94,17 @@ class LanguageMonitor(Monitor):
             return None
         found = answer[1] if answer is not None else f"it took more than {_EVALUATE_WITHIN:g} s"
         if not isinstance(found, str):
-            return found
+            return found if final or self._is_saved() else None
         if final:
             raise EnvError(f"The final policy could not be evaluated: {found}")
         _log.warning("The evaluation at step %d failed: %s", self._evaluates_at, found)
         return {}
+
+    def _is_saved(self) -> bool:
+        """Whether what the learner had learned at the end of the evaluation is in a checkpoint."""
+        if self._save_point is None:
+            self._save_point = SavePoint(self._learner, self._run.directory.checkpoints)
+        return self._save_point.is_over(self._learned["learner_steps"])
 
     def _totals(self) -> tuple[Mapping[str, float], Sums]:
         return {}, {}
@@ -116,12 +125,13 @@ class LanguageMonitor(Monitor):
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return {"return_mean": _first_value(values), **values, "wall_seconds": time.time() - self._run.began}
 
-    def _result(self, rows: RowWriter, evaluation: Logs | None) -> Result:
+    def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
         sequences = self._experiment.agent_config.batch_size
         return rows.result(
             self._learned["learner_steps"] * sequences,
             self._learned,
             {"return_mean": _first_value(evaluation)} if evaluation else None,
+            stopped_by,
             steps_per_row_step=sequences,
             metrics=evaluation,
         )

@@ -12,6 +12,7 @@ from rlframe.errors import StoppedError
 from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.learners.warm_up import warm_up
+from rlframe.metrics import MultiLogger
 from rlframe.programs.language.environment import env_class, env_config, model_server
 from rlframe.programs.run import Run
 
@@ -39,7 +40,7 @@ class WarmUp:
                 raise StoppedError("Told to stop in the supervised warm-up.")
             return env.demonstrations(source, count)
 
-        logger = directory.open_logs(0)
+        logger = MultiLogger([directory.open_logs(0), *run.loggers])
         try:
             with handles.stopped_by_program(self.stop):
                 params = warm_up(
@@ -57,6 +58,12 @@ class WarmUp:
         shutil.rmtree(temporary, ignore_errors=True)
         weights.save(temporary, run.agent.model_config, params)  # type: ignore[attr-defined]
         temporary.rename(directory.warmup)
+
+    def end(self, by: str, evaluate: bool = True) -> None:
+        """Go on to the last update, unless `evaluate` is False: what follows ends then, with weights to evaluate."""
+        del by
+        if not evaluate:
+            self.stop()
 
     def stop(self) -> None:
         """Ends `run()` before the next update. Any thread may call it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
@@ -170,6 +171,9 @@ class GameConfig(TopologyConfig):
     clip_rewards: Union[float, None] = None  # to between minus this and this, in training; None: as they are
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
     eval_episodes: int = 20
+    until_learner_steps: Union[int, None] = None  # updates at which the run ends, if not before
+    until_seconds: Union[float, None] = None  # wall time of this session at which the run ends, if not before
+    until_return: Union[float, None] = None  # mean return of an evaluation (--eval-every) at which the run ends
     network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net; None: what suits the observation
     schedule_steps: int = 0  # environment steps at which schedules end; 0: `steps`. A resumed run keeps its first
     network_config: Any = None
@@ -178,6 +182,12 @@ class GameConfig(TopologyConfig):
         super().__post_init__()
         if not self.answer_timeout > 0:
             raise UsageError(f"answer_timeout must be more than 0 s, got {self.answer_timeout}.")
+        for name in ("until_learner_steps", "until_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} must be more than 0, got {value}.")
+        if self.until_return is not None and math.isnan(self.until_return):
+            raise UsageError("until_return must be a number, got nan.")
         if self.clip_rewards is not None and not self.clip_rewards > 0:
             raise UsageError(f"clip_rewards must be above 0, got {self.clip_rewards}.")
         if self.wait_num is not None and not self.async_envs:
@@ -207,6 +217,10 @@ class GameConfig(TopologyConfig):
 
     def check(self, experiment: Experiment) -> None:
         """See `TopologyConfig`."""
+        if self.until_return is not None and not experiment.eval_every:
+            raise UsageError(
+                "until_return is of evaluations during the run: say by eval_every how often there are some."
+            )
         num_actors, num_pools = self.shares
         if experiment.num_envs % (num_actors * num_pools):
             raise UsageError(

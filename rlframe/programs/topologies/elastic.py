@@ -68,17 +68,12 @@ class Elastic(GameProgram):
     replay_at: Union[str, None] = None  # of these two: HOST:PORT by which workers reach the replay, a server here
     min_actors: int = 1  # of elastic: there are never fewer
     max_actors: int = 8  # of elastic: there are never more, and no more than the machine has cores, but by hand
-    until_learner_steps: Union[int, None] = None  # of elastic: updates at which it ends, if not before
-    until_seconds: Union[float, None] = None  # of elastic: wall time at which it ends, if not before
-    until_return: Union[float, None] = None  # of elastic: mean return of an evaluation at which it ends
     mean_staleness: Union[float, None] = None  # of elastic: versions above which there are fewer actors; None: no bound
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("mean_staleness", "until_learner_steps", "until_seconds"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"{name} must be more than 0, got {value}.")
+        if self.mean_staleness is not None and self.mean_staleness <= 0:
+            raise UsageError(f"mean_staleness must be more than 0, got {self.mean_staleness}.")
         if self.max_actors < self.min_actors:
             raise UsageError(f"max_actors must be at least min_actors, got {self.max_actors} and {self.min_actors}.")
         if self.engine_class.operator is None:
@@ -128,14 +123,6 @@ class Elastic(GameProgram):
     def asked_by(self, experiment: Experiment) -> str:
         """See `TopologyConfig`."""
         return f"--operator {self.operator}" if self.operator in ELSEWHERE else super().asked_by(experiment)
-
-    def check(self, experiment: Experiment) -> None:
-        """See `TopologyConfig`."""
-        super().check(experiment)
-        if self.until_return is not None and not experiment.eval_every:
-            raise UsageError(
-                "until_return is of evaluations during the run: say by eval_every how often there are some."
-            )
 
 
 @configured_by(Elastic)
@@ -289,5 +276,7 @@ class _Records:
         self._rows.logger.close()
         self._counts.save()
         if not summary["failed"]:
-            result = self._rows.result(summary["env_steps"], summary, summary["evaluation"])
+            by = summary["stopped_by"]
+            by = self._run.last_step_is if by == "steps" else by
+            result = self._rows.result(summary["env_steps"], summary, summary["evaluation"], by)
             self._run.directory.write_result(result)

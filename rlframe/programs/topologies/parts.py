@@ -132,6 +132,8 @@ def learner_config(run: Run) -> LearnerConfig:
     updates -= total_learner_steps(spec, steps, experiment.num_envs)  # without those that the first items wait for
     return LearnerConfig(
         seed=experiment.seed,
+        max_learner_steps=run.stop_conditions.learner_steps,
+        ends_program=False,  # the monitor does, after the last evaluation
         checkpoint_dir=str(run.directory.checkpoints),
         checkpoint_every=max(1, updates),
         checkpoints_kept=CHECKPOINTS_KEPT,

@@ -1,0 +1,85 @@
+"""Limits that end a run before its last step, in every topology."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+import rlframe
+from rlframe.coordinator.stop_conditions import StopConditions
+from rlframe.errors import UsageError
+from rlframe.learners import Checkpointer
+from rlframe.programs.run_dir import Result
+from tests.programs.test_callbacks import NEVER, PLACES, PROCESSES, train
+
+
+def check(run_dir: pathlib.Path, place: tuple[str, Any], limit: dict[str, Any]) -> Result:
+    ((name, _),) = limit.items()
+    result = train(run_dir, *place, eval_every=300, **limit)
+    assert result.stopped_by == name and result.env_steps < NEVER
+    assert result.return_mean == rlframe.evaluate(run_dir, episodes=2)["return_mean"]
+    return result
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_ends_at_an_evaluation_that_reaches_a_return(tmp_path, place):
+    check(tmp_path / "run", place, {"until_return": 5.0})
+
+
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_a_run_ends_at_exactly_so_many_updates(tmp_path, place):
+    result = check(tmp_path / "run", place, {"until_learner_steps": 7})
+    assert result.learner_steps == 7 == Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
+    more = rlframe.train(run_dir=tmp_path / "run", resume=True, until_learner_steps=9, quiet=True)
+    assert (more.learner_steps, more.stopped_by) == (9, "until_learner_steps")
+
+
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_a_run_ends_after_so_many_seconds(tmp_path, place):
+    result = check(tmp_path / "run", place, {"until_seconds": 1.0})
+    assert result.wall_seconds >= 1.0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("limit", [{"until_return": 5.0}, {"until_learner_steps": 20}, {"until_seconds": 12.0}])
+@pytest.mark.parametrize("place", PROCESSES)
+def test_each_limit_ends_a_run_in_every_topology_and_engine(tmp_path, place, limit):
+    result = check(tmp_path / "run", place, limit)
+    if "until_learner_steps" in limit:
+        assert result.learner_steps == 20
+
+
+def test_a_run_that_reaches_its_last_step_says_so(tmp_path):
+    for place in PLACES[:2]:
+        run_dir = tmp_path / place[0]
+        assert train(run_dir, *place, steps=600, stop_at=300, until_learner_steps=NEVER).stopped_by == "stop_at"
+        result = rlframe.train(run_dir=run_dir, resume=True, quiet=True)
+        assert result.stopped_by == "steps" and result.to_json()["stopped_by"] == "steps"
+
+
+@pytest.mark.parametrize("topology", ["single_process", "heavy_env", "elastic"])
+def test_limits_that_cannot_be_are_refused(topology):
+    for name, value in (("until_seconds", 0.0), ("until_learner_steps", -1), ("until_seconds", float("nan"))):
+        with pytest.raises(UsageError, match=f"{name} must be more than 0, got {value}"):
+            rlframe.train("dqn", topology=topology, **{name: value})
+    with pytest.raises(UsageError, match="until_return is of evaluations during the run: say by eval_every"):
+        rlframe.train("dqn", topology=topology, until_return=100.0, eval_every=0)
+    with pytest.raises(UsageError, match="until_return must be a number, got nan"):
+        rlframe.train("dqn", topology=topology, until_return=float("nan"), eval_every=100)
+
+
+def test_the_first_limit_that_is_reached_is_named():
+    limits = StopConditions(env_steps=100, learner_steps=10, seconds=5.0, eval_return=475.0)
+    assert limits.reached(env_steps=99, learner_steps=9, seconds=4.9, eval_return=474.0) is None
+    assert limits.reached() is None
+    for name, reached in {
+        "steps": {"env_steps": 100, "learner_steps": 10},
+        "until_learner_steps": {"learner_steps": 10, "seconds": 9.0},
+        "until_seconds": {"seconds": 5.0},
+        "until_return": {"eval_return": 475.0},
+    }.items():
+        reason = limits.reached(**reached)
+        assert reason is not None and reason.by == name and str(reason)
+    assert not StopConditions().are_set and limits.are_set
