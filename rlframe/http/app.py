@@ -16,18 +16,22 @@ import rlframe
 from rlframe.http.measuring import Measure, RequestMetrics
 from rlframe.http.middleware import ReadBody, Refusal, RequireToken, detail
 from rlframe.http.origins import SameOrigin
-from rlframe.http.page import Page
+from rlframe.http.page import Page, describe_endpoints
 
 
 def make_app(title: str, description: str, lifespan: Any = None) -> FastAPI:
-    """An application without endpoints."""
-    return FastAPI(
+    """An application whose only endpoints are /openapi.json and /docs, which shows it."""
+    app = FastAPI(
         title=title,
         version=rlframe.__version__,
         description=description,
         lifespan=lifespan,
         strict_content_type=False,  # CSRF is what SameOrigin is there for
+        docs_url=None,  # FastAPI's own loads scripts from another site
+        redoc_url=None,
     )
+    app.get("/docs", include_in_schema=False)(describe_endpoints)
+    return app
 
 
 def protect(

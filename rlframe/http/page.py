@@ -1,4 +1,4 @@
-"""The live page of a service: one static file, for browsers. What it shows, it asks the service for."""
+"""The pages of a service: static files that load nothing from elsewhere. What they show, they ask the service for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import re
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+_DOCS = pathlib.Path(__file__).with_name("docs.html")  # asks for /openapi.json
 
 
 class Page:
@@ -23,15 +25,7 @@ class Page:
 
     def __init__(self, app: ASGIApp, file: pathlib.Path) -> None:
         self._app = app
-        html = file.read_text(encoding="utf-8")
-        headers = {
-            "Cache-Control": "no-cache",
-            "Content-Security-Policy": _policy(html),
-            "Referrer-Policy": "no-referrer",
-            "Vary": "Accept",
-            "X-Content-Type-Options": "nosniff",
-        }
-        self._response = Response(html, headers=headers, media_type="text/html")
+        self._response = _response(file)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
@@ -39,6 +33,23 @@ class Page:
             await self._response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+
+async def describe_endpoints() -> Response:
+    """Show the endpoints, as /openapi.json has them."""
+    return _response(_DOCS)
+
+
+def _response(file: pathlib.Path) -> Response:
+    html = file.read_text(encoding="utf-8")
+    headers = {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": _policy(html),
+        "Referrer-Policy": "no-referrer",
+        "Vary": "Accept",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Response(html, headers=headers, media_type="text/html")
 
 
 def _policy(html: str) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import threading
 
 import httpx
 import pytest
 
-from tests.trajectories.serving import DEADLINE, ROOT, running_service
+from rlframe.errors import UnavailableError, UsageError
+from rlframe.trajectories import TrajectoryClient
+from tests.trajectories.serving import DEADLINE, ROOT, outer_address, running_service, under_uvicorn
 
 REGISTRATION = {
     "wandb_group": "group",
@@ -133,3 +137,69 @@ def test_the_trainer_and_the_handler_in_plain_http(service, api):
     assert done.stdout.splitlines() == [f"step {step}: 4 sequences, mean score 0.50" for step in range(3)]
     assert done.stderr == "counting_0 logs to group 'group' of project 'project'\n"  # as /wandb_info says
     assert api.get("/report").json()["envs"][0]["connected"] is False
+
+
+def test_uvicorn_serves_the_app_as_the_document_starts_it(tmp_path):
+    with under_uvicorn(tmp_path, "--host", "0.0.0.0", store="memory") as (port, _):
+        url = f"http://127.0.0.1:{port}"
+        assert httpx.get(url, timeout=60).json() == {"message": "rlframe trajectories"}
+        assert httpx.post(f"{url}/register", json=REGISTRATION, timeout=60).json()["uuid"] > 0
+        outside = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=60)  # as another machine would
+        assert outside.status_code == 403 and "asks for no token" in outside.json()["detail"]
+        assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == 4
+
+
+def test_beyond_loopback_the_app_answers_who_has_the_token(tmp_path):
+    token_file = tmp_path / "token"
+    token_file.write_text("secret\n")
+    settings = {"store": "memory", "token_file": str(token_file)}
+    with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, _):
+        for host in ("127.0.0.1", outer_address()):
+            url = f"http://{host}:{port}/status"
+            assert httpx.get(url, timeout=60).status_code == 401
+            assert httpx.get(url, headers={"Authorization": "Bearer secret"}, timeout=60).status_code == 200
+
+
+def test_the_page_of_endpoints_loads_nothing_from_elsewhere(api):
+    answer = api.get("/docs")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert not re.search(r"(?:src|href)=.?(?:https?:)?//|url\(|@import|import\(", answer.text)
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert 'fetch("openapi.json")' in answer.text and "/scored_data" in api.get("/openapi.json").json()["paths"]
+    assert api.get("/redoc").status_code == 404
+
+
+def test_ranks_above_zero_wait_for_the_step_that_rank_zero_pulls(service, api):
+    api.post("/register", json={**REGISTRATION, "starting_step": 5})
+    with TrajectoryClient(service.url) as client:
+        assert client.wait_for_step(5).current_step == 5
+        with pytest.raises(UnavailableError, match="step 6 did not come within 0.2 s; the run is at step 5"):
+            client.wait_for_step(6, wait=0.2)
+        steps = []
+        rank_1 = threading.Thread(target=lambda: steps.append(client.wait_for_step(6, wait=60).current_step))
+        rank_1.start()
+        api.post("/scored_data_list", json=[SCORED_DATA] * 2)
+        assert rank_1.is_alive()  # what waits in the queue is not a step
+        assert api.get("/batch").json()["batch"] is not None
+        rank_1.join(60)
+        assert steps == [6]
+
+
+def test_a_rank_that_waits_while_the_run_starts_afresh_is_told(service, api):
+    api.post("/register", json={**REGISTRATION, "starting_step": 5})
+
+    class StartsAfresh(TrajectoryClient):
+        async def _pause(self, seconds):
+            api.post("/register", json={**REGISTRATION, "starting_step": 0})
+
+    with StartsAfresh(service.url) as client, pytest.raises(UsageError, match="was at step 5, and is at step 0"):
+        client.wait_for_step(6, wait=60)
+
+
+def test_the_example_of_two_ranks_trains_on_the_same_batches(service, api):
+    example = [sys.executable, str(ROOT / "examples/llm/ranks.py"), service.url]
+    done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"rank {rank}, step {step}: 2 sequences" for rank in range(2) for step in range(1, 4)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -110,3 +111,37 @@ def outer_address() -> str:
         except OSError:
             pytest.skip("This machine has no address but loopback.")
         return probe.getsockname()[0]
+
+
+@contextlib.contextmanager
+def under_uvicorn(
+    folder: pathlib.Path, *arguments: str, app: Sequence[str] = ("rlframe.trajectories.server:app",), **settings: str
+) -> Iterator[tuple[int, str]]:
+    """(port, what it said on stderr until it ran) of the application as uvicorn serves it."""
+    told = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            *app,
+            "--port",
+            "0",
+            *arguments,
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **told},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said, found = "", None
+        while found is None:
+            line = process.stderr.readline()
+            said += line
+            assert line, said
+            found = re.search(r"running on http://[\d.]+:(\d+)", line)
+        yield int(found[1]), said
+    finally:
+        process.terminate()
+        process.communicate(timeout=DEADLINE)

@@ -364,31 +364,6 @@ class BaseClient:
         status = "buffered" if content.get("buffered") else str(content.get("status"))
         return Posted(status, taken, size, reply.headers.get("idempotent-replayed") == "true")
 
-    @ClientMethod
-    async def wait_until_wanted(
-        self, env_id: int, max_queued: int, *, wait: float = 600.0, timeout: float | None = None
-    ) -> EnvStatus:
-        """Return once the environment should start a new group: at most `max_queued` wait, and it is not to hold.
-
-        Asking is a sign of life, too. `max_queued` is in groups of this environment: so many batches as the policy may
-        run ahead of, times batch_size / group_size.
-
-        Raises:
-            UnavailableError: it still has to hold after `wait` seconds (or as every call).
-        """
-        looks = pauses(wait)
-        while True:
-            status = await self._ask(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
-            if status.queue_size <= max_queued and not status.hold:
-                return status
-            pause = next(looks, None)
-            if pause is None:
-                raise UnavailableError(
-                    f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
-                    f"wait, of which it may leave {max_queued}, and hold is {status.hold}. Does the trainer run?"
-                )
-            await self._pause(pause)
-
 
 def _compressed(body: bytes) -> bytes:
     import zstandard  # no client needs it that does not compress

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
-from rlframe.trajectories.client.calls import BaseClient
 from rlframe.trajectories.client.exchange import HttpReply, HttpRequest, Lost
+from rlframe.trajectories.client.waiting import WaitingClient
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
-class TrajectoryClient(BaseClient):
+class TrajectoryClient(WaitingClient):
     """A client whose calls block. Any thread may call it. Use it as a context manager, or close it.
 
     While the service cannot be reached, does not answer or says that it cannot now, a call is repeated, with pauses
@@ -84,7 +84,7 @@ class TrajectoryClient(BaseClient):
             raise
 
 
-class AsyncTrajectoryClient(BaseClient):
+class AsyncTrajectoryClient(WaitingClient):
     """`TrajectoryClient` for asyncio: the same arguments, calls and errors, and every call is awaited.
 
     Tasks may share it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from tests.small_disk import small_disk
 from tests.trajectories.api import Api, group
 from tests.trajectories.redis_server import running_redis
-from tests.trajectories.serving import ROOT, outer_address, running_service
+from tests.trajectories.serving import ROOT, outer_address, running_service, under_uvicorn
 from tests.waiting import wait_until
 
 __all__ = ["small_disk"]
@@ -157,44 +156,12 @@ def test_two_processes_on_one_redis_and_its_loss(tmp_path):
         assert "lost records" in said and "Traceback" not in said
 
 
-APP = "rlframe.trajectories.service.app:app_from_environment"
+FACTORY = ["--factory", "rlframe.trajectories.service.app:app_from_environment"]
 
 
-@contextlib.contextmanager
-def under_uvicorn(folder, *arguments, **settings):
-    """(port, what it said on stderr until it ran) of the application as uvicorn serves it."""
-    told = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "uvicorn",
-            "--factory",
-            "rlframe.trajectories.service.app:app_from_environment",
-            "--port",
-            "0",
-            *arguments,
-        ],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **told},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        said, found = "", None
-        while found is None:
-            line = process.stderr.readline()
-            said += line
-            assert line, said
-            found = re.search(r"running on http://[\d.]+:(\d+)", line)
-        yield int(found[1]), said
-    finally:
-        process.terminate()
-        process.communicate(timeout=DEADLINE)
-
-
-def test_under_uvicorn_settings_come_from_the_environment(tmp_path):
-    with under_uvicorn(tmp_path, store=f"sqlite:{tmp_path}/mine.db") as (port, _):
+@pytest.mark.parametrize("app", [["rlframe.trajectories.server:app"], pytest.param(FACTORY, marks=pytest.mark.system)])
+def test_under_uvicorn_settings_come_from_the_environment(tmp_path, app):
+    with under_uvicorn(tmp_path, app=app, store=f"sqlite:{tmp_path}/mine.db") as (port, _):
         answer = httpx.post(f"http://127.0.0.1:{port}/scored_data", json=group(), timeout=DEADLINE)
         assert answer.json() == {"status": "received"}
         assert (tmp_path / "mine.db").exists()
