@@ -14,7 +14,8 @@ from rlframe.errors import UsageError, suggest
 
 PROG = "rlframe envs"
 DESCRIPTION = (
-    "List the environments that can be named. A name is an EnvPool task where EnvPool has it, else a Gymnasium id; "
+    "List the environments that can be named. A name is an id that you registered, else an EnvPool task, else a "
+    "Gymnasium id; "
     "`gymnasium:NAME`, `envpool:NAME` and `dm_control:NAME` decide. An environment of your own is file.py:make_env."
 )
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs import spaces
+from rlframe.envs import answers, spaces
+from rlframe.envs.answers import LARGEST
 from rlframe.errors import UsageError
 
 
@@ -56,31 +57,46 @@ class GymnasiumEnv:
 
     def __init__(self, env: Any):
         self.env = env
+        answers.check_is_gymnasium(env.observation_space, "observation")
+        answers.check_is_gymnasium(env.action_space, "action")
         self.observation_spec = spaces.observation_spec_of_space(env.observation_space)
         self.action_spec, self.codec = spaces.action_spec_of_space(env.action_space)
+        answers.check_not_empty(self.observation_spec, "observation")
+        answers.check_not_empty(self.action_spec, "action")
         self._step: Callable[[Any], Any] = env.step
         self._starts = spaces.observation_starts(env.observation_space)
         self._moves = any(self._starts)
         self._layout = spaces.Layout(self.observation_spec)
 
     def reset(self, seed: int | None) -> Any:
-        result = self.env.reset() if seed is None else self.env.reset(seed=seed)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise UsageError(
-                f"reset() of {self.env} must return (observation, info), got {type(result).__name__}. "
-                "This looks like the API of Gym before 0.26: use a Gymnasium environment."
-            )
+        try:
+            result = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        except TypeError:
+            answers.check_takes_seed(self.env)
+            raise
+        answers.check_gymnasium_reset(result)
         return self._from_zero(result[0]) if self._moves else result[0]
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
-        observation, reward, terminated, truncated, info = self._step(action)
+        result = self._step(action)
+        if type(result) is not tuple or len(result) != 5:
+            answers.check_gymnasium_step(result)
+        observation, reward, terminated, truncated, info = result
+        if type(reward) is not float or not -LARGEST <= reward <= LARGEST:
+            reward = answers.number("reward", reward)
+        if terminated is not False and terminated is not True:
+            terminated = answers.flag("terminated", terminated)
+        if truncated is not False and truncated is not True:
+            truncated = answers.flag("truncated", truncated)
+        if type(info) is not dict:
+            answers.check_info(info)
         if info and ("log" in info or "episode" in info):
             self._log_info(info)
         if self._moves:
             observation = self._from_zero(observation)
         if terminated:
             return observation, reward, 0.0, True
-        return observation, reward, 1.0, bool(truncated)
+        return observation, reward, 1.0, truncated
 
     def _log_info(self, info: Mapping[str, Any]) -> None:
         if "log" in info:
@@ -110,21 +126,24 @@ class DmEnv:
         self._log_values: Callable[[], Any] | None = getattr(env, "log_values", None)
         self.observation_spec = spaces.observation_spec_of_specs(env.observation_spec())
         self.action_spec, self.codec = spaces.action_spec_of_specs(env.action_spec())
+        answers.check_not_empty(self.observation_spec, "observation")
+        answers.check_not_empty(self.action_spec, "action")
 
     def reset(self, seed: int | None) -> Any:
         del seed  # dm_env has no such argument: builders take it.
-        return self.env.reset().observation
+        result = self.env.reset()
+        answers.check_dm_env_answer("reset", result)
+        return result.observation
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
-        step_type, reward, discount, observation = self.env.step(action)
+        result = self.env.step(action)
+        answers.check_dm_env_answer("step", result)
+        step_type, reward, discount, observation = result
         if self._log_values is not None and (logged := self._log_values()):
             self.log(logged)
-        return (
-            observation,
-            0.0 if reward is None else reward,
-            1.0 if discount is None else discount,
-            int(step_type) == 2,
-        )
+        reward = 0.0 if reward is None else answers.number("reward", reward)
+        discount = 1.0 if discount is None else answers.discount(discount)
+        return observation, reward, discount, int(step_type) == 2
 
     def close(self) -> None:
         self.env.close()

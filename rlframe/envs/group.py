@@ -11,8 +11,10 @@ import numpy as np
 
 from rlframe.envs import snapshot
 from rlframe.envs.adapters import SingleEnv, wrap
+from rlframe.envs.answers import WrongAnswerError
 from rlframe.envs.frames import Frame, FrameRing
 from rlframe.envs.logs import EnvLog
+from rlframe.envs.sharing import Claim, check_distinct
 from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.clock import Clock
@@ -63,6 +65,7 @@ class EnvGroup:
         self._seeds: list[int | None] = list(seeds)
         self._last = [True] * len(envs)  # so a step before any reset is a reset, as dm_env has it
         self._action_repeat = action_repeat
+        self._claim = Claim()
         self._steppers = [_repeating(env.step, action_repeat) for env in envs]
         self._shapes = [leaf.shape for leaf in self.layout.leaves]
         # The dtypes that each leaf has come in so far and that were found to fit.
@@ -77,13 +80,15 @@ class EnvGroup:
 
     def reset(self, rows: Frame) -> None:
         """Starts a new episode in every environment."""
+        self._claim.taken = None
         for i in range(len(self.envs)):
             self.at[0] = i
             self.reset_one(i, rows, i)
 
     def step(self, actions: np.ndarray, rows: Frame) -> None:
         """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
-        i = 0
+        self._claim.check()
+        i, call = 0, "step"
         last, leaves, at = self._last, rows.leaves, self.at
         step_types, rewards, discounts = [], [], []
         only, shape, accepted = leaves[0], self._shapes[0], self._accepted[0]
@@ -92,9 +97,11 @@ class EnvGroup:
             for i, (step, action) in enumerate(zip(self._steppers, self._decode(actions), strict=True)):
                 at[0] = i
                 if last[i]:
+                    call = "reset"
                     observation, reward, discount, is_last = self._reset_env(i), 0.0, 1.0, False
                     step_types.append(0)
                 else:
+                    call = "step"
                     observation, reward, discount, is_last = step(action)
                     step_types.append(2 if is_last else 1)
                 last[i] = is_last
@@ -110,24 +117,22 @@ class EnvGroup:
                 else:
                     self._write(i, observation, leaves, i)
         except _ERRORS as error:
-            raise self._explain(error, i, "step") from error
-        rows.step_type[:] = step_types
-        self._write_numbers("discount", discounts, rows.discount)
-        self._write_numbers("reward", rewards, rows.reward)
+            raise self._explain(error, i, call) from error
+        rows.step_type[:], rows.reward[:], rows.discount[:] = step_types, rewards, discounts
 
     def step_one(self, i: int, action: np.ndarray, rows: Frame, row: int) -> None:
         """Steps environment i (counted in this group) alone and writes row `row`."""
         if self._last[i]:
             self.reset_one(i, rows, row)
             return
+        self._claim.check()
         try:
             observation, reward, discount, self._last[i] = self._steppers[i](self._decode(action[None])[0])
             rows.step_type[row] = 2 if self._last[i] else 1
             self._write(i, observation, rows.leaves, row)
         except _ERRORS as error:
             raise self._explain(error, i, "step") from error
-        rows.discount[row] = self._number("discount", discount, i)
-        rows.reward[row] = self._number("reward", reward, i)
+        rows.reward[row], rows.discount[row] = reward, discount
 
     def reset_one(self, i: int, rows: Frame, row: int) -> None:
         """Resets environment i (counted in this group) and writes row `row`."""
@@ -150,39 +155,21 @@ class EnvGroup:
         envs = [wrap(snapshot.load(pickled)) for pickled, _, _ in states]
         self._check_specs(envs)
         self.close()
-        self.envs = envs
+        self.envs, self._claim = envs, Claim()
         self._last = [last for _, last, _ in states]
         self._seeds = [seed for _, _, seed in states]
         self._steppers = [_repeating(env.step, self._action_repeat) for env in envs]
         self.log_to(self.log)
 
     def close(self) -> None:
+        self._claim = Claim()
         for env in self.envs:
             env.close()
 
     def _reset_env(self, i: int) -> Any:
+        self._claim.take(self.envs[i].env)
         seed, self._seeds[i] = self._seeds[i], None
         return self.envs[i].reset(seed)
-
-    def _write_numbers(self, name: str, values: list[Any], row: np.ndarray) -> None:
-        try:
-            if len(values) > 1:  # numpy takes an array of one number for a number, where it is alone
-                row[:] = values
-                return
-        except (TypeError, ValueError):
-            pass
-        row[:] = [self._number(name, value, i) for i, value in enumerate(values)]
-
-    def _number(self, name: str, value: Any, i: int) -> float:
-        """What environment i gave, if it is one number."""
-        if isinstance(value, (float, int)):
-            return value
-        try:
-            if np.ndim(value) == 0:
-                return float(value)
-        except (TypeError, ValueError):
-            pass
-        raise UsageError(f"Environment {self.first_id + i} gave {value!r} as its {name}: expected one number.")
 
     def _write(self, i: int, observation: Any, leaves: list[np.ndarray], row: int) -> None:
         """Writes one observation, of which nothing is known yet, and checks it against the spec."""
@@ -209,6 +196,8 @@ class EnvGroup:
                 raise different_specs(self.first_id, wanted, self.first_id + i, came)
 
     def _explain(self, error: BaseException, i: int, call: str) -> RlframeError:
+        if isinstance(error, WrongAnswerError):
+            return UsageError(f"Environment {self.first_id + i} {error}")
         if isinstance(error, RlframeError):
             return error
         sentence = f"Environment {self.first_id + i} raised {type(error).__name__} in {call}(): {error}"
@@ -302,11 +291,26 @@ def _repeating(step: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:
 
 def build_group(build: Builder, start: int, stop: int) -> EnvGroup:
     """Builds the environments start .. stop; closes those that were built if one of them fails."""
+    return build_groups(build, [(start, stop)])[0]
+
+
+def build_groups(build: Builder, slices: list[tuple[int, int]]) -> list[EnvGroup]:
+    """Build a group of environments for each slice (start, stop). If one fails, close all that were built."""
     envs: list[SingleEnv] = []
+    first, last = slices[0][0], slices[-1][1]
     try:
-        for index in range(start, stop):
+        for index in range(first, last):
             envs.append(build(index))
-        return EnvGroup(envs, [build.seed_of(index) for index in range(start, stop)], start, build.action_repeat)
+        check_distinct([env.env for env in envs], first)
+        return [
+            EnvGroup(
+                envs[start - first : stop - first],
+                [build.seed_of(index) for index in range(start, stop)],
+                start,
+                build.action_repeat,
+            )
+            for start, stop in slices
+        ]
     except BaseException:
         for env in envs:
             env.close()

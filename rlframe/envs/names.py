@@ -1,33 +1,31 @@
 """Names of environments: which library has `CartPole-v1`, and what makes one of them.
 
-A name is an EnvPool task where EnvPool has it, else a Gymnasium id. A prefix decides otherwise:
-`gymnasium:CartPole-v1`, `envpool:CartPole-v1`, `dm_control:cartpole-swingup`.
+A name is an id that the user registered with Gymnasium, else an EnvPool task, else an id of Gymnasium's own. A prefix
+decides otherwise: `gymnasium:CartPole-v1`, `envpool:CartPole-v1`, `dm_control:cartpole-swingup`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rlframe import extras
+from rlframe.envs import registered
 from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
+from rlframe.envs.registered import gymnasium_ids, users_spec
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
 
-# Ours, registered with Gymnasium where that is looked at: id -> where its class is, and when it is cut.
-OURS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}
 
-
-@functools.lru_cache(maxsize=1)
-def envpool_tasks() -> frozenset[str]:
-    """The tasks that the installed EnvPool has; none where it is not installed."""
+def envpool_tasks() -> Collection[str]:
+    """The tasks that EnvPool has now; none if it is not installed."""
+    if not extras.has("envpool"):
+        return ()
     with contextlib.suppress(ImportError):
         from gym_notices import notices
 
@@ -35,20 +33,8 @@ def envpool_tasks() -> frozenset[str]:
     try:
         import envpool
     except ImportError:
-        return frozenset()
-    return frozenset(envpool.list_all_envs())
-
-
-@functools.lru_cache(maxsize=1)
-def gymnasium_ids() -> frozenset[str]:
-    """The ids registered with Gymnasium; none where it is not installed."""
-    if not extras.has("gymnasium"):
-        return frozenset()
-    with extras.needed("An environment of Gymnasium", "gymnasium"):
-        import gymnasium
-    for name, (entry_point, max_steps) in OURS.items():
-        gymnasium.register(name, entry_point, max_episode_steps=max_steps)
-    return frozenset(gymnasium.registry)
+        return ()
+    return envpool.list_all_envs()
 
 
 @functools.lru_cache(maxsize=1)
@@ -73,7 +59,10 @@ def backend(name: str) -> str:
     prefix, task = split(name)
     if prefix is not None:
         return prefix
-    if task in envpool_tasks():
+    tasks = envpool_tasks()  # first: `users_spec` compares with them
+    if users_spec(task) is not None:
+        return "gymnasium"
+    if task in tasks:
         return "envpool"
     if task in gymnasium_ids() or ":" in task:
         return "gymnasium"
@@ -131,6 +120,12 @@ def unknown(name: str, known: Any) -> UsageError:
 def envpool_task(name: str) -> str:
     """The EnvPool task that a name means under `type='envpool'`. Raises UsageError where EnvPool has none."""
     prefix, task = split(name)
+    envpool_tasks()  # first: `users_spec` compares with them
+    if prefix is None and (spec := users_spec(task)) is not None:
+        raise UsageError(
+            f"{name!r} is {registered.describe(spec)}, which your code has registered with Gymnasium: use type 'loop', "
+            f"'thread' or 'process' with it, or name EnvPool's task 'envpool:{task}'."
+        )
     if task in envpool_tasks() and prefix in (None, "envpool"):
         return task
     if not envpool_tasks():
@@ -165,6 +160,19 @@ class Builder:
         elif not callable(name_or_pybuilder):
             raise UsageError(f"Expected the name of an environment or a callable, got {name_or_pybuilder!r}.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process lacks what the user registered in this one.
+        return {**vars(self), "registered": registration(self.target)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        registered.restore(state.pop("registered"))
+        vars(self).update(state)
+
+    @property
+    def code(self) -> Any:
+        """The user's function or class in it, if any."""
+        return getattr(registration(self.target), "entry_point", self.target)
+
     def seed_of(self, index: int) -> int:
         return env_seed(self.seed, index)
 
@@ -179,6 +187,22 @@ class Builder:
             raise
         except (Exception, SystemExit) as error:
             raise EnvError(f"Building environment {index} failed: {type(error).__name__}: {error}") from error
+
+
+def registration(name: Any) -> Any:
+    """The `gymnasium.EnvSpec` that a name means; None for any other name, or a builder. See `registered.restore`."""
+    if not isinstance(name, str):
+        return None
+    prefix, task = split(name)
+    return registered.spec_of(task) if prefix in (None, "gymnasium") else None
+
+
+def describe_backend(name: str) -> str:
+    """What makes the environment of a name, for a reader: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
+    library = backend(name)
+    if library == "gymnasium" and (spec := registration(name)) is not None:
+        return f"Gymnasium ({registered.describe(spec)})"
+    return {"envpool": "EnvPool", "gymnasium": "Gymnasium", "dm_control": "dm_control"}[library]
 
 
 def takes_seed(builder: Callable[..., Any]) -> bool:
@@ -202,7 +226,9 @@ def check_name(name: str) -> None:
             raise unknown(task, dm_control_tasks())
     elif not gymnasium_ids():
         raise extras.missing(f"The environment {name}", "gymnasium")
-    elif task not in gymnasium_ids() and ":" not in task:
+    elif ":" in task:
+        registered.import_module(task.rpartition(":")[0], task)
+    elif task not in gymnasium_ids():
         raise unknown(task, [*gymnasium_ids(), *envpool_tasks()])
 
 
@@ -214,26 +240,4 @@ def _make_named(name: str, seed: int, kwargs: Mapping[str, Any]) -> Any:
         domain, _, task_name = task.partition("-")
         task_kwargs = {"random": seed, **kwargs.get("task_kwargs", {})}
         return suite.load(domain, task_name, **{**kwargs, "task_kwargs": task_kwargs})
-    return _make_gymnasium(task, kwargs)
-
-
-def _make_gymnasium(task: str, kwargs: Mapping[str, Any]) -> Any:
-    import gymnasium
-
-    gymnasium_ids()  # ours are among them from then on
-    module, colon, env_id = task.rpartition(":")
-    try:
-        if colon:
-            importlib.import_module(module)
-        spec = copy.deepcopy(gymnasium.spec(env_id))
-        # The pool never steps before a reset; this wrapper and the checker cost 10 to 30% of a CartPole step.
-        spec.order_enforce = False
-        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
-    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        if "box2d" in str(error).lower():
-            extras.require(f"The environment {task}", "box2d")
-        raise UsageError(f"{task!r} needs a package that is not installed here: {error}") from error
-    except gymnasium.error.UnregisteredEnv as error:
-        raise UsageError(f"Unknown environment {task!r}: {error}{suggest(task, gymnasium_ids())}") from error
-    except TypeError as error:
-        raise UsageError(f"{task!r} does not take the options {dict(kwargs)}: {error}") from error
+    return registered.make(task, kwargs)

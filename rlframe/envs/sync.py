@@ -14,7 +14,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import EnvPoolPool
-from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group
+from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group, build_groups
 from rlframe.envs.names import Builder, takes_seed
 from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
 from rlframe.envs.process import AsyncProcesses, ProcessPool
@@ -237,5 +237,4 @@ def make_pool(
         return ProcessPool(builder, slices, answer_timeout)
     if wait_num is not None:
         return AsyncThreads(build_group(builder, 0, size), wait_num, workers, answer_timeout)
-    groups = [build_group(builder, start, stop) for start, stop in slices]
-    return ThreadPool(groups, answer_timeout)
+    return ThreadPool(build_groups(builder, slices), answer_timeout)

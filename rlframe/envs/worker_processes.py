@@ -144,7 +144,7 @@ def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
 
 def _pickle(builder: Any) -> bytes:
     try:
-        return snapshot.dumps(builder, builder.target)
+        return snapshot.dumps(builder, builder.code)
     except Exception as error:
         raise UsageError(
             f"The environment builder cannot be sent to a worker process: {type(error).__name__}: {error}. "

@@ -8,6 +8,8 @@ import os
 import pathlib
 from typing import Any
 
+from rlframe.envs.names import backend, registration
+from rlframe.envs.registered import restore
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs import naming
@@ -54,6 +56,16 @@ class Experiment:
                 f"An Experiment's topology is a TopologyConfig, got {self.topology!r}; make_experiment takes its name."
             )
         self.topology.check(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A node in another process lacks what the user registered with Gymnasium in this one.
+        is_game = self.topology.learns_from == "steps" and not naming.is_file_name(self.env)
+        of_gymnasium = is_game and backend(self.env) == "gymnasium"
+        return {**vars(self), "registered": registration(self.env) if of_gymnasium else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        restore(state.pop("registered"))
+        vars(self).update(state)
 
     @property
     def synchronous(self) -> Experiment:

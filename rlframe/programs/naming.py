@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import hashlib
-import importlib
 import importlib.util
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rlframe.envs.registered import import_module
 from rlframe.errors import UsageError, suggest
 
 if TYPE_CHECKING:
@@ -72,7 +75,7 @@ def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Cl
     Raises:
         UsageError: there is none.
     """
-    if name not in table and ":" not in name:
+    if name not in table and not is_file_name(name) and ":" not in name:
         raise UsageError(
             f"There is no {what} {name!r}; there are {', '.join(sorted(table))}, or one of your own as {form}."
             f"{suggest(name, table)}"
@@ -137,7 +140,7 @@ def network_config_class(name: str | None) -> type | None:
     Raises:
         UsageError: there is no network of this name.
     """
-    if name is None or ":" in name:
+    if name is None or is_file_name(name) or ":" in name:
         return None
     if name not in NETWORKS:
         raise UsageError(
@@ -160,13 +163,31 @@ def network_factory(name: str | None, config: Any) -> Any:
 
 def env_name_or_builder(name: str) -> str | Callable[..., Any]:
     """The name of an environment unchanged, or the function that `file.py:make_env` names."""
-    path, _, attribute = name.partition(":")
-    if not (attribute and path.endswith(".py")):
+    if not is_file_name(name):
         return name
     found = load_object(name, "environment")
     if not callable(found):
         raise UsageError(f"{name} is {found!r}; it must be a function that gives an environment.")
     return found
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name is `file.py:NAME`. Raises UsageError for a file without :NAME."""
+    source, _, attribute = name.rpartition(":")
+    if name.endswith(".py") or (source.endswith(".py") and not attribute):
+        raise UsageError(f"{name!r} names a file, but nothing in it: write {_example(name.rstrip(':'))}.")
+    return source.endswith(".py")
+
+
+def _example(file: str) -> str:
+    """`file.py:NAME`, with the names that the file defines, if it can be read."""
+    with contextlib.suppress(OSError, ValueError, SyntaxError):
+        defined = (ast.ClassDef, ast.FunctionDef)
+        tree = ast.parse(pathlib.Path(file).read_bytes())
+        names = [node.name for node in tree.body if isinstance(node, defined) and not node.name.startswith("_")]
+        if names:
+            return " or ".join(f"{file}:{name}" for name in names[-3:])
+    return f"{file}:NAME"
 
 
 def load_object(name: str, what: str) -> Any:
@@ -180,7 +201,7 @@ def load_object(name: str, what: str) -> Any:
         UsageError: no such file or name, or the file does not import.
     """
     source, _, attribute = name.rpartition(":")
-    if not source or not attribute:
+    if not is_file_name(name) and not (source and attribute):
         raise UsageError(f"The {what} {name!r} should read file.py:Name.")
     module = _load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, what)
     if not hasattr(module, attribute):
@@ -197,7 +218,10 @@ def absolute_name(name: str) -> str:
 
 def _load_module(name: str, what: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        import_module(name, f"{what} {name}")
+        return sys.modules[name]
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(f"Cannot import {name} for the {what}: {_describe(error)}.") from error
 
@@ -208,7 +232,7 @@ def _load_file(path: pathlib.Path, what: str) -> ModuleType:
         near = suggest(path.name, [each.name for each in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
         raise UsageError(f"There is no file {path} for the {what}.{near}")
     # The path is part of the name: two files called agent.py, or one called like a library, do not meet.
-    name = f"rlframe_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"rlframe_file_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:

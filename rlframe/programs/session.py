@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.base import GRACE, deciding_group
-from rlframe.envs.names import split
+from rlframe.envs.names import describe_backend, split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.metrics import Logger, plot_learning_curve
 from rlframe.programs import naming
@@ -93,7 +94,8 @@ def train(
         opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
         if not resume:
             undo.callback(directory.remove)  # until its nodes are made
-            directory.write_config(experiment, notes or {})  # first: a run that is killed early can be resumed
+            # First: a run that is killed early can be resumed.
+            directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
         run = Run(
             experiment,
             make_agent(experiment),
@@ -105,6 +107,9 @@ def train(
             listen=listen,
             profile=profile,
         )
+        if progress is not None:
+            for backend in backend_note(experiment).values():
+                print(f"The environment {experiment.env} is made by {backend}.", file=sys.stderr)
         if not resume and config.learns_from == "steps":
             say_updates(experiment, run.agent, progress)
         engine = make_engine(experiment, directory.logs, listen)
@@ -136,6 +141,13 @@ def train(
                 raise called.error
         status.end(result)
         return result
+
+
+def backend_note(experiment: Experiment) -> dict[str, str]:
+    """What makes the environment that a run names, as a note of its config; empty if it is in a file."""
+    if experiment.topology.learns_from != "steps" or naming.is_file_name(experiment.env):
+        return {}
+    return {"env_backend": describe_backend(experiment.env)}
 
 
 def _check_place(config: Any, listen: int | None, profile: Profile | None) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from rlframe import extras
-from rlframe.envs import SyncEnv
-from rlframe.envs.names import backend, gymnasium_ids, split, takes_seed
+from rlframe.envs import SyncEnv, registered
+from rlframe.envs.names import backend, split, takes_seed
+from rlframe.envs.registered import gymnasium_ids
 from rlframe.errors import RlframeError, UsageError
 from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment
@@ -136,9 +137,7 @@ def _rendering_env(experiment: Experiment, seed: int) -> Any:
     # The twin of an EnvPool task takes none of EnvPool's options.
     if where == "envpool" and experiment.topology.env_type in ("auto", "envpool"):
         return _twin(plain_name(name))
-    import gymnasium
-
-    return gymnasium.make(name, render_mode="rgb_array", **_options(experiment))
+    return registered.make(name, {"render_mode": "rgb_array", **_options(experiment)})
 
 
 def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:

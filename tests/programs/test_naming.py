@@ -91,7 +91,10 @@ def test_paths_are_made_absolute_and_names_are_not(tmp_path, monkeypatch):
         ),
         ("{dir}/agnet.py:Mine", "There is no file {dir}/agnet.py for the agent. Did you mean 'agent.py'?"),
         ("{dir}/agent.py:Mien", "{dir}/agent.py defines no 'Mien'. Did you mean 'Mine'?"),
-        ("{dir}/agent.py:", "The agent '{dir}/agent.py:' should read file.py:Name."),
+        (
+            "{dir}/broken.py:",
+            "'{dir}/broken.py:' names a file, but nothing in it: write {dir}/broken.py:NAME.",
+        ),
         ("{dir}/broken.py:Mine", "Cannot load {dir}/broken.py for the agent: SyntaxError: invalid syntax (line 1)."),
         ("{dir}/raises.py:Mine", "Cannot load {dir}/raises.py for the agent: ZeroDivisionError: division by zero."),
     ],
@@ -129,3 +132,14 @@ def test_an_environment_is_a_name_or_a_function_in_a_file(tmp_path):
     (tmp_path / "env.py").write_text("def make():\n    return 7\n")
     assert naming.env_name_or_builder("gymnasium:CartPole-v1") == "gymnasium:CartPole-v1"
     assert naming.env_name_or_builder(f"{tmp_path}/env.py:make")() == 7
+
+
+@pytest.mark.parametrize("load", [naming.agent_class, naming.env_name_or_builder, naming.topology, naming.engine_class])
+def test_a_file_without_a_name_in_it_is_answered_with_the_names_that_it_defines(load, tmp_path):
+    (tmp_path / "own.py").write_text("import os\n\ndef _hidden(): ...\n\nclass Maze: ...\n\ndef make_maze(): ...\n")
+    with pytest.raises(
+        UsageError, match=r"names a file, but nothing in it: write \S*own.py:Maze or \S*own.py:make_maze"
+    ):
+        load(f"{tmp_path}/own.py")
+    with pytest.raises(UsageError, match="names a file, but nothing in it: write nowhere.py:NAME"):
+        load("nowhere.py")

@@ -1,0 +1,149 @@
+"""Check what one environment returns: the form of `reset` and `step`, rewards, and flags.
+
+Many environments still follow Gym before 0.26, whose `reset` and `step` return something else. The errors name the fix.
+"""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from dm_env import specs
+
+from rlframe.envs.spaces import Layout
+from rlframe.errors import UsageError
+
+LARGEST = float(np.finfo(np.float32).max)  # rewards and discounts are float32
+_INNER = ("env", "_env", "environment", "_environment")  # attributes in which wrappers keep the wrapped environment
+_OLD = "This looks like the API of Gym before 0.26."
+
+
+class WrongAnswerError(UsageError):
+    """An environment returned something unusable. The message lacks its subject: the pool adds "Environment 3"."""
+
+
+def number(name: str, value: Any) -> float:
+    """Return `value` as a float. Raises WrongAnswerError unless it is one real number that fits in float32."""
+    real = value
+    if not isinstance(value, (float, int)):
+        try:
+            array = np.asarray(value)
+        except Exception:  # whatever an object raises that is no number
+            array = np.asarray(None)
+        if array.ndim or array.dtype.kind not in "biuf":
+            raise WrongAnswerError(f"gave {value!r} as its {name}: expected one number.")
+        real = array.item()
+    if abs(real) > LARGEST and abs(real) != float("inf"):  # infinity and NaN: see `checks.FiniteCheck`
+        raise WrongAnswerError(
+            f"gave {reprlib.repr(value)} as its {name}: expected at most {LARGEST:.3g}, the limit of float32."
+        )
+    return float(real)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value` as a bool. Raises WrongAnswerError unless it is True, False, 1 or 0."""
+    array = np.asarray(value)
+    if array.ndim or array.dtype.kind not in "biuf" or array.item() not in (0, 1):
+        raise WrongAnswerError(f"gave {value!r} as {name!r}: expected True or False.")
+    return bool(array.item())
+
+
+def check_gymnasium_step(result: Any) -> None:
+    """Raise WrongAnswerError unless `step` returned five values."""
+    if isinstance(result, (tuple, list)) and len(result) == 5:
+        return
+    came = f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
+    old = f" {_OLD} Replace `done` by `terminated, truncated`." if came == "4 values" else ""
+    raise WrongAnswerError(
+        f"returned {came} from step(): expected (observation, reward, terminated, truncated, info).{old}"
+    )
+
+
+def check_gymnasium_reset(result: Any) -> None:
+    """Raise WrongAnswerError unless `reset` returned an observation and a dict."""
+    if isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], Mapping):
+        return
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    came = f"(observation, {result[1]!r})" if is_pair else type(result).__name__
+    raise WrongAnswerError(
+        f"returned {came} from reset(): expected (observation, info) with a dict as info. {_OLD} "
+        "Return `observation, {}`."
+    )
+
+
+def check_info(info: Any) -> None:
+    """Raise WrongAnswerError unless the info of a step is a dict, or empty."""
+    if info and not isinstance(info, Mapping):
+        raise WrongAnswerError(f"gave {info!r} as the info of a step: expected a dict. Return {{}} if there is none.")
+
+
+def check_takes_seed(env: Any) -> None:
+    """Raise WrongAnswerError if the `reset` of an environment, or of one that it wraps, takes no seed."""
+    for layer in layers(env):
+        if not _takes(layer.reset, "seed"):
+            raise WrongAnswerError(
+                f"has a reset() without `seed` ({type(layer).__name__}): expected "
+                f"`def reset(self, *, seed=None, options=None)`. {_OLD} There, seeds went to env.seed()."
+            )
+
+
+def check_dm_env_answer(call: str, result: Any) -> None:
+    """Raise WrongAnswerError unless `reset` or `step` returned a `dm_env.TimeStep`, and FIRST only from `reset`."""
+    if not (isinstance(result, tuple) and len(result) == 4 and hasattr(result, "step_type")):
+        raise WrongAnswerError(f"returned {type(result).__name__} from {call}(): expected a dm_env.TimeStep.")
+    if call == "step" and int(result.step_type) == 0:
+        raise WrongAnswerError("returned FIRST from step() in the middle of an episode: expected MID or LAST.")
+
+
+def discount(value: Any) -> float:
+    """Return a discount as a float. Raises WrongAnswerError unless it is a number in [0, 1], or not finite."""
+    real = number("discount", value)
+    if real < 0.0 or 1.0 < real <= LARGEST:
+        raise WrongAnswerError(f"gave {value!r} as its discount: expected a number from 0 to 1.")
+    return real
+
+
+def check_is_gymnasium(space: Any, path: str) -> None:
+    """Raise UsageError if a space, or a part of it, is of the package gym, which Gymnasium replaced."""
+    if type(space).__module__.partition(".")[0] == "gym":
+        raise UsageError(
+            f"The space of {path!r}, {space}, is of the old package gym: expected gymnasium.spaces."
+            f"{type(space).__name__}. Replace `import gym` by `import gymnasium as gym` in the environment."
+        )
+    parts = getattr(space, "spaces", ())
+    for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
+        check_is_gymnasium(part, f"{path}.{key}")
+
+
+def check_not_empty(spec: Any, path: str) -> None:
+    """Raise UsageError if a spec has no leaf, or a leaf without values."""
+    leaves: list[specs.Array] = Layout(spec).leaves
+    if not leaves:
+        raise UsageError(f"The space of {path!r} is empty: expected at least one value in it.")
+    for leaf in leaves:
+        if 0 in leaf.shape:
+            raise UsageError(
+                f"The space of {leaf.name!r} has the shape {leaf.shape}, which holds no value: leave it out, or give "
+                "it at least one value."
+            )
+
+
+def layers(env: Any) -> Iterator[Any]:
+    """Yield an environment and the environments inside its wrappers, the outermost first."""
+    seen: set[int] = set()
+    while env is not None and id(env) not in seen:
+        seen.add(id(env))
+        yield env
+        inside = [getattr(env, "__dict__", {}).get(name) for name in _INNER]
+        env = next((one for one in inside if hasattr(one, "step") and hasattr(one, "reset")), None)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())

@@ -1,0 +1,255 @@
+"""What environments may return from `reset` and `step`, and the errors that name what they may not."""
+
+from __future__ import annotations
+
+import dm_env
+import gymnasium
+import numpy as np
+import pytest
+from dm_env import specs
+from gymnasium import spaces
+
+from rlframe.agents.policies import default_policy
+from rlframe.envs import AsyncEnv, SyncEnv, as_pool
+from rlframe.errors import EnvError, UsageError
+
+
+class Env(gymnasium.Env):
+    """Takes two actions, and returns from a step what its class attributes say."""
+
+    observation_space: spaces.Space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space: spaces.Space = spaces.Discrete(2)
+    reward, terminated, truncated, info = 1.0, False, False, {}
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), self.reward, self.terminated, self.truncated, self.info
+
+
+def make(**attributes):
+    return type("Changed", (Env,), attributes)
+
+
+def step(builder, size=2, type="loop", **options):
+    with SyncEnv(builder, size, type, **options) as pool:
+        pool.reset()
+        return pool.step(np.zeros((size, *pool.action_spec.shape), pool.action_spec.dtype))
+
+
+@pytest.mark.parametrize("options", [{}, {"action_repeat": 2}])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("reward", [None, "2", b"2", np.str_("2"), 1j, np.complex64(1), [1.0], np.ones(1), {}])
+def test_a_reward_that_is_no_real_number_names_the_environment_and_the_value(reward, size, options):
+    with pytest.raises(UsageError, match="Environment 0 gave .* as its reward: expected one number") as caught:
+        step(make(reward=reward), size, **options)
+    assert repr(reward) in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"action_repeat": 2}])
+def test_a_wrong_reward_of_the_second_environment_names_the_second(options):
+    made = iter([make(), make(reward=None)])
+    with pytest.raises(UsageError, match="Environment 1 gave None as its reward"):
+        step(lambda: next(made)(), **options)
+
+
+@pytest.mark.parametrize(
+    "reward", [True, np.bool_(True), 1, np.int64(1), np.float16(1), np.float64(1), np.array(1.0), np.array(True)]
+)
+def test_booleans_and_numbers_of_any_width_are_rewards(reward):
+    assert step(make(reward=reward)).reward.tolist() == [1.0, 1.0]
+    assert step(make(reward=reward), action_repeat=3).reward.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("reward", [1e300, -1e39, 10**400])
+def test_a_reward_beyond_float32_is_shown_as_it_came(reward):
+    with pytest.raises(UsageError, match=r"Environment 0 gave -?1.* as its reward: expected at most 3\.4e\+38"):
+        step(make(reward=reward))
+
+
+def test_infinity_as_a_reward_may_be_let_pass():
+    assert step(make(reward=-np.inf), check_finite=False).reward.tolist() == [-np.inf, -np.inf]
+    with pytest.raises(EnvError, match="gave 'reward' with -inf"):
+        step(make(reward=-np.inf))
+
+
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+@pytest.mark.parametrize("value", [None, "False", "", 2, 0.5, np.array([True]), np.array([True, False])])
+def test_a_flag_that_is_neither_true_nor_false_is_named(name, value):
+    with pytest.raises(UsageError, match=f"Environment 0 gave .* as '{name}': expected True or False"):
+        step(make(**{name: value}))
+
+
+@pytest.mark.parametrize("yes", [True, 1, np.bool_(True), np.int64(1), np.array(True)])
+def test_flags_may_be_numpy_s_or_zero_and_one(yes):
+    assert step(make(terminated=yes)).discount.tolist() == [0.0, 0.0]
+    ended = step(make(truncated=yes))
+    assert ended.discount.tolist() == [1.0, 1.0] and ended.step_type.tolist() == [2, 2]
+
+
+def test_the_info_of_a_step_is_a_dict_or_none():
+    assert step(make(info=None)).reward.tolist() == [1.0, 1.0]
+    with pytest.raises(UsageError, match="Environment 0 gave 5 as the info of a step: expected a dict"):
+        step(make(info=5))
+
+
+@pytest.mark.parametrize(
+    ("result", "came"),
+    [
+        ((np.zeros(2), 1.0, False, {}), r"4 values .*API of Gym before 0\.26\. Replace `done` by `terminated, trunc"),
+        ((np.zeros(2), 1.0, False), "3 values"),
+        (np.zeros(5), "ndarray"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_step_without_five_values_is_refused_and_four_are_the_old_api(result, came):
+    with pytest.raises(UsageError, match="Environment 0 returned " + came.replace(" .*", r" from step\(\).*")):
+        step(make(step=lambda self, action: result))
+
+
+@pytest.mark.parametrize("info", [None, 5])
+def test_a_reset_without_a_dict_is_refused_as_the_old_api(info):
+    with pytest.raises(UsageError, match=rf"returned \(observation, {info}\) from reset\(\).*dict.*Gym before 0\.26"):
+        step(make(reset=lambda self, seed=None, options=None: (np.zeros(2), info)))
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5)])
+def test_a_reset_without_seed_is_refused_as_the_old_api(wrap):
+    old = make(reset=lambda self: np.zeros(2))
+    with pytest.raises(UsageError, match=r"Environment 0 has a reset\(\) without `seed`.*Gym before 0\.26"):
+        step(lambda: wrap(old()))
+
+
+def test_a_type_error_inside_reset_is_the_environment_s_own():
+    def reset(self, *, seed=None, options=None):
+        return None + 1
+
+    with pytest.raises(EnvError, match=r"raised TypeError in reset\(\): unsupported operand"):
+        step(make(reset=reset))
+
+
+@pytest.mark.parametrize("type", ["loop", "thread"])
+def test_an_automatic_reset_that_raises_is_reported_as_a_reset(type):
+    class Once(Env):
+        terminated, resets = True, 0
+
+        def reset(self, *, seed=None, options=None):
+            self.resets += 1
+            if self.resets > 1:
+                raise RuntimeError("once only")
+            return super().reset()
+
+    with SyncEnv(Once, 2, type) as pool:
+        pool.reset()
+        pool.step(np.zeros(2, np.int32))
+        with pytest.raises(EnvError, match=r"Environment 0 raised RuntimeError in reset\(\): once only"):
+            pool.step(np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("attribute", ["observation_space", "action_space"])
+def test_a_space_of_the_old_gym_is_refused_with_its_replacement(attribute):
+    old = pytest.importorskip("gym").spaces
+    for space in (old.Box(-1, 1, (2,)), old.Dict(a=old.Discrete(2)), spaces.Tuple((spaces.Discrete(2),))):
+        if isinstance(space, spaces.Tuple):
+            space.spaces = (old.Discrete(2),)
+        with pytest.raises(UsageError, match=r"is of the old package gym: expected gymnasium\.spaces\."):
+            step(make(**{attribute: space}))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Box(-1, 1, (0,)), spaces.Box(-1, 1, (3, 0)), spaces.MultiDiscrete([]), spaces.Dict({}), spaces.Tuple(())],
+)
+def test_a_space_without_values_is_refused_in_one_sentence(space):
+    with pytest.raises(UsageError, match="The space of 'observation' (is empty|has the shape .*holds no value)"):
+        step(make(observation_space=space))
+    with pytest.raises(UsageError, match=r"The (space of 'action'|action space (Dict|Tuple)\(\) is not supported)"):
+        step(make(action_space=space))
+
+
+def test_an_empty_leaf_is_named_by_its_place():
+    inside = spaces.Dict(a=spaces.Box(-1, 1, (0,)), b=spaces.Discrete(2))
+    with pytest.raises(UsageError, match=r"The space of 'observation\.a' has the shape \(0,\)"):
+        step(make(observation_space=inside))
+
+
+def test_a_box_of_uint8_has_a_policy_over_all_its_values():
+    with SyncEnv(make(action_space=spaces.Box(0, 255, (2,), np.uint8)), 1) as pool:
+        policy = default_policy(pool.action_spec)
+        assert policy.num_params == 2 * 256
+        action = np.array([[255, 0]], np.uint8)
+        pool.reset()
+        assert pool.step(action).reward.tolist() == [1.0]
+
+
+class Dm(dm_env.Environment):
+    """A dm_env environment that returns from a step what it was made with."""
+
+    def __init__(self, *steps):
+        self._steps = iter(steps)
+
+    def reset(self):
+        return dm_env.restart(np.zeros(2))
+
+    def step(self, action):
+        return next(self._steps)
+
+    def observation_spec(self):
+        return specs.Array((2,), np.float64)
+
+    def action_spec(self):
+        return specs.DiscreteArray(2)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (dm_env.TimeStep(dm_env.StepType.MID, "2", 1.0, np.zeros(2)), "Environment 0 gave '2' as its reward"),
+        (dm_env.TimeStep(dm_env.StepType.MID, 1.0, 1.5, np.zeros(2)), "gave 1.5 as its discount: .* from 0 to 1"),
+        (dm_env.restart(np.zeros(2)), r"returned FIRST from step\(\) in the middle of an episode"),
+        ((np.zeros(2), 1.0, False), r"returned tuple from step\(\): expected a dm_env.TimeStep"),
+    ],
+)
+def test_a_wrong_timestep_of_dm_env_is_named(result, message):
+    with pytest.raises(UsageError, match=message):
+        step(lambda: Dm(result), 1)
+
+
+@pytest.mark.parametrize("type", ["loop", "thread"])
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5)])
+def test_one_object_for_several_environments_is_refused(type, wrap):
+    env = Env()
+    with pytest.raises(UsageError, match=r"Environments 0 and 1 are the same object \(Env\)"):
+        SyncEnv(lambda: wrap(env), 2, type, num_workers=2)
+    with pytest.raises(UsageError, match="are the same object"):
+        AsyncEnv(lambda: wrap(env), 2, 1, "thread", num_workers=2)
+
+
+def test_one_object_for_several_environments_of_a_worker_process_is_refused():
+    env = Env()
+    made = [Env(), Env(), env, env]
+    with pytest.raises(UsageError, match="Environments 2 and 3 are the same object"):
+        SyncEnv(lambda: made.pop(0), 4, "process", num_workers=1)
+
+
+def test_two_pools_that_step_one_object_in_turns_are_refused():
+    env = Env()
+    first, second = as_pool(lambda: env), as_pool(lambda: env)
+    first.reset()
+    second.reset()
+    assert second.step(np.zeros(1, np.int32)).reward.tolist() == [1.0]
+    with pytest.raises(UsageError, match=r"Two pools step the same environment \(Env\) at the same time"):
+        first.step(np.zeros(1, np.int32))
+
+
+def test_one_object_may_be_used_by_one_pool_after_another():
+    env = Env()
+    for _ in range(2):
+        pool = as_pool(env)
+        pool.reset()
+        assert pool.step(np.zeros(1, np.int32)).reward.tolist() == [1.0]
+    old, new = as_pool(env), as_pool(env)
+    for pool in (old, new, old):
+        pool.reset()
+        assert pool.step(np.zeros(1, np.int32)).reward.tolist() == [1.0]

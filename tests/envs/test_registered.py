@@ -1,0 +1,122 @@
+"""Ids that users register with Gymnasium: found at any time, and before EnvPool's tasks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+
+from rlframe.envs import AsyncEnv, SyncEnv, default_type
+from rlframe.envs.names import backend, describe_backend, envpool_task
+from rlframe.errors import EnvError, UsageError
+
+
+class Seven(gymnasium.Env):
+    """Rewards every step with 7."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 7.0, False, False, {}
+
+
+class Broken(gymnasium.Env):
+    """Raises a TypeError in its constructor, for a reason of its own."""
+
+    def __init__(self, width=1):
+        super().__init__()
+        self.size = width + "1"
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """Restores Gymnasium's registry after each test."""
+    before = dict(gymnasium.registry)
+    yield gymnasium.registry
+    gymnasium.registry.clear()
+    gymnasium.registry.update(before)
+
+
+def rewards(name, type="loop"):
+    with SyncEnv(name, 2, type, num_workers=2) as pool:
+        pool.reset()
+        return pool.step(np.zeros(2, np.int32)).reward.tolist()
+
+
+@pytest.mark.parametrize("type", ["loop", "thread", "process"])
+def test_an_id_that_is_registered_after_the_first_look_is_found(type):
+    with pytest.raises(UsageError, match="Unknown environment 'Seven-v0'"):
+        SyncEnv("Seven-v0", 1)
+    gymnasium.register("Seven-v0", Seven)
+    assert rewards("Seven-v0", type) == [7.0, 7.0]
+    assert backend("Seven-v0") == "gymnasium"
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5"])
+def test_an_id_of_the_user_s_comes_before_envpool_s_task(task):
+    assert backend(task) == "envpool"
+    gymnasium.register(task, Seven)
+    assert backend(task) == "gymnasium" and default_type(task, 64) == "loop"
+    assert default_type(task, 64, is_sync=False) == "process"
+    assert describe_backend(task) == "Gymnasium (tests.envs.test_registered:Seven)"
+    assert rewards(task) == rewards(task, "process") == [7.0, 7.0]
+    with AsyncEnv(task, 2, 1, "process") as pool:
+        assert pool.action_spec.num_values == 2
+    with pytest.raises(UsageError, match=f"Seven, which your code has registered .* 'envpool:{task}'"):
+        SyncEnv(task, 1, "envpool")
+    assert backend(f"envpool:{task}") == "envpool" and envpool_task(f"envpool:{task}") == task
+
+
+def test_gymnasium_s_class_with_another_time_limit_is_the_user_s():
+    assert describe_backend("CartPole-v1") == "EnvPool"
+    entry_point = gymnasium.registry["CartPole-v1"].entry_point
+    gymnasium.register("CartPole-v1", entry_point, max_episode_steps=50)
+    assert backend("CartPole-v1") == "gymnasium"
+
+
+def test_a_type_error_inside_a_constructor_is_not_blamed_on_the_options():
+    gymnasium.register("Broken-v0", Broken)
+    with pytest.raises(EnvError, match=r"Building environment 0 failed: TypeError: unsupported operand"):
+        SyncEnv("Broken-v0", 1)
+    with pytest.raises(UsageError, match=r"'Broken-v0' cannot be made with the options {'height': 2}: .*'height'"):
+        SyncEnv("Broken-v0", 1, env_kwargs={"height": 2})
+
+
+def test_a_module_in_the_working_directory_registers_its_ids(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text(
+        "import gymnasium\n"
+        "from tests.envs.test_registered import Seven\n"
+        "gymnasium.register('Mine-v0', lambda: Seven())\n"
+    )
+    code = (
+        "import os, sys, numpy as np; from rlframe.envs import SyncEnv\n"
+        "sys.path[:] = [path for path in sys.path if path]\n"
+        "for type in ('loop', 'process'):\n"
+        "    pool = SyncEnv('mine:Mine-v0', 2, type, num_workers=2)\n"
+        "    os.chdir('/')\n"
+        "    pool.reset(); print(pool.step(np.zeros(2, np.int32)).reward.tolist()); pool.close()\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split("\n")[:2] == ["[7.0, 7.0]"] * 2, done.stderr
+
+
+def test_a_module_that_does_not_exist_is_named_with_the_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"There is no module 'nowhere' .* working directory {tmp_path}"):
+        SyncEnv("nowhere:Mine-v0", 1)
