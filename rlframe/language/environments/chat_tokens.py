@@ -20,8 +20,8 @@ def tokenize_for_trainer(
 ) -> dict[str, Any]:
     """Return a chat as `tokens` and `masks`, which are -100 except in the last turn, or in all turns of the assistant.
 
-    In those turns the mask keeps the content and the token that ends the turn. Whatever else the chat template puts
-    around a content was never sampled, so it is -100 too.
+    In those turns the mask keeps the content and the token that ends the turn. The other tokens that the chat template
+    adds were never sampled, so they are -100 too.
 
     The content is encoded again, and that may give other tokens than were sampled: new environments take tokens and
     log-probabilities from `self.server.managed_server()`.
@@ -49,7 +49,7 @@ def tokenize_for_trainer(
         elif ending is not None:
             masks[content_end + ending] = closing[ending]
         else:
-            masks[content_end:end] = closing  # the template marks the end of a turn in a way of its own
+            masks[content_end:end] = closing  # the tokenizer does not name the template's end of a turn
     return {"tokens": tokens, "masks": masks, **({"messages": chat} if include_messages else {})}
 
 

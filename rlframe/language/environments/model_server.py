@@ -323,8 +323,8 @@ class Samples:
 def seeded_part(options: dict[str, Any], start: int) -> dict[str, Any]:
     """Return the options of a request for the completions from the `start`-th on, where one request is sent as several.
 
-    A server gives the same completions for the same seed, so each request needs a seed of its own. It is made from
-    the given seed, and far from it: vLLM uses the seeds that follow for the other completions of a request.
+    A server gives the same completions for the same seed, so each request needs a different seed. It is derived from
+    the given seed, and far from it: vLLM uses the next seeds for the other completions of a request.
     """
     body = options.get("extra_body") or {}
     seed = options.get("seed", body.get("seed"))

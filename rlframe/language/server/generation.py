@@ -25,7 +25,7 @@ class AnswerPiece:
     index: int  # of the answer
     text: str
     tokens: list[int]  # with the one that ended it, which is no text
-    offsets: list[int]  # of each token the place in the answer's text; empty: there are no log-probabilities
+    offsets: list[int]  # of each token the place in the answer's text; empty: not asked for
     log_probs: list[float]
     versions: list[int]
     finish_reason: str | None  # None: more follows
@@ -69,7 +69,7 @@ class Generation:
         self._stop_tokens = asked.sampling.stop_tokens
         self._timeout = timeout
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
-        self._texts = [TextDecoder(tokenizer, asked.stops, asked.skip_special_tokens, asked.log_probs) for _ in prompts]
+        self._texts = [TextDecoder(tokenizer, asked.stops, asked.skip_special_tokens, asked.offsets) for _ in prompts]
         # Without this each answer costs the event loop once, with it each piece does.
         self._arrived: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or asked.stops else None
         self._loop = asyncio.get_running_loop()

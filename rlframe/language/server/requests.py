@@ -103,6 +103,7 @@ class Asked(NamedTuple):
     texts: list[str]  # that answers begin with: those of the prompts, where they are to be echoed
     log_probs: bool
     skip_special_tokens: bool
+    offsets: bool = False  # whether the places of tokens in the text are asked for
 
 
 class StreamOptions(BaseModel):
@@ -206,6 +207,7 @@ class CompletionRequest(_Request):
             texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
             log_probs=self.logprobs is not None,
             skip_special_tokens=self.skip_special_tokens,
+            offsets=self.logprobs is not None,
         )
 
     @property

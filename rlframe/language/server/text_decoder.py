@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rlframe.language.model.tokenizers import Tokenizer
@@ -59,10 +60,7 @@ class TextDecoder:
         Returns:
             (text that is certain now, tokens that are of the answer: all, or those up to the end of a stop string).
         """
-        if last and not self._stops and not self._with_offsets:
-            self._window += tokens
-            self._text = self._decode(self._window)
-        else:
+        if not (last and not self._stops and self._take_all(tokens)):
             for count, token in enumerate(tokens, start=1):
                 self._held += self._take(token)
                 if (found := self._find()) is not None:
@@ -75,6 +73,19 @@ class TextDecoder:
         free = len(self._held) - (0 if last else self._begun())
         text, self._held = self._held[:free], self._held[free:]
         return text, len(tokens)
+
+    def _take_all(self, tokens: Sequence[int]) -> bool:
+        """Take the rest of an answer at once. False if that does not give the offsets."""
+        text = self._decode([*self._window, *tokens])
+        if self._with_offsets:
+            parts = [self._decode([token]) for token in tokens]
+            if "".join(parts) != text[len(self._text) :] or not text.startswith(self._text):
+                return False  # a character of several tokens, or a space that is stripped
+            places = itertools.accumulate(map(len, parts), initial=self.length)
+            self.offsets += itertools.islice(places, len(tokens))
+        self._window += tokens
+        self._text = text
+        return True
 
     def _take(self, token: int) -> str:
         """Return the text that is certain with this token."""
@@ -93,7 +104,7 @@ class TextDecoder:
         return new
 
     def _continues(self, token: int, text: str) -> bool:
-        """Whether a token continues the unfinished character at the end; `text` has the token as well."""
+        """Return if a token continues the unfinished character at the end. `text` includes the token."""
         if self._certain == len(self._text):
             return False
         # A character in two parts is shorter than its parts, each of which would be a U+FFFD.

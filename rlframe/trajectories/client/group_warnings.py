@@ -1,4 +1,4 @@
-"""Warnings of fields in groups that change what other trainers learn, and not what is learned here."""
+"""Warnings about fields in groups that other trainers learn from and this one ignores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GroupWarnings:
         self._logged: set[str] = set()
 
     def look(self, groups: Sequence[Group]) -> None:
-        """Log what is new in these groups."""
+        """Log the kinds of fields in these groups that were not logged before."""
         for group in groups:
             for kind, found in self._found(group):
                 if kind not in self._logged:
@@ -28,7 +28,7 @@ class GroupWarnings:
                     _log.warning("A group of environment %s %s This is logged once.", group.env_id, found)
 
     def _found(self, group: Group) -> Iterator[tuple[str, str]]:
-        """(kind, what was found, as a sentence)."""
+        """Return pairs of a kind and a sentence about it."""
         overrides = [override or {} for override in group.overrides or []]
         for name, fields in (
             ("generation_params", [group.generation_params or {}]),

@@ -158,3 +158,13 @@ def test_special_tokens_are_no_text_unless_asked_for():
     tokens = [97, TOKENIZER.eos_token_id, 98]
     assert said("", [tokens])[0] == ["ab"]
     assert said("", [tokens], skip_special_tokens=False)[0] == ["a<|eos|>b"]
+
+
+def test_offsets_of_a_whole_answer_are_those_of_its_pieces(tokenizer):
+    for text in ("plain words.", "", published.TEXTS[0], published.TEXTS[1]):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        whole, pieces = (TextDecoder(tokenizer, with_offsets=True) for _ in range(2))
+        assert whole.add(tokens, last=True) == (text, len(tokens))
+        for token in tokens:
+            pieces.add([token], last=False)
+        assert whole.offsets == pieces.offsets and len(whole.offsets) == len(tokens)
