@@ -34,6 +34,35 @@ MID = np.uint8(dm_env.StepType.MID)
 LAST = np.uint8(dm_env.StepType.LAST)
 
 
+class MultiDiscreteArray(specs.BoundedArray):
+    """The spec of whole numbers each of which is a category: `[...]` from 0 to its number of values, less one.
+
+    `specs.DiscreteArray` is that of a single one.
+
+    Args:
+        num_values: `[...]`, how many categories each number has.
+        dtype: an integer dtype.
+        name: of the array.
+    """
+
+    __slots__ = ("_num_values",)
+
+    def __init__(self, num_values: Any, dtype: Any = np.int32, name: str | None = None) -> None:
+        self._num_values = np.array(num_values, np.int64)
+        super().__init__(self._num_values.shape, dtype, 0, self._num_values - 1, name)
+
+    @property
+    def num_values(self) -> np.ndarray:
+        """`[...]`, how many categories each number has."""
+        return self._num_values
+
+    def __repr__(self) -> str:
+        return f"MultiDiscreteArray(num_values={self._num_values.tolist()}, dtype={self.dtype}, name={self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MultiDiscreteArray, (self._num_values, self.dtype, self.name)
+
+
 class AgentOutput(NamedTuple):
     """What an agent answers for a batch of timesteps."""
 
@@ -214,6 +243,7 @@ __all__ = [
     "AgentState",
     "Batch",
     "Logs",
+    "MultiDiscreteArray",
     "Params",
     "ReplaySpec",
     "Sequence",

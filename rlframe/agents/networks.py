@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.types import Params, Tree, specs
+from rlframe.types import MultiDiscreteArray, Params, Tree, specs
 
 
 class Network(NamedTuple):
@@ -142,8 +142,8 @@ class NatureCNNConfig:
 
 
 def is_image(leaf_spec: specs.Array) -> bool:
-    """Whether a leaf of the observation goes through convolutions: it has three axes."""
-    return len(leaf_spec.shape) == 3
+    """Whether a leaf of the observation goes through convolutions: it has three axes, and holds no categories."""
+    return len(leaf_spec.shape) == 3 and not isinstance(leaf_spec, MultiDiscreteArray)
 
 
 def has_images(observation_spec: Tree) -> bool:
@@ -270,9 +270,13 @@ def vectors(observation_spec: Tree, observation: Tree) -> jax.Array:
 
 
 def _vector(leaf_spec: specs.Array, leaf: jax.Array) -> jax.Array:
-    """One leaf `[B, ...]` as float32 `[B, n]`: categories one-hot, bytes scaled to [0, 1]."""
+    """One leaf `[B, ...]` as float32 `[B, n]`: each category as one-hot, the bytes of images scaled to [0, 1]."""
     if isinstance(leaf_spec, specs.DiscreteArray):
         return jax.nn.one_hot(leaf, leaf_spec.num_values, dtype=jnp.float32)
+    if isinstance(leaf_spec, MultiDiscreteArray):
+        counts = leaf_spec.num_values.ravel()
+        numbers = leaf.reshape(leaf.shape[0], -1)[:, np.repeat(np.arange(counts.size), counts)]
+        return jnp.asarray(numbers == np.concatenate([np.arange(count) for count in counts]), jnp.float32)
     vector = jnp.asarray(leaf, jnp.float32).reshape(leaf.shape[0], -1)
     return vector / 255.0 if leaf.dtype == jnp.uint8 and is_image(leaf_spec) else vector
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-from dm_env import specs
 
 from rlframe.envs import answers, spaces
 from rlframe.envs.answers import LARGEST
+from rlframe.envs.codec import Codec
 from rlframe.errors import UsageError
 
 
@@ -21,9 +21,7 @@ class SingleEnv(Protocol):
     """One environment. It never resets itself: its group does, on the step after LAST."""
 
     env: Any  # the environment itself
-    observation_spec: Any  # a tree of dm_env.specs
-    action_spec: specs.Array
-    codec: spaces.ActionCodec
+    codec: Codec  # of its observations, which it gives as they are, and of the actions that it takes
     log: Callable[[Any], None]  # takes what the environment logs; its group sets it
 
     def reset(self, seed: int | None) -> Any:
@@ -59,14 +57,10 @@ class GymnasiumEnv:
         self.env = env
         answers.check_is_gymnasium(env.observation_space, "observation")
         answers.check_is_gymnasium(env.action_space, "action")
-        self.observation_spec = spaces.observation_spec_of_space(env.observation_space)
-        self.action_spec, self.codec = spaces.action_spec_of_space(env.action_space)
-        answers.check_not_empty(self.observation_spec, "observation")
-        answers.check_not_empty(self.action_spec, "action")
+        self.codec = spaces.codec_of_spaces(env.observation_space, env.action_space)
+        answers.check_not_empty(self.codec.observation_spec, "observation")
+        answers.check_not_empty(self.codec.action_spec, "action")
         self._step: Callable[[Any], Any] = env.step
-        self._starts = spaces.observation_starts(env.observation_space)
-        self._moves = any(self._starts)
-        self._layout = spaces.Layout(self.observation_spec)
 
     def reset(self, seed: int | None) -> Any:
         try:
@@ -75,7 +69,7 @@ class GymnasiumEnv:
             answers.check_takes_seed(self.env)
             raise
         answers.check_gymnasium_reset(result)
-        return self._from_zero(result[0]) if self._moves else result[0]
+        return result[0]
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         result = self._step(action)
@@ -92,8 +86,6 @@ class GymnasiumEnv:
             answers.check_info(info)
         if info and ("log" in info or "episode" in info):
             self._log_info(info)
-        if self._moves:
-            observation = self._from_zero(observation)
         if terminated:
             return observation, reward, 0.0, True
         return observation, reward, 1.0, truncated
@@ -104,10 +96,6 @@ class GymnasiumEnv:
         episode = info.get("episode")
         if isinstance(episode, Mapping):  # any other is the environment's own affair
             self.log({name: episode[key] for key, name in _EPISODE.items() if key in episode})
-
-    def _from_zero(self, observation: Any) -> Any:
-        leaves = zip(self._layout.flatten(observation), self._starts, strict=True)
-        return self._layout.unflatten([np.asarray(leaf) - start if start else leaf for leaf, start in leaves])
 
     def close(self) -> None:
         self.env.close()
@@ -124,10 +112,9 @@ class DmEnv:
     def __init__(self, env: Any):
         self.env = env
         self._log_values: Callable[[], Any] | None = getattr(env, "log_values", None)
-        self.observation_spec = spaces.observation_spec_of_specs(env.observation_spec())
-        self.action_spec, self.codec = spaces.action_spec_of_specs(env.action_spec())
-        answers.check_not_empty(self.observation_spec, "observation")
-        answers.check_not_empty(self.action_spec, "action")
+        self.codec = spaces.codec_of_specs(env.observation_spec(), env.action_spec())
+        answers.check_not_empty(self.codec.observation_spec, "observation")
+        answers.check_not_empty(self.codec.action_spec, "action")
 
     def reset(self, seed: int | None) -> Any:
         del seed  # dm_env has no such argument: builders take it.

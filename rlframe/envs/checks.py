@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.spaces import Layout
+from rlframe.envs.layout import Layout
 from rlframe.errors import EnvError, UsageError
 from rlframe.types import TimeStep
 
@@ -69,9 +69,12 @@ class ActionCheck:
             self._check_values(actions)  # before the cast, which may wrap them around
             return actions.astype(self._dtype)
         with np.errstate(over="ignore"):
-            actions = actions.astype(self._dtype)
-        self._check_values(actions)  # after the cast, which may overflow
-        return actions
+            narrow = actions.astype(self._dtype)
+        too_large = np.isfinite(actions) & ~np.isfinite(narrow)
+        if too_large.any():
+            self._refuse(actions, too_large, f"numbers that fit {self._dtype}")
+        self._check_values(narrow)
+        return narrow
 
     def _check_values(self, actions: np.ndarray) -> None:
         if self._allowed is not None and actions.size <= _SMALL:

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlframe.envs import spaces
 from rlframe.envs.adapters import env_seed
+from rlframe.envs.misfit import MisfitError
 from rlframe.envs.names import envpool_task
 from rlframe.errors import UsageError
 from rlframe.metrics.sums import Sums
@@ -52,22 +53,17 @@ class EnvPoolPool:
         self.pool = _make(name, size, wait_num or size, seed, num_workers, dict(env_kwargs or {}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of precision lowered by casting
-            self.observation_spec = spaces.observation_spec_of_space(self.pool.observation_space)
-            self.action_spec, _ = spaces.action_spec_of_space(self.pool.action_space)
-        self.layout = spaces.Layout(self.observation_spec)
+            codec = spaces.codec_of_spaces(self.pool.observation_space, self.pool.action_space)
+        codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # the space may say another one
+        self.codec, self.layout = codec, codec.layout
         keys = list(self.pool._state_keys)
         self._done, self._trunc = keys.index("done"), keys.index("trunc")
         self._reward, self._env_id = keys.index("reward"), keys.index("info:env_id")
         # A nested observation has keys such as "obs:position", in the order of its Dict space.
         leaves = [spec.name.replace("observation", "obs", 1).replace(".", ":") for spec in self.layout.leaves]
-        given = [array.dtype for array in self.pool.spec.state_array_spec.values()]
-        # (index, dtype to convert to; None: it comes in that dtype)
-        self._leaves = [
-            (i, None if given[i] == spec.dtype else spec.dtype)
-            for i, spec in zip(map(keys.index, leaves), self.layout.leaves, strict=True)
-        ]
+        # Where each leaf is in the lists
+        self._leaves = list(zip(map(keys.index, leaves), codec.leaves, strict=True))
         self._is_leaf = self.layout.is_leaf
-        self._action_dtype = self.pool.spec.action_array_spec["action"].dtype
         self._running = np.zeros(size, np.uint8)  # 1 unless the environment's next timestep is FIRST
 
     def reset(self) -> TimeStep:
@@ -83,7 +79,7 @@ class EnvPoolPool:
         self.pool._reset(self._env_ids)
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
-        self.pool._send([env_ids, env_ids, np.ascontiguousarray(actions, self._action_dtype)])
+        self.pool._send([env_ids, env_ids, np.ascontiguousarray(self.codec.action.decode(actions))])
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         """(env_ids [B] int32, timestep [B, ...]) of whichever are ready; the arrays are new and the caller's own."""
@@ -105,7 +101,10 @@ class EnvPoolPool:
         # 0 FIRST, 1 MID, 2 LAST
         step_type = running + done.view(np.uint8)
         discount = (alive | state[self._trunc]).astype(np.float32)
-        leaves = [state[i] if dtype is None else state[i].astype(dtype) for i, dtype in self._leaves]
+        try:
+            leaves = [leaf.encode(state[i], is_batch=True) for i, leaf in self._leaves]
+        except MisfitError as error:
+            raise error.of_row(state[self._env_id]) from error
         observation = leaves[0] if self._is_leaf else self.layout.unflatten(leaves)
         return TimeStep(step_type, state[self._reward], discount, observation), alive.view(np.uint8)
 

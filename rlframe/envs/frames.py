@@ -11,7 +11,7 @@ from sys import getrefcount
 
 import numpy as np
 
-from rlframe.envs.spaces import Layout
+from rlframe.envs.layout import Layout
 from rlframe.types import TimeStep
 
 _KEPT = 8  # frames that a pool keeps for re-use; a caller who holds more gets fresh ones

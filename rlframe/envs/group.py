@@ -14,8 +14,8 @@ from rlframe.envs.adapters import SingleEnv, wrap
 from rlframe.envs.answers import WrongAnswerError
 from rlframe.envs.frames import Frame, FrameRing
 from rlframe.envs.logs import EnvLog
+from rlframe.envs.misfit import MisfitError
 from rlframe.envs.sharing import Claim, check_distinct
-from rlframe.envs.spaces import Layout, canonical_dtype
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.clock import Clock
 from rlframe.metrics.sums import Sums
@@ -58,18 +58,13 @@ class EnvGroup:
         self.first_id = first_id
         self.at: Any = [0]
         self.log_to(EnvLog())
-        self.observation_spec = envs[0].observation_spec
-        self.action_spec = envs[0].action_spec
-        self.layout = Layout(self.observation_spec)
-        self._decode = envs[0].codec.decode
+        self.codec = envs[0].codec
+        self.layout = self.codec.layout
         self._seeds: list[int | None] = list(seeds)
         self._last = [True] * len(envs)  # so a step before any reset is a reset, as dm_env has it
         self._action_repeat = action_repeat
         self._claim = Claim()
         self._steppers = [_repeating(env.step, action_repeat) for env in envs]
-        self._shapes = [leaf.shape for leaf in self.layout.leaves]
-        # The dtypes that each leaf has come in so far and that were found to fit.
-        self._accepted: list[set[np.dtype]] = [set() for _ in self.layout.leaves]
         self._check_specs(envs)
 
     def log_to(self, log: EnvLog) -> None:
@@ -91,10 +86,11 @@ class EnvGroup:
         i, call = 0, "step"
         last, leaves, at = self._last, rows.leaves, self.at
         step_types, rewards, discounts = [], [], []
-        only, shape, accepted = leaves[0], self._shapes[0], self._accepted[0]
-        is_leaf = self.layout.is_leaf
+        only, leaf = leaves[0], self.codec.leaves[0]
+        shape, dtype = leaf.spec.shape, leaf.spec.dtype
+        is_plain = self.layout.is_leaf and leaf.is_plain
         try:
-            for i, (step, action) in enumerate(zip(self._steppers, self._decode(actions), strict=True)):
+            for i, (step, action) in enumerate(zip(self._steppers, self.codec.decode(actions), strict=True)):
                 at[0] = i
                 if last[i]:
                     call = "reset"
@@ -108,10 +104,10 @@ class EnvGroup:
                 rewards.append(reward)
                 discounts.append(discount)
                 if (
-                    is_leaf
+                    is_plain
                     and type(observation) is np.ndarray
                     and observation.shape == shape
-                    and observation.dtype in accepted
+                    and (observation.dtype == dtype or leaf.is_ready(observation))
                 ):
                     only[i] = observation
                 else:
@@ -127,7 +123,7 @@ class EnvGroup:
             return
         self._claim.check()
         try:
-            observation, reward, discount, self._last[i] = self._steppers[i](self._decode(action[None])[0])
+            observation, reward, discount, self._last[i] = self._steppers[i](self.codec.decode(action[None])[0])
             rows.step_type[row] = 2 if self._last[i] else 1
             self._write(i, observation, rows.leaves, row)
         except _ERRORS as error:
@@ -172,28 +168,18 @@ class EnvGroup:
         return self.envs[i].reset(seed)
 
     def _write(self, i: int, observation: Any, leaves: list[np.ndarray], row: int) -> None:
-        """Writes one observation, of which nothing is known yet, and checks it against the spec."""
-        for leaf, (value, spec) in enumerate(zip(self.layout.flatten(observation), self.layout.leaves, strict=True)):
-            value = np.asarray(value)
-            if value.dtype not in self._accepted[leaf] or value.shape != spec.shape:
-                self._check_leaf(i, value, spec)
-                self._accepted[leaf].add(value.dtype)
-            leaves[leaf][row] = value
-
-    def _check_leaf(self, i: int, value: np.ndarray, spec: Any) -> None:
-        fits = np.can_cast(canonical_dtype(value.dtype), spec.dtype, "same_kind") if value.dtype != object else False
-        if value.shape != spec.shape or not fits:
-            raise UsageError(
-                f"Environment {self.first_id + i} gave {spec.name!r} as {value.dtype} of shape {value.shape}, but its "
-                f"space says {spec.dtype} of shape {spec.shape}. Correct the environment's observation space."
-            )
+        """Encodes one observation of environment i (counted in this group) and writes row `row`."""
+        try:
+            encoded = self.codec.encode(observation)
+        except MisfitError as error:
+            raise error.of_environment(self.first_id + i) from error
+        for leaf, value in zip(leaves, encoded, strict=True):
+            leaf[row] = value
 
     def _check_specs(self, envs: list[SingleEnv]) -> None:
-        wanted = self.observation_spec, self.action_spec
         for i, env in enumerate(envs):
-            came = env.observation_spec, env.action_spec
-            if came != wanted:
-                raise different_specs(self.first_id, wanted, self.first_id + i, came)
+            if env.codec != self.codec:
+                raise different_specs(self.first_id, self.codec, self.first_id + i, env.codec)
 
     def _explain(self, error: BaseException, i: int, call: str) -> RlframeError:
         if isinstance(error, WrongAnswerError):
@@ -323,8 +309,7 @@ class LoopPool:
     def __init__(self, group: EnvGroup):
         self._group = group
         self.num_envs = len(group.envs)
-        self.observation_spec = group.observation_spec
-        self.action_spec = group.action_spec
+        self.codec = group.codec
         self._ring = FrameRing(group.layout, self.num_envs, [(0, self.num_envs)])
 
     def reset(self) -> TimeStep:

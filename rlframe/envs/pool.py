@@ -8,6 +8,7 @@ import numpy as np
 from dm_env import specs
 
 from rlframe.envs.checks import ActionCheck, FiniteCheck
+from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import UsageError
@@ -104,15 +105,17 @@ class PoolHandle:
         self._pool = pool
         self._closed = False
         self.num_envs: int = pool.num_envs
-        self._stack = FrameStack(frame_stack, pool.observation_spec, pool.num_envs) if frame_stack > 1 else None
+        self.codec: Codec = pool.codec  # of one environment, before frames are stacked
+        spec = self.codec.observation_spec
+        self._stack = FrameStack(frame_stack, spec, pool.num_envs) if frame_stack > 1 else None
         self._clip_rewards = clip_rewards
         self.true_rewards: np.ndarray | None = None  # [B] of the newest timestep, before they were clipped
-        self.observation_spec = pool.observation_spec if self._stack is None else self._stack.observation_spec
-        self.action_spec: specs.Array = pool.action_spec
+        self.observation_spec = spec if self._stack is None else self._stack.observation_spec
+        self.action_spec: specs.Array = self.codec.action_spec
         self.answer_timeout = answer_timeout
         self._check_actions = ActionCheck(self.action_spec, every_value=is_native)
         checks = not is_native if check_finite is None else check_finite
-        self._check_finite = FiniteCheck(pool.observation_spec) if checks else None
+        self._check_finite = FiniteCheck(spec) if checks else None
 
     def _finish(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
         """What the caller gets of a timestep [B, ...] of the environments `env_ids` [B]; None: of all."""

@@ -42,7 +42,7 @@ class ProcessPool:
     def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float):
         self._workers = WorkerProcesses(builder, slices, answer_timeout, is_sync=True)
         self.num_envs = self._workers.num_envs
-        self.observation_spec, self.action_spec = self._workers.observation_spec, self._workers.action_spec
+        self.codec = self._workers.codec
         self._actions = self._workers.block.actions
         self._frames = self._workers.block.frames
         for frame in self._frames:
@@ -139,7 +139,7 @@ class AsyncProcesses:
     def __init__(self, builder: Any, slices: list[tuple[int, int]], wait_num: int, answer_timeout: float):
         self._workers = WorkerProcesses(builder, slices, answer_timeout, is_sync=False)
         self.num_envs = self._workers.num_envs
-        self.observation_spec, self.action_spec = self._workers.observation_spec, self._workers.action_spec
+        self.codec = self._workers.codec
         self._wait_num = wait_num
         self._actions = self._workers.block.actions
         self._requests, self._results = self._workers.block.requests, self._workers.block.results

@@ -22,9 +22,9 @@ class RepeatingEnvPool:
 
     def __init__(self, pool: EnvPoolPool, times: int, wait_num: int | None) -> None:
         self._pool, self._times, self._wait_num = pool, times, wait_num or pool.num_envs
-        self.num_envs, self.observation_spec, self.action_spec = pool.num_envs, pool.observation_spec, pool.action_spec
+        self.num_envs, self.codec = pool.num_envs, pool.codec
         self._env_ids = np.arange(self.num_envs, dtype=np.int32)
-        self._actions = np.zeros((self.num_envs, *self.action_spec.shape), self.action_spec.dtype)
+        self._actions = np.zeros((self.num_envs, *self.codec.action_spec.shape), self.codec.action_spec.dtype)
         self._left = np.zeros(self.num_envs, np.int64)  # how often more each action is to be taken
         self._reward = np.zeros(self.num_envs, np.float32)
 
@@ -65,7 +65,7 @@ class RepeatingEnvPool:
 
     def _batch(self, timesteps: list[TimeStep], order: Any = slice(None)) -> TimeStep:
         """Timesteps one after the other as one."""
-        layout = self._pool.layout
+        layout = self.codec.layout
         observations = zip(*(layout.flatten(timestep.observation) for timestep in timesteps), strict=True)
         numbers = zip(*(timestep[:3] for timestep in timesteps), strict=True)
         leaves = [np.concatenate(parts)[order] for parts in observations]

@@ -62,8 +62,7 @@ class ThreadPool:
         self._groups = groups
         self._slices = [(group.first_id, group.first_id + len(group.envs)) for group in groups]
         self.num_envs = self._slices[-1][1]
-        self.observation_spec = groups[0].observation_spec
-        self.action_spec = groups[0].action_spec
+        self.codec = groups[0].codec
         self._ring = FrameRing(groups[0].layout, self.num_envs, self._slices)
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups]
         self._done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
@@ -132,8 +131,7 @@ class AsyncThreads:
 
     def __init__(self, group: EnvGroup, wait_num: int, num_workers: int, answer_timeout: float):
         self.num_envs = len(group.envs)
-        self.observation_spec = group.observation_spec
-        self.action_spec = group.action_spec
+        self.codec = group.codec
         self._wait_num, self._watch = wait_num, StepWatch(answer_timeout)
         self._log = group.log
         # One row for each environment: it is not written again before the caller has received it.
@@ -156,7 +154,8 @@ class AsyncThreads:
         self._threads = WorkerThreads(works, [self._jobs] * num_workers)
 
     def start(self) -> None:
-        self.send(np.arange(self.num_envs), np.zeros((self.num_envs, *self.action_spec.shape), self.action_spec.dtype))
+        spec = self.codec.action_spec
+        self.send(np.arange(self.num_envs), np.zeros((self.num_envs, *spec.shape), spec.dtype))
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
         if self._has_failed:

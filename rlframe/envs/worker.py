@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import setproctitle
 
+from rlframe.envs.codec import Codec
 from rlframe.envs.frames import Frame, frame_shapes
 from rlframe.envs.group import EnvGroup, build_group, env_error
 from rlframe.envs.logs import EnvLog, log_shapes
-from rlframe.envs.spaces import Layout
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.futex import Futex
 from rlframe.interprocess.memory import SharedArrays
@@ -65,15 +65,16 @@ class PoolMemory:
       frames: NUM_FRAMES of [num_envs, ...].
     """
 
-    def __init__(self, descriptor: int, num_workers: int, num_envs: int, layout: Layout, action_spec: Any):
+    def __init__(self, descriptor: int, num_workers: int, num_envs: int, codec: Codec):
         fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             "headers": ((num_workers, HEADER), np.dtype(np.int64)),
             "requests": ((num_workers, num_envs), np.dtype(np.int32)),
             "results": ((num_workers, num_envs), np.dtype(np.int32)),
-            "actions": ((num_envs, *action_spec.shape), np.dtype(action_spec.dtype)),
+            "actions": ((num_envs, *codec.action_spec.shape), np.dtype(codec.action_spec.dtype)),
         }
         for i, (shape, dtype) in enumerate(log_shapes()):
             fields[f"log {i}"] = ((num_workers, *shape), dtype)
+        layout = codec.layout
         of_frames = [[f"frame {n} {i}" for i in range(len(frame_shapes(layout, 1)))] for n in range(NUM_FRAMES)]
         for names in of_frames:
             fields.update(zip(names, frame_shapes(layout, num_envs)))
@@ -154,7 +155,7 @@ class EnvWorker:
 
     def __init__(self, job: WorkerJob, group: EnvGroup, connection: Connection, memory: int, watch: ParentWatch):
         self._job, self._group, self._connection, self._watch = job, group, connection, watch
-        block = PoolMemory(memory, job.num_workers, job.num_envs, group.layout, group.action_spec)
+        block = PoolMemory(memory, job.num_workers, job.num_envs, group.codec)
         self._go, self._done = block.go[job.worker], block.done
         watch.wake = self._go.wake
         self._headers = block.headers
@@ -237,7 +238,7 @@ def send_error(connection: Connection, error: Exception) -> None:
 
 
 def _build(job: WorkerJob, connection: Connection) -> EnvGroup | None:
-    """Builds the environments and tells the pool their specs, or why that failed."""
+    """Builds the environments and sends the pool their codec, or why that failed."""
     try:
         builder: Any = pickle.loads(job.builder)
         group = build_group(builder, job.start, job.stop)
@@ -248,5 +249,5 @@ def _build(job: WorkerJob, connection: Connection) -> EnvGroup | None:
             error = env_error(sentence, text)
         send_error(connection, error)
         return None
-    connection.send(("ok", (group.observation_spec, group.action_spec)))
+    connection.send(("ok", group.codec))
     return group

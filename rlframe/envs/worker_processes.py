@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from rlframe.envs import snapshot
+from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT, LOOK, different_specs, env_error, silence, span
-from rlframe.envs.spaces import Layout
 from rlframe.envs.worker import CLOSE, COMMAND, FAILED, GO, Descriptors, PoolMemory, WorkerJob
 from rlframe.errors import EnvError, UsageError
 from rlframe.interprocess.clock import Clock
@@ -65,12 +65,11 @@ class WorkerProcesses:
             job = WorkerJob(builder, start, stop, worker, len(self.slices), self.num_envs, is_sync)
             self.tell(worker, pickle.dumps(job))
         answers = [self.answer(worker, ANSWER_TIMEOUT) for worker in range(len(self.slices))]
-        for (start, _), specs_came in zip(self.slices, answers, strict=True):
-            if specs_came != answers[0]:
-                raise different_specs(0, answers[0], start, specs_came)
-        self.observation_spec, self.action_spec = answers[0]
-        layout = Layout(self.observation_spec)
-        self.block = PoolMemory(self._memory, len(self.slices), self.num_envs, layout, self.action_spec)
+        self.codec: Codec = answers[0]
+        for (start, _), codec in zip(self.slices, answers, strict=True):
+            if codec != self.codec:
+                raise different_specs(0, self.codec, start, codec)
+        self.block = PoolMemory(self._memory, len(self.slices), self.num_envs, self.codec)
         self.headers = self.block.headers
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, self.processes, self.connections, self._memory, self.block)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.spaces import Layout
+from rlframe.envs.layout import Layout
 from rlframe.errors import UsageError
-from rlframe.types import FIRST, TimeStep
+from rlframe.types import FIRST, MultiDiscreteArray, TimeStep
 
 
 class FrameStack:
@@ -70,7 +70,9 @@ class FrameStack:
             return self._joined(np.broadcast_to(bound, (1, self._count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
-        if isinstance(leaf, specs.BoundedArray):  # a DiscreteArray is one, too
+        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories stay categories
+            return MultiDiscreteArray(stacked(leaf.num_values), leaf.dtype, leaf.name)
+        if isinstance(leaf, specs.BoundedArray):
             return specs.BoundedArray(shape, leaf.dtype, stacked(leaf.minimum), stacked(leaf.maximum), leaf.name)
         return specs.Array(shape, leaf.dtype, leaf.name)
 

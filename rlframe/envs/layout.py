@@ -1,0 +1,72 @@
+"""Trees (dict, tuple) of observations as lists of leaves in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlframe.envs.misfit import MisfitError
+
+
+class Layout:
+    """The leaves of a spec tree in a fixed order, to go from trees to lists of arrays and back."""
+
+    def __init__(self, spec: Any):
+        self.spec = spec
+        self.leaves: list[Any] = list(_leaves(spec))
+        self.is_leaf = not isinstance(spec, (dict, tuple))
+
+    def flatten(self, tree: Any) -> list[Any]:
+        """The leaves of a tree of this structure: any Mapping stands for a dict, a list for a tuple.
+
+        Raises MisfitError, which names the part that has another structure.
+        """
+        if self.is_leaf:
+            return [tree]
+        out: list[Any] = []
+        _flatten(self.spec, tree, "observation", out)
+        return out
+
+    def unflatten(self, leaves: list[Any]) -> Any:
+        """The inverse of `flatten`: a new dict or tuple, or the only leaf itself."""
+        return leaves[0] if self.is_leaf else _unflatten(self.spec, iter(leaves))
+
+
+def _leaves(spec: Any) -> Any:
+    if isinstance(spec, dict):
+        for sub in spec.values():
+            yield from _leaves(sub)
+    elif isinstance(spec, tuple):
+        for sub in spec:
+            yield from _leaves(sub)
+    else:
+        yield spec
+
+
+def _flatten(spec: Any, tree: Any, path: str, out: list[Any]) -> None:
+    if isinstance(spec, dict):
+        if not isinstance(tree, Mapping) or len(tree) != len(spec) or not all(key in tree for key in spec):
+            came = f"a dict with the keys {_keys(tree)}" if isinstance(tree, Mapping) else type(tree).__name__
+            raise MisfitError(path, came, f"a dict with the keys {_keys(spec)}")
+        for key, sub in spec.items():
+            _flatten(sub, tree[key], f"{path}.{key}", out)
+    elif isinstance(spec, tuple):
+        if not isinstance(tree, (tuple, list)) or len(tree) != len(spec):
+            came = f"{type(tree).__name__} of {len(tree)}" if isinstance(tree, (tuple, list)) else type(tree).__name__
+            raise MisfitError(path, came, f"a tuple of {len(spec)}")
+        for i, sub in enumerate(spec):
+            _flatten(sub, tree[i], f"{path}.{i}", out)
+    else:
+        out.append(tree)
+
+
+def _keys(tree: Mapping[Any, Any]) -> list[str]:
+    return sorted(map(str, tree))
+
+
+def _unflatten(spec: Any, leaves: Any) -> Any:
+    if isinstance(spec, dict):
+        return {key: _unflatten(sub, leaves) for key, sub in spec.items()}
+    if isinstance(spec, tuple):
+        return tuple(_unflatten(sub, leaves) for sub in spec)
+    return next(leaves)

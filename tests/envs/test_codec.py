@@ -1,0 +1,161 @@
+"""The codec: what fits is converted exactly, and what does not is refused by name, in every kind of pool."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from gymnasium import spaces as g
+
+from rlframe.agents.networks import vectors
+from rlframe.envs import SyncEnv
+from rlframe.envs.spaces import codec_of_spaces
+from rlframe.errors import EnvError, UsageError
+from rlframe.types import MultiDiscreteArray, specs
+
+
+class Gives(gymnasium.Env):
+    """Gives the values of a list, one after the other, each as it is. Refuses actions that are not in its space."""
+
+    def __init__(self, space, values, action_space=None):
+        self.observation_space, self.values = space, values
+        self.action_space = g.Discrete(2) if action_space is None else action_space
+        self.given = []
+
+    def reset(self, *, seed=None, options=None):
+        self.at = 0
+        return self.values[0], {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), (action, self.action_space)
+        self.given.append(action)
+        self.at += 1
+        return self.values[self.at], 0.0, False, False, {}
+
+
+def observed(space, *values, type="loop"):
+    """What a pool makes of the second value that its environment 1 gives; environment 0 only gives the first."""
+    made = iter([Gives(space, [values[0]] * len(values)), Gives(space, list(values))])
+    with SyncEnv(lambda: next(made), 2, type, num_workers=1) as pool:
+        pool.reset()
+        for _ in values[1:]:
+            timestep = pool.step(np.zeros(2, np.int32))
+    return timestep.observation
+
+
+UINT8, DISCRETE, MULTI = g.Box(0, 255, (2,), np.uint8), g.Discrete(3, start=-1), g.MultiDiscrete([2, 3])
+OUTSIDE = [
+    (g.Box(0, 2**40, (1,), np.int64), [2**32 + 7], "4294967303 at (0,): expected whole numbers that fit int32"),
+    (UINT8, np.array([1, 300], np.uint16), "300 at (1,): expected whole numbers that fit uint8, 0 to 255"),
+    (UINT8, [-1, 3], "-1 at (0,): expected whole numbers that fit uint8"),
+    (g.Box(-1, 1, (), np.float64), np.float64(1e300), "1e+300: expected numbers that fit float32"),
+    (g.Box(-1, 1, (2,), np.float32), np.array([0, -1e300]), "-1e+300 at (1,): expected numbers that fit float32"),
+    (DISCRETE, 2, "2: expected whole numbers from -1 to 1"),
+    (DISCRETE, np.int64(-2), "-2: expected whole numbers from -1 to 1"),
+    (DISCRETE, 2**32, "4294967296: expected whole numbers from -1 to 1"),
+    (MULTI, np.array([1, 3]), "3 at (1,): expected whole numbers from [0 0] to [1 2]"),
+    (MULTI, [-1, 0], "-1 at (0,): expected"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("type", ["loop", "thread"])
+@pytest.mark.parametrize(("space", "value", "message"), OUTSIDE)
+def test_a_value_that_does_not_fit_is_refused_with_its_environment(space, value, message, type):
+    with pytest.raises(EnvError) as raised:
+        observed(space, space.low if isinstance(space, g.Box) else space.sample(), value, type=type)
+    assert f"Environment 1 gave 'observation' with {message}" in str(raised.value)
+
+
+class OutsideInAProcess(Gives):
+    def __init__(self):
+        super().__init__(g.Discrete(3), [2, 7])
+
+
+def test_a_worker_process_names_its_environment_and_the_value():
+    with SyncEnv(OutsideInAProcess, 2, "process", num_workers=1) as pool:
+        pool.reset()
+        with pytest.raises(
+            EnvError, match="Environment 0 gave 'observation' with 7: expected whole numbers from 0 to 2"
+        ):
+            pool.step(np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("value", [1.0, "1", None, [1], [[1], [2, 3]], np.float32(1)])
+def test_a_category_of_another_dtype_or_shape_is_refused(value):
+    with pytest.raises(UsageError, match="Environment 1 gave 'observation' as .*its space says int32 of shape"):
+        observed(DISCRETE, 0, value)
+
+
+def test_what_fits_keeps_its_value_whatever_it_comes_as():
+    assert observed(DISCRETE, 0, np.int8(1)).tolist() == [1, 2]
+    assert observed(UINT8, [0, 0], [7, 255]).tolist() == [[0, 0], [7, 255]]
+    starts_high = g.Discrete(3, start=2**40)
+    assert observed(starts_high, 2**40, 2**40 + 2).tolist() == [0, 2]
+    low = g.MultiDiscrete([2, 3], start=[-1, 5])
+    assert observed(low, [-1, 5], np.array([0, 7])).tolist() == [[0, 0], [1, 2]]
+    tree = g.Dict(a=g.Tuple((DISCRETE, UINT8)))
+    given = [collections.OrderedDict(a=[n, np.array([n, 1], np.int64)]) for n in (0, 1)]
+    seen = observed(tree, *given)
+    assert seen["a"][0].tolist() == [1, 2] and seen["a"][1].tolist() == [[0, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("space", [g.Discrete(2**40), g.MultiDiscrete([3, 2**40])])
+def test_a_space_of_more_categories_than_int32_holds_is_refused(space):
+    with pytest.raises(UsageError, match=r"The space of 'observation', .*, has 1099511627776 values"):
+        codec_of_spaces(space, g.Discrete(2))
+    with pytest.raises(UsageError, match=r"The space of 'action', .*, has 1099511627776 values"):
+        codec_of_spaces(g.Discrete(2), space)
+
+
+def test_float64_bounds_of_actions_are_rounded_inward_and_what_comes_out_is_clipped():
+    space = g.Box(np.array([-0.1, 0.3, -np.inf]), np.array([0.1, 0.7, 0.7]), (3,), np.float64)
+    env = Gives(g.Discrete(2), [0] * 9, space)
+    with SyncEnv(lambda: env, 1) as pool:
+        low, high = pool.action_spec.minimum, pool.action_spec.maximum
+        assert low.dtype == np.float32 and (low >= space.low).all() and (high <= space.high).all()
+        assert np.nextafter(high, np.float32(np.inf))[0] > 0.1 and low[2] == -np.inf
+        pool.reset()
+        for action in (low, high, [-5.0, 5.0, 5.0]):
+            pool.step(np.nan_to_num(np.array([action], np.float32), neginf=-3.0))
+    assert env.given[2].tolist() == [-0.1, 0.7, 0.7]  # the environment's own numbers
+
+
+def test_a_multi_discrete_action_starts_where_the_space_does():
+    env = Gives(g.Discrete(2), [0] * 9, g.MultiDiscrete([2, 3], start=[-1, 5]))
+    with SyncEnv(lambda: env, 1) as pool:
+        pool.reset()
+        pool.step(np.array([[0, 2]], np.int32))
+    assert env.given[0].tolist() == [-1, 7]
+
+
+def test_each_component_of_a_multi_discrete_is_one_one_hot():
+    spec = codec_of_spaces(g.MultiDiscrete([[2, 3], [1, 2]]), g.Discrete(2)).observation_spec
+    assert isinstance(spec, MultiDiscreteArray) and spec.num_values.tolist() == [[2, 3], [1, 2]]
+    rows = vectors(spec, np.array([[[1, 2], [0, 0]], [[0, 1], [0, 1]]], np.int32))
+    assert rows.tolist() == [[0, 1, 0, 0, 1, 1, 1, 0], [1, 0, 0, 1, 0, 1, 0, 1]]
+
+
+def test_stacked_categories_stay_categories():
+    env = Gives(g.Discrete(3, start=4), [4, 6, 5])
+    with SyncEnv(lambda: env, 1, frame_stack=2) as pool:
+        spec = pool.observation_spec
+        assert isinstance(spec, MultiDiscreteArray) and spec.num_values.tolist() == [3, 3]
+        pool.reset()
+        stacked = pool.step(np.zeros(1, np.int32)).observation
+    assert stacked.tolist() == [[0, 2]]
+    assert vectors(spec, stacked).tolist() == [[1, 0, 0, 0, 0, 1]]
+    cube = MultiDiscreteArray(np.full((2, 2, 2), 3))
+    assert jax.eval_shape(lambda rows: vectors(cube, rows), np.zeros((1, 2, 2, 2), np.int32)).shape == (1, 24)
+
+
+def test_a_codec_survives_a_pickle_and_differs_where_spaces_start_elsewhere():
+    spaces = g.Dict(a=DISCRETE, b=MULTI), g.Discrete(3, start=-1)
+    codec = codec_of_spaces(*spaces)
+    again = pickle.loads(pickle.dumps(codec))
+    assert again == codec and isinstance(again.observation_spec["b"], MultiDiscreteArray)
+    assert again.observation_spec["a"] == specs.DiscreteArray(3, np.int32)
+    assert codec != codec_of_spaces(spaces[0], g.Discrete(3)) and "starting at [-1, [0, 0], -1]" in repr(codec)
