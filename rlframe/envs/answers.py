@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.spaces import Layout
+from rlframe.envs.layout import Layout
 from rlframe.errors import UsageError
 
 LARGEST = float(np.finfo(np.float32).max)  # rewards and discounts are float32
