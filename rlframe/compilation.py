@@ -1,12 +1,12 @@
-"""How rlframe's jitted calls are compiled for the CPU. On accelerators nothing here applies.
+"""Compiler options of rlframe's jitted calls on the CPU. On accelerators nothing here applies.
 
-Measured on JAX 0.5.3 and two cores (docs/performance.md): XLA's older CPU runtime answers a small
-network's call in a third of the time and trains it twice as fast, but differentiates convolutions
-and updates SAC's layers of 256 at half the speed. `jit` therefore chooses for each function, by
-what it computes.
+XLA's older CPU runtime (JAX before 0.6) answers a small network's call in two thirds of the time and trains it twice as
+fast. It also has faults that end the process: it gives large products of matrices to oneDNN, which crashes for some
+shapes. So XLA's default runtime is the rule, and `jit` chooses the older one only for functions that are known to be
+safe and faster. The measurements are in docs/performance.md.
 
-Newer versions of XLA have the newer runtime alone. What it loses on small functions it loses by handing the parts of
-a call over to threads, so there they run one after another, by its scheduler that saves memory.
+Newer versions of XLA have only the newer runtime. It loses time on small functions because it gives the parts of a call
+to several threads. There `jit` chooses the scheduler that saves memory, which runs the parts one after another.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlframe.interprocess.progress import COMPILING
 
@@ -28,14 +29,25 @@ if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
 
 _Options = dict[str, bool | str]
 
-# Each is left out where XLA does not know it.
-_OLDER_RUNTIME = "xla_cpu_use_thunk_runtime"
-_FOR_SMALL_PARTS: _Options = {
-    _OLDER_RUNTIME: False,
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-}
+# Options that this version of XLA does not have are left out.
+_OLDER_RUNTIME: _Options = {"xla_cpu_use_thunk_runtime": False}
+_ONE_BY_ONE: _Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _ONE_THREAD: _Options = {"xla_cpu_multi_thread_eigen": False}
-_LARGE_PRODUCT = 8e6  # floating-point operations of one product of matrices: from here on the newer runtime is quicker
+
+# Floating-point operations of one product of matrices. From here on the newer runtime is quicker, and the older one
+# gives products of twice the size, 2^24, to oneDNN. (It does so from 2^19 on where a product has batch dimensions.)
+_LARGE_PRODUCT = 8e6
+
+# What small dense networks, their losses and their optimizers are made of.
+_PRIMITIVES = """
+    abs add add_any and argmax argmin bitcast_convert_type broadcast_in_dim ceil clamp concatenate cond
+    convert_element_type copy cos cumsum custom_jvp_call div dot_general dynamic_slice dynamic_update_slice eq erf
+    erf_inv exp expm1 floor gather ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or
+    pad pjit pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap reduce_and reduce_max
+    reduce_min reduce_or reduce_prod reduce_sum rem reshape rev round rsqrt scan scatter-add select_n
+    shift_right_logical sign sin slice sort split sqrt square squeeze stop_gradient sub tanh transpose xor
+"""
+_KNOWN = frozenset(_PRIMITIVES.split())
 
 
 class jit:
@@ -54,72 +66,102 @@ class jit:
         self._donate_argnums = donate_argnums
         self._differentiates = differentiates
         self._jitted: Callable[..., Any] | None = None
+        self._checked: list[tuple[int, ...]] = []  # shapes that the options were chosen for
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the function; compiles it where the shapes are new."""
+        """Call the function. New shapes are compiled first."""
         if self._jitted is None:
             with COMPILING:
                 self._jitted = self._choose(args)
                 return self._jitted(*args)
-        return self._jitted(*args)
+        try:
+            return self._jitted(*args)
+        except _NotSmallError:
+            with COMPILING:
+                self._jitted = self._choose(args)
+                return self._jitted(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         plain = jax.jit(self._function, donate_argnums=self._donate_argnums)
         if jax.default_backend() != "cpu":
             return plain
-        traced = plain.trace(*args)
-        convolves = _convolves(traced.jaxpr.jaxpr)
-        if self._differentiates and (convolves or _largest_product(traced.jaxpr.jaxpr) >= _LARGE_PRODUCT):
+        jaxpr = plain.trace(*args).jaxpr.jaxpr
+        options = _accepted(self._options(jaxpr))
+        if options is None:
             return plain
-        wanted = _FOR_SMALL_PARTS if convolves or self._differentiates else {**_FOR_SMALL_PARTS, **_ONE_THREAD}
-        if _unrolls(traced.jaxpr.jaxpr):
-            wanted = {option: value for option, value in wanted.items() if option != _OLDER_RUNTIME}
-        options = {option: value for option, value in wanted.items() if _accepts(option, value)}
-        return jax.jit(self._function, donate_argnums=self._donate_argnums, compiler_options=options)
+        function = self._function
+        if _OLDER_RUNTIME.keys() <= options.keys():
+            self._checked, function = _shapes(args), self._if_small
+        return jax.jit(function, donate_argnums=self._donate_argnums, compiler_options=options)
+
+    def _options(self, jaxpr: Any) -> _Options | None:
+        """The options to compile it with, or None: as XLA has it."""
+        convolves = any(equation.primitive.name == "conv_general_dilated" for equation in _equations(jaxpr))
+        if self._differentiates and (convolves or _largest_product(jaxpr) >= _LARGE_PRODUCT):
+            return None
+        threads = {} if convolves or self._differentiates else _ONE_THREAD
+        runtime = _OLDER_RUNTIME if is_small(jaxpr, self._differentiates) else {}
+        return {**runtime, **_ONE_BY_ONE, **threads}
+
+    def _if_small(self, *args: Any) -> Any:
+        # JAX runs this only to trace new shapes. A larger batch may make the products too large for the older runtime.
+        if _shapes(args) != self._checked:
+            jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
+            if not is_small(jaxpr, self._differentiates):
+                raise _NotSmallError
+        return self._function(*args)
 
 
-def _convolves(jaxpr: Any) -> bool:
-    """Whether a convolution is anywhere in it. (Printing it to look for the name takes half a second for PPO.)"""
-    return _has(jaxpr, "conv_general_dilated")
+class _NotSmallError(Exception):
+    """The function with these shapes is not one for the older runtime."""
+
+
+def is_small(jaxpr: Any, differentiates: bool) -> bool:
+    """Return whether a function is known to be safe and faster with XLA's older CPU runtime.
+
+    Such a function multiplies matrices of float32, without batch dimensions, in less than 8 million operations each. It
+    has no convolutions, and no operation that `_KNOWN` does not list. A function that acts has no loop. One that learns
+    may have one scan of updates, and scans that multiply no matrices. (A recurrent network's update has two scans that
+    multiply, forward and backward, so it is not small.)
+    """
+    equations = list(_equations(jaxpr))
+    if any(equation.primitive.name not in _KNOWN for equation in equations):
+        return False
+    if not all(_is_small_product(each) for each in equations if each.primitive.name == "dot_general"):
+        return False
+    scans = [equation for equation in equations if equation.primitive.name == "scan"]
+    return sum(map(_multiplies, scans)) <= 1 if differentiates else not scans
+
+
+def _is_small_product(equation: Any) -> bool:
+    _, (batch, _) = equation.params["dimension_numbers"]
+    arrays = [*equation.invars, *equation.outvars]
+    return not batch and _operations(equation) < _LARGE_PRODUCT and all(a.aval.dtype == np.float32 for a in arrays)
+
+
+def _multiplies(scan: Any) -> bool:
+    inner = (equation for each in _inner(scan) for equation in _equations(each))
+    return any(equation.primitive.name == "dot_general" for equation in inner)
 
 
 def _largest_product(jaxpr: Any) -> float:
     """Floating-point operations of the largest product of matrices anywhere in it."""
-    largest = 0.0
+    products = (equation for equation in _equations(jaxpr) if equation.primitive.name == "dot_general")
+    return max(map(_operations, products), default=0.0)
+
+
+def _operations(product: Any) -> float:
+    (summed, _), _ = product.params["dimension_numbers"]
+    lengths = [product.invars[0].aval.shape[axis] for axis in summed]
+    return 2.0 * math.prod(product.outvars[0].aval.shape) * math.prod(lengths)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, those of inner functions too. (Printing a jaxpr to search it takes half a second for PPO.)"""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (summed, _), _ = equation.params["dimension_numbers"]
-            lengths = [equation.invars[0].aval.shape[axis] for axis in summed]
-            largest = max(largest, 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(lengths))
-        largest = max([largest, *map(_largest_product, _inner(equation))])
-    return largest
-
-
-def _unrolls(jaxpr: Any) -> bool:
-    """Whether a product of matrices takes what a loop over others gave, as a recurrent network's gradient does.
-
-    From some size on, the older runtime of jaxlib 0.5.3 crashes when it compiles that: it would evaluate the loop, to
-    pack a matrix for oneDNN.
-    """
-    from_loops: set[Any] = set()
-    for equation in jaxpr.eqns:
-        if any(_unrolls(inner) for inner in _inner(equation)):
-            return True
-        follows = any(variable in from_loops for variable in equation.invars if not hasattr(variable, "val"))
-        multiplies = equation.primitive.name == "dot_general" or any(_has(i, "dot_general") for i in _inner(equation))
-        loops = equation.primitive.name in ("scan", "while")
-        if follows and multiplies and not loops:
-            return True
-        if follows or (loops and multiplies):
-            from_loops.update(equation.outvars)
-    return False
-
-
-def _has(jaxpr: Any, primitive: str) -> bool:
-    return any(
-        equation.primitive.name == primitive or any(_has(inner, primitive) for inner in _inner(equation))
-        for equation in jaxpr.eqns
-    )
+        yield equation
+        for inner in _inner(equation):
+            yield from _equations(inner)
 
 
 def _inner(equation: Any) -> list[Any]:
@@ -127,6 +169,15 @@ def _inner(equation: Any) -> list[Any]:
     leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns"))
     leaves = [getattr(leaf, "jaxpr", leaf) for leaf in leaves]
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
+
+
+def _shapes(args: tuple[Any, ...]) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(args)]
+
+
+def _accepted(options: _Options | None) -> _Options | None:
+    """Those of the options that this version of XLA has."""
+    return options and {option: value for option, value in options.items() if _accepts(option, value)}
 
 
 @functools.cache

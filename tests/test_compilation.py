@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rlframe
 from rlframe import compilation
 
 
@@ -42,34 +43,94 @@ IMAGE = np.ones((1, 1, 4, 4), np.float32)
 # XLA has dropped the older runtime, and with it came another scheduler.
 OLD = jax.__version_info__ < (0, 6)
 NEW_RUNTIME = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-WITHOUT_OLDER_RUNTIME = {} if OLD else NEW_RUNTIME
+NOT_SMALL = {} if OLD else NEW_RUNTIME
 SMALL = {"xla_cpu_use_thunk_runtime": False} if OLD else NEW_RUNTIME
+
+
+ONE_THREAD = {"xla_cpu_multi_thread_eigen": False}
+
+
+def in_half(image):
+    return (image.astype(jnp.bfloat16) @ image.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def of_batches(image):
+    return jnp.einsum("abij,abjk->abik", image, image)
+
+
+def of_numpy(image):
+    return jax.pure_callback(np.sin, image, image)
+
+
+def unrolled(image):
+    """The update of a recurrent network: a loop over steps, and one back."""
+    return jax.grad(lambda x: loop(lambda x: jnp.tanh(x @ x))(x).sum())(image)
 
 
 @pytest.mark.parametrize(
     ("function", "differentiates", "expected"),
     [
-        (jnp.sum, False, {**SMALL, "xla_cpu_multi_thread_eigen": False}),
+        (jnp.sum, False, {**SMALL, **ONE_THREAD}),
         (jnp.sum, True, SMALL),
-        (convolve, False, SMALL),
+        (convolve, False, NOT_SMALL),
         (convolve, True, None),
         (jax.jit(convolve), True, None),  # found inside an inner function too
         (loop(lambda x: x @ x), True, SMALL),
-        (lambda x: jax.jit(jnp.dot)(loop(lambda x: x @ x)(x), x), True, WITHOUT_OLDER_RUNTIME),
-        (loop(lambda x: loop(lambda x: x @ x)(x) @ x), True, WITHOUT_OLDER_RUNTIME),  # in a loop over minibatches
+        (
+            loop(lambda x: loop(lambda x: x + x)(x) @ x),
+            True,
+            SMALL,
+        ),  # returns or advantages, in a loop over minibatches
         (lambda x: loop(lambda x: x + x)(x) @ x, True, SMALL),
+        (loop(lambda x: x + x), False, {**NOT_SMALL, **ONE_THREAD}),
+        (lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, x), True, NOT_SMALL),
+        (unrolled, True, NOT_SMALL),
+        (loop(unrolled), True, NOT_SMALL),
         (product(200), True, None),
         (loop(product(200)), True, None),
-        (product(200), False, {**SMALL, "xla_cpu_multi_thread_eigen": False}),
+        (product(200), False, {**NOT_SMALL, **ONE_THREAD}),
         (product(100), True, SMALL),
+        (product(100), False, {**SMALL, **ONE_THREAD}),
+        (in_half, True, NOT_SMALL),
+        (of_batches, False, {**NOT_SMALL, **ONE_THREAD}),
+        (of_numpy, False, {**NOT_SMALL, **ONE_THREAD}),
+        (jnp.fft.fft, False, {**NOT_SMALL, **ONE_THREAD}),
+        (jnp.linalg.inv, False, {**NOT_SMALL, **ONE_THREAD}),
     ],
 )
 def test_options_follow_from_what_is_computed(monkeypatch, function, differentiates, expected):
     assert options_of(monkeypatch, function, differentiates, IMAGE) == expected
 
 
+@pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
+def test_a_batch_too_large_for_the_older_runtime_has_the_function_compiled_for_the_default_one(monkeypatch):
+    function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
+    seen, real = [], jax.jit
+    monkeypatch.setattr(
+        jax, "jit", lambda f, **options: seen.append(options.get("compiler_options")) or real(f, **options)
+    )
+    for rows in (1, 2, 256, 1):
+        np.testing.assert_allclose(function(np.ones((rows, 256), np.float32)), np.full((rows, 256), 256.0))
+    assert [options for options in seen if options] == [{**SMALL, **ONE_THREAD}, ONE_THREAD]
+
+
+@pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
+@pytest.mark.parametrize("agent", ["ppo", "dqn"])
+def test_what_the_presets_for_cartpole_compute_is_small(monkeypatch, tmp_path, agent):
+    found, real = [], compilation.is_small
+
+    def spy(jaxpr, differentiates):
+        found.append((differentiates, real(jaxpr, differentiates)))
+        return found[-1][1]
+
+    monkeypatch.setattr(compilation, "is_small", spy)
+    rlframe.train(agent, "CartPole-v1", steps=1200, run_dir=tmp_path / "run", quiet=True)
+    assert set(found) == {(False, True), (True, True)}
+
+
 def test_an_option_that_is_refused_takes_no_other_with_it(monkeypatch):
-    monkeypatch.setattr(compilation, "_FOR_SMALL_PARTS", {"xla_no_such_option": True})
+    monkeypatch.setattr(compilation, "_ONE_BY_ONE", {"xla_no_such_option": True})
+    monkeypatch.setattr(compilation, "_OLDER_RUNTIME", {"xla_no_such_option": False})
     assert options_of(monkeypatch, jnp.sum, False, IMAGE) == {"xla_cpu_multi_thread_eigen": False}
 
 

@@ -1,0 +1,97 @@
+"""Act, learn and act by the trained policy, with observations and layers of given sizes: a process of its own.
+
+python -m tests.act_and_learn '{"shape": [210, 160, 3], "batches": [1, 2, 8]}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rlframe.actors import Actor
+from rlframe.agents import DQN, PPO, Agent, DQNConfig, PPOConfig
+from rlframe.agents.networks import MLPConfig
+from rlframe.envs import SyncEnv
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.params.packing import PackedParams
+from rlframe.params.source import NewestParams
+from rlframe.programs.trained import TrainedPolicy
+from rlframe.replay import ReplayBuffer
+
+
+class Sized(gymnasium.Env):
+    """Episodes of two steps, of bytes where the observation is an image."""
+
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        dtype = np.uint8 if len(shape) == 3 else np.float32
+        self.observation_space = gymnasium.spaces.Box(0, 255, shape, dtype)
+        self._observation = np.ones(shape, dtype)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._steps = 0
+        return self._observation, {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        return self._observation, 1.0, self._steps == 2, False, {}
+
+
+def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[int], learns: bool) -> None:
+    """Print a line for each batch size, and `done` at the end.
+
+    Args:
+        agent: `ppo` or `dqn`.
+        shape: of an observation.
+        layers: of an MLP; None: the agent's own network.
+        batches: numbers of environments, which are also the rows of an update.
+        learns: whether to update the parameters as well.
+    """
+    network = None if layers is None else MLPConfig(tuple(layers), separate=False, orthogonal=False)
+    for batch in batches:
+        with SyncEnv(lambda: Sized(tuple(shape)), batch) as env:
+            made = _made(agent, env, network, batch)
+            replay_buffer = ReplayBuffer(made)
+            learner = Learner(LearnerConfig(), made, replay_buffer)
+            actor = Actor(lambda env=env: env, Inferencer(InferencerConfig(), made, learner), replay_buffer)
+            for _ in range(2):
+                actor.step()
+            if learns:
+                assert learner.step(replay_buffer.sample()) is not None
+                actor.step()
+            _act_by_trained(made, learner, env, batch)
+            learner.close()
+        print("batch", batch, flush=True)
+    print("done")
+
+
+def _made(agent: str, env: SyncEnv, network: Any, batch: int) -> Agent:
+    if agent == "ppo":
+        cfg = PPOConfig(unroll_length=1, num_epochs=1, num_minibatches=1)
+        return PPO(cfg, env.observation_spec, env.action_spec, network)
+    cfg = DQNConfig(batch_size=batch, min_replay_size=1, replay_capacity=64, optimizer="adam")
+    return DQN(cfg, env.observation_spec, env.action_spec, network)
+
+
+def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv, batch: int) -> None:
+    """On one observation, on a batch of them, and on one again."""
+    source = NewestParams()
+    version, params = learner.get_params()
+    source.put(version, PackedParams.of(params))
+    policy = TrainedPolicy(agent, source)
+    observation = env.reset().observation
+    for greedy in (True, False):
+        for each in (observation[0], observation, observation[0]):
+            policy.reset()
+            policy.act(each, greedy=greedy)
+
+
+if __name__ == "__main__":
+    case = {"agent": "ppo", "layers": None, "batches": [1, 2, 8], "learns": True, **json.loads(sys.argv[1])}
+    main(**case)

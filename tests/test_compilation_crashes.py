@@ -1,0 +1,48 @@
+"""No size of layers, observations or batches ends the process. Each case runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def act_and_learn(**case: Any) -> None:
+    # With this variable XLA compiles other code than users get.
+    env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    command = [sys.executable, "-m", "tests.act_and_learn", json.dumps(case)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr)
+
+
+def test_one_environment_of_large_images_acts_with_the_default_network():
+    act_and_learn(shape=[210, 160, 3], batches=[1], learns=False)
+
+
+def test_a_policy_that_learned_from_eight_environments_acts_on_one_observation():
+    act_and_learn(shape=[210, 160, 3], batches=[8])
+
+
+def test_a_layer_of_150528_inputs_acts_and_learns():
+    act_and_learn(shape=[150528], layers=[64], batches=[1, 2])
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("agent", ["ppo", "dqn"])
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [
+        *(([inputs], [width]) for inputs in (4, 1024, 8192, 16384, 22528, 150528) for width in (64, 512)),
+        *(([inputs], [512, 512]) for inputs in (4, 16384)),
+        *((list(image), None) for image in ((84, 84, 4), (210, 160, 3), (512, 512, 3))),
+    ],
+)
+def test_every_size_acts_and_learns(agent: str, shape: list[int], layers: list[int] | None):
+    act_and_learn(agent=agent, shape=shape, layers=layers)
