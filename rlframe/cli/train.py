@@ -98,6 +98,7 @@ def read_arguments(
         session_cls: the class of the options beside those of an experiment.
         prog, description: of the command, as `parse` takes them.
     """
+    here = pathlib.Path.cwd()  # before any code of the user's, which may change the directory
     defaults, preset = _defaults(arguments)
     start = _start(defaults, arguments, session_cls)
     parsed: Any = parse(type(start), arguments, prog, description, default=start, elsewhere=_agents_with)
@@ -110,7 +111,9 @@ def read_arguments(
     experiment = from_flat(values)
     if parsed.session.resume and parsed.session.run_dir is None:
         raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
-    return experiment, parsed.session, preset
+    paths = {name: getattr(parsed.session, name) for name in ("run_dir", "token_file")}
+    paths = {name: str(here / path) for name, path in paths.items() if path is not None}
+    return experiment, dataclasses.replace(parsed.session, **paths), preset
 
 
 def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
@@ -123,8 +126,8 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
             raise UsageError(f"The config is of the agent {saved.agent!r}: --agent {agent} cannot replace it.")
         defaults = saved
     else:
-        agent = agent or Experiment.agent
-        env = env or default_env(agent)
+        agent = naming.absolute_name(agent or Experiment.agent)
+        env = naming.absolute_name(env or "") or default_env(agent)
         preset = find_preset(peek(arguments, "preset") or "auto", agent, env)
         defaults = with_preset(preset, agent, env)
     network, topology = peek(arguments, "network"), defaults.topology

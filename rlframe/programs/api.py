@@ -12,6 +12,7 @@ from rlframe.programs import session
 from rlframe.programs.callbacks import Callback
 from rlframe.programs.experiment import Experiment, flat, load_experiment, make_experiment, with_fields
 from rlframe.programs.run_dir import Result
+from rlframe.programs.user_files import forget_changed
 
 
 def train(
@@ -47,6 +48,8 @@ def train(
         UsageError: an option is unknown or does not fit.
         RlframeError: the run failed; what was saved is kept.
     """
+    if run_dir is not None:
+        run_dir = os.path.abspath(run_dir)  # before any code of the user's, which may change the directory
     for name, given in (("agent", agent), ("env", env)):
         if given is not None and not isinstance(given, str):
             raise UsageError(f"{name} is a name, or file.py:NAME of what is in a file of yours; got {given!r}.")
@@ -55,6 +58,7 @@ def train(
     elif run_dir is None:
         raise UsageError("resume needs run_dir: the directory of the run to go on with.")
     else:
+        forget_changed()
         experiment = _changed(load_experiment(run_dir), options)
     progress = None if quiet else progress_of(experiment, stop_at)
     try:

@@ -16,6 +16,7 @@ from rlframe.programs import naming
 from rlframe.programs.jsonable import from_jsonable, to_jsonable
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least
+from rlframe.programs.user_files import forget_changed
 
 MAX_SEED = 2**31 - 1
 
@@ -117,6 +118,7 @@ def from_flat(values: dict[str, Any]) -> Experiment:
     Raises:
         UsageError: an option is of another topology, which this one does not read.
     """
+    values = _absolute(values)
     known = config_classes(values["agent"], values.get("topology"))
     name = values.get("topology", next(iter(known)))
     cls = known[name]
@@ -179,7 +181,9 @@ def make_experiment(
     Raises:
         UsageError: a name or field is unknown.
     """
-    env = env or default_env(agent)
+    forget_changed()
+    fields = _absolute(fields)  # before the files are loaded: a file may change the directory
+    agent, env = naming.absolute_name(agent), naming.absolute_name(env or "") or default_env(agent)
     defaults = with_preset(find_preset(preset, agent, env), agent, env)
     of_topologies = config_classes(agent, fields.get("topology")).values()
     own = set(field_names(Experiment)).union(*map(field_names, of_topologies)) - {"name"}
@@ -278,12 +282,18 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 _NAMES = ("agent", "env", "network", "topology", "engine", "operator", "replay")  # of what may be a file's
 
 
+def _absolute(values: dict[str, Any]) -> dict[str, Any]:
+    """The options with absolute paths in the names of files."""
+    names = {name: values[name] for name in _NAMES if isinstance(values.get(name), str)}
+    return {**values, **{name: naming.absolute_name(value) for name, value in names.items()}}
+
+
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
     """Writes `config.json` in one piece: the experiment, and `notes` that nothing reads back (versions, preset)."""
     values = to_jsonable(experiment)
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
     for part in (values, topology):
-        part.update({name: naming.absolute_name(part[name]) for name in _NAMES if part.get(name) is not None})
+        part.update(_absolute(part))
     values["topology"] = {"name": topology.pop("topology"), **topology}
     content = {"experiment": values, "notes": to_jsonable(notes)}
     write_atomically(path, json.dumps(content, indent=2), "\n")

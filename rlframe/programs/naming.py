@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import hashlib
-import importlib.util
 import os
 import pathlib
 import sys
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlframe.envs.registered import import_module
 from rlframe.errors import UsageError, suggest
+from rlframe.programs.user_files import describe, load_file
 
 if TYPE_CHECKING:
     from rlframe.agents import Agent
@@ -203,7 +202,7 @@ def load_object(name: str, what: str) -> Any:
     source, _, attribute = name.rpartition(":")
     if not is_file_name(name) and not (source and attribute):
         raise UsageError(f"The {what} {name!r} should read file.py:Name.")
-    module = _load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, what)
+    module = load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, what)
     if not hasattr(module, attribute):
         names = [each for each in vars(module) if not each.startswith("_")]
         raise UsageError(f"{source} defines no {attribute!r}.{suggest(attribute, names)}")
@@ -213,7 +212,7 @@ def load_object(name: str, what: str) -> Any:
 def absolute_name(name: str) -> str:
     """`name` with the path of a `file.py:Name` made absolute, so that it means the same from every directory."""
     source, colon, attribute = name.rpartition(":")
-    return f"{pathlib.Path(source).absolute()}:{attribute}" if colon and source.endswith(".py") else name
+    return f"{os.path.abspath(source)}:{attribute}" if colon and source.endswith(".py") else name
 
 
 def _load_module(name: str, what: str) -> ModuleType:
@@ -223,43 +222,4 @@ def _load_module(name: str, what: str) -> ModuleType:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"Cannot import {name} for the {what}: {_describe(error)}.") from error
-
-
-def _load_file(path: pathlib.Path, what: str) -> ModuleType:
-    path = path.absolute()
-    if not path.is_file():
-        near = suggest(path.name, [each.name for each in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
-        raise UsageError(f"There is no file {path} for the {what}.{near}")
-    # The path is part of the name: two files called agent.py, or one called like a library, do not meet.
-    name = f"rlframe_file_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as `python file.py` would: it may import its neighbours
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, (Exception, SystemExit)):
-            raise
-        raise UsageError(f"Cannot load {path} for the {what}: {_describe(error)}.") from error
-    _pickle_by_value(module)
-    return module
-
-
-def _pickle_by_value(module: ModuleType) -> None:
-    # A child process, perhaps on another machine, cannot import this module by its name: its classes travel whole.
-    import cloudpickle
-
-    cloudpickle.register_pickle_by_value(module)
-
-
-def _describe(error: BaseException) -> str:
-    line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {message}{line}".rstrip(".")
+        raise UsageError(f"Cannot import {name} for the {what}: {describe(error)}.") from error

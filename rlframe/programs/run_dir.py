@@ -22,6 +22,7 @@ from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, Tenso
 from rlframe.programs import run_lock
 from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
+from rlframe.programs.user_files import forget_changed
 
 CHECKPOINTS_KEPT = 3
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"  # the file that says what a directory holds
@@ -34,7 +35,7 @@ class RunDir:
     """Paths of one run. Nothing is created before `create`."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(os.path.abspath(path))  # once: an environment may change the directory
         self.config = self.path / "config.json"
         self.checkpoints = self.path / "checkpoints"
         self.replay = self.path / "replay"
@@ -162,6 +163,7 @@ def open_run(run_dir: str | os.PathLike[str]) -> tuple[RunDir, Experiment]:
     """The directory of a run that plays games, and its experiment. Raises UsageError if there is none."""
     directory = RunDir(run_dir)
     directory.check_holds_run()
+    forget_changed()
     experiment = load_experiment(directory.config)
     if experiment.topology.learns_from != "steps":
         raise UsageError(

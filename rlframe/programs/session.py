@@ -34,6 +34,7 @@ from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
 from rlframe.programs.topologies.parts import make_agent
 from rlframe.programs.updates import say_updates
+from rlframe.programs.user_files import kept
 
 
 def train(
@@ -87,7 +88,7 @@ def train(
     _check_place(experiment.topology, listen, profile)
     called = Callbacks(callbacks)
     config, is_program = experiment.topology, isinstance(experiment.topology, ProgramConfig)
-    with contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
+    with kept(), contextlib.ExitStack() as opened, contextlib.ExitStack() as undo:
         experiment, directory = opened.enter_context(
             open_session(experiment, run_dir, resume, stop_at, take_over, resume_from)
         )

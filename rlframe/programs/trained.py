@@ -174,6 +174,7 @@ def export(
     """
     from jax import export as jax_export
 
+    path = pathlib.Path(file).absolute()
     agent, source, _ = _trained(run_dir, checkpoint)
     _, params = source.get_params()
     initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, agent.initial_state(1)))
@@ -197,6 +198,5 @@ def export(
     state = [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for leaf in initial]
     begins, seed = jax.ShapeDtypeStruct((size,), bool), jax.ShapeDtypeStruct((), np.uint32)
     exported = jax_export.export(jax.jit(act), platforms=("cpu", "cuda", "tpu"))(observation, begins, state, seed)
-    path = pathlib.Path(file)
     write_atomically(path, bytes(exported.serialize()))
     return path

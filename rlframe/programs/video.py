@@ -36,7 +36,7 @@ class Film:
 
     def __init__(self, experiment: Experiment, path: str | os.PathLike) -> None:
         self._experiment = experiment
-        self._path = pathlib.Path(path)
+        self._path = pathlib.Path(path).absolute()
         self.frames = 0
         self._writer: Any = None
         self._pool: Any = None

@@ -1,0 +1,162 @@
+"""Load modules from files that a user names, and load them again for a later run if they have changed."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import os
+import pathlib
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+from rlframe.errors import UsageError, suggest
+
+
+class _Loaded(NamedTuple):
+    """A loaded file: the names of its module and of the modules near it that it imports, and their contents."""
+
+    names: list[str]
+    contents: dict[pathlib.Path, bytes]
+
+
+_loaded: dict[str, _Loaded] = {}  # by the name of the file's module
+_lock = threading.Lock()
+_runs = 0  # sessions under way in this process
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Keep all loaded files as they are, so that a run has one version of them from its start to its end."""
+    global _runs
+    with _lock:
+        _runs += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _runs -= 1
+
+
+def forget_changed() -> None:
+    """Forget the files that have changed since they were loaded, unless a run in this process uses them."""
+    with _lock:
+        if _runs:
+            return
+        for name, loaded in list(_loaded.items()):
+            if any(_content(path) != content for path, content in loaded.contents.items()):
+                del _loaded[name]
+                for each in loaded.names:
+                    _forget(each)
+        importlib.invalidate_caches()
+
+
+def load_file(path: pathlib.Path, what: str) -> ModuleType:
+    """Import a Python file by its path, or return the module if it is loaded.
+
+    Raises:
+        UsageError: there is no such file, or it does not import.
+    """
+    path = path.absolute()
+    if not path.is_file():
+        near = suggest(path.name, [each.name for each in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
+        raise UsageError(f"There is no file {path} for the {what}.{near}")
+    # The path is part of the name: two files called agent.py, or one called like a library, do not meet.
+    name = f"rlframe_file_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as `python file.py` would: it may import its neighbours
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        content = path.read_bytes()
+        # Not by the loader: it takes bytecode for current if the file was written again within the same second.
+        exec(compile(content, path, "exec"), vars(module))
+        _pickle_by_value(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
+        raise UsageError(f"Cannot load {path} for the {what}: {describe(error)}.") from error
+    names = [name, *_neighbors(name, path.parent)]
+    files = {pathlib.Path(sys.modules[each].__file__ or path) for each in names[1:]}
+    _loaded[name] = _Loaded(names, {path: content, **{each: _content(each) for each in files}})
+    return module
+
+
+def _content(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _neighbors(name: str, directory: pathlib.Path) -> list[str]:
+    """The modules in `directory` that a module imports, and those that these import."""
+    found: list[str] = []
+    waiting = [name]
+    while waiting:
+        module = sys.modules[waiting.pop()]
+        for each in _imported(module):
+            if each not in found and each != name and _is_near(sys.modules.get(each), directory):
+                found.append(each)
+                waiting.append(each)
+    return found
+
+
+def _imported(module: ModuleType) -> Iterator[str]:
+    """The absolute names that the import statements of a module mention."""
+    for node in ast.walk(ast.parse(_content(pathlib.Path(module.__file__ or "")))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = (module.__package__ or "").split(".")
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            parts = base.split(".")
+            yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_near(module: ModuleType | None, directory: pathlib.Path) -> bool:
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or not file.endswith(".py") or module.__name__.partition(".")[0] == "rlframe":
+        return False
+    path = pathlib.Path(file)
+    return path.is_relative_to(directory) and not {"site-packages", "dist-packages"} & set(path.parts)
+
+
+def _forget(name: str) -> None:
+    module = sys.modules.pop(name, None)
+    parent, _, last = name.rpartition(".")
+    if parent in sys.modules and getattr(sys.modules[parent], last, None) is module:
+        delattr(sys.modules[parent], last)
+    cached = getattr(module, "__cached__", None)
+    if cached is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(cached)  # it may count as current: see `load_file`
+
+
+def _pickle_by_value(module: ModuleType) -> None:
+    # A child process, perhaps on another machine, cannot import this module by its name: its classes travel whole.
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+
+
+def describe(error: BaseException) -> str:
+    """The type, the message and, of a syntax error, the line of an exception."""
+    line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}{line}".rstrip(".")

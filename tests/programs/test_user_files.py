@@ -1,0 +1,93 @@
+"""Files of a user: loaded again for the next run if they have changed, and found after a change of directory."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+import rlframe
+from rlframe.programs import naming
+from rlframe.programs.user_files import forget_changed, kept
+
+ENV = """
+import os
+import gymnasium, numpy as np
+from rewards_{name} import REWARD
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    t = 0
+    def __init__(self):
+        os.chdir({elsewhere!r})
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(2, np.float32), {{}}
+    def step(self, action):
+        self.t += 1
+        return np.zeros(2, np.float32), REWARD * {factor}, self.t == 2, False, {{}}
+"""
+
+
+def write(directory, reward, factor, name):
+    (directory / f"rewards_{name}.py").write_text(f"REWARD = {reward}\n")
+    text = ENV.format(name=name, elsewhere=str(directory / "elsewhere"), factor=factor)
+    (directory / "env.py").write_text(text)
+
+
+def run(**options):
+    return rlframe.train(
+        "ppo", "env.py:Env", num_envs=2, steps=64, unroll_length=8, num_minibatches=2, quiet=True, **options
+    )
+
+
+def test_the_next_run_uses_the_new_version_of_a_file_and_of_its_neighbor_and_ignores_the_directory(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path, 1, 1, "a")
+    returns = []
+    for reward, factor in ((1, 1), (1, 3), (5, 3)):
+        monkeypatch.chdir(tmp_path)
+        write(tmp_path, reward, factor, "a")
+        result = run(run_dir=f"run-{reward}-{factor}")
+        returns.append(result.return_mean)
+        assert os.getcwd() == str(tmp_path / "elsewhere")
+        assert result.run_dir == str(tmp_path / f"run-{reward}-{factor}")
+        saved = json.loads((tmp_path / f"run-{reward}-{factor}" / "config.json").read_text())
+        assert saved["experiment"]["env"] == f"{tmp_path}/env.py:Env"
+    assert returns == [2.0, 6.0, 30.0]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    result = rlframe.train(run_dir=tmp_path / "run-5-3", resume=True, steps=128, quiet=True)
+    assert result.env_steps == 128 and list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_default_run_directory_is_made_where_the_run_began(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path, 1, 1, "b")
+    monkeypatch.chdir(tmp_path)
+    assert run().run_dir.startswith(f"{tmp_path}/runs/ppo-")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["agent", "network", "topology"])
+def test_a_changed_file_of_any_kind_is_loaded_again(what, tmp_path):
+    path = tmp_path / f"{what}.py"
+    path.write_text("VALUE = 1\n")
+    assert naming.load_object(f"{path}:VALUE", what) == 1
+    path.write_text("VALUE = 2\n")
+    assert naming.load_object(f"{path}:VALUE", what) == 1  # not in the middle of a run
+    with kept():
+        forget_changed()
+        assert naming.load_object(f"{path}:VALUE", what) == 1
+    forget_changed()
+    assert naming.load_object(f"{path}:VALUE", what) == 2
+
+
+def test_a_file_that_has_not_changed_stays_the_same_module(tmp_path):
+    (tmp_path / "own.py").write_text("class Own: ...\n")
+    before = naming.load_object(f"{tmp_path}/own.py:Own", "agent")
+    forget_changed()
+    assert naming.load_object(f"{tmp_path}/own.py:Own", "agent") is before
