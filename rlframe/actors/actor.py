@@ -32,7 +32,7 @@ class Actor:
     Args:
         env_builder: an environment pool, one gymnasium or dm_env environment, or a callable that gives
             one of these; it gets `seed=`, drawn from (seed, rank, incarnation), where it takes that. Or a handle to an
-            `EnvServer`, whose seed is its own.
+            `EnvServer`, whose seed is its own, or a list of handles to several, each of an `AsyncEnv`.
         inferencer: an `Inference`, or anything with `inference(env_ids, timestep)` alone; a handle to a node that is
             one; or a list of handles to several. Of these the Actor calls number `rank` (modulo how many there are),
             and the others while that one does not answer.

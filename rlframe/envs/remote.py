@@ -18,6 +18,7 @@ class ServedSpecs(NamedTuple):
     num_envs: int
     observation_spec: Tree
     action_spec: Any
+    wait_num: int | None = None  # of an asynchronous pool
 
 
 class ServedStep(NamedTuple):
@@ -25,7 +26,8 @@ class ServedStep(NamedTuple):
 
     timestep: TimeStep
     sums: Sums | None
-    true_rewards: np.ndarray | None  # [num_envs], where the pool clips rewards
+    true_rewards: np.ndarray | None  # [B], where the pool clips rewards
+    env_ids: np.ndarray | None = None  # [B] int32, of an asynchronous pool
 
 
 class RemoteEnv:
@@ -33,18 +35,19 @@ class RemoteEnv:
 
     Args:
         server: where it is.
+        specs: what it says of its pool.
 
     Raises (every method):
         EnvError: an environment raised, or the server was restarted, or another Actor steps its environments now.
         PeerError: the server did not answer within the deadline.
     """
 
-    def __init__(self, server: handles.Remote) -> None:
+    def __init__(self, server: handles.Remote, specs: ServedSpecs) -> None:
         self._server = server
         self._client, self._number = uuid.uuid4().hex, 0
         self._sums: Sums = {}
         self.true_rewards: np.ndarray | None = None
-        self.num_envs, self.observation_spec, self.action_spec = server.specs()
+        self.num_envs, self.observation_spec, self.action_spec, _ = specs
 
     def reset(self) -> TimeStep:
         """See `EnvPool`."""
@@ -60,6 +63,6 @@ class RemoteEnv:
 
     def _call(self, method: str, *args: Any) -> TimeStep:
         self._number += 1
-        timestep, sums, self.true_rewards = getattr(self._server, method)(self._client, self._number, *args)
+        timestep, sums, self.true_rewards, _ = getattr(self._server, method)(self._client, self._number, *args)
         self._sums = self._sums if sums is None else sums
         return timestep

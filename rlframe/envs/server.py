@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlframe import handles
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.pool import stepping
 from rlframe.envs.remote import ServedSpecs, ServedStep
 from rlframe.envs.sync import as_pool
@@ -19,47 +20,61 @@ from rlframe.types import LAST, TimeStep
 class EnvServer:
     """Serves environments to an Actor in another process: `lp.CourierNode(EnvServer, env_builder)`.
 
-    An Actor takes its handle as `env_builder`; one call steps the whole pool, and one that is repeated, as its answer
-    was lost, steps nothing again. The Actor that reset last is the one that steps: any other gets an EnvError.
+    An Actor takes its handle as `env_builder`. Of a `SyncEnv`, one call steps all environments; of an `AsyncEnv`, calls
+    send actions and receive what is ready. A call that is repeated, as its answer was lost, steps nothing again.
+    The Actor that reset last has the environments: any other gets an EnvError.
 
     Args:
-        env_builder: as for `Actor`; of a pool that steps together.
+        env_builder: as for `Actor`.
         seed: for the builder. Servers of one program need different ones.
     """
 
     def __init__(self, env_builder: Any, seed: int = 0) -> None:
+        self._env_builder, self._seed = env_builder, seed
         self._env = as_pool(env_builder, seed=seed)
-        if not self._env.is_sync:
-            raise UsageError(
-                "An EnvServer needs a synchronous pool (SyncEnv); its env_builder gave an asynchronous one."
-            )
         self._stepping = stepping(self._env)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._client, self._number = "", 0  # of the call that was answered last
-        self._answer: ServedStep | None = None
+        self._answer: ServedStep | UsageError | None = None
         self._failure: BaseException | None = None
+        self._takeovers = 0  # of an asynchronous pool, by an Actor after the first
 
     def specs(self) -> ServedSpecs:
         """How many environments there are, and the specs of one."""
         env = self._env
-        return ServedSpecs(env.num_envs, getattr(env, "observation_spec", None), getattr(env, "action_spec", None))
+        specs = getattr(env, "observation_spec", None), getattr(env, "action_spec", None)
+        return ServedSpecs(env.num_envs, *specs, None if env.is_sync else env.wait_num)
 
     def reset(self, client: str, number: int) -> ServedStep | None:
-        """Starts new episodes, for the Actor that `client` stands for; its calls go on from `number`."""
+        """Starts new episodes, for the Actor that `client` stands for; its calls go on from `number`.
+
+        An asynchronous pool has nothing to answer yet: `recv` gives the new episodes.
+        """
         with self._lock:
+            is_other = client != self._client and self._client != ""
             if client != self._client:
                 self._client, self._number = client, number - 1
-            return self._once(number, self._env.reset)
+            if self._env.is_sync:
+                return self._once(number, lambda: self._served(self._env.reset()))
+            return self._once(number, lambda: self._renew() if is_other else None)
 
     def step(self, client: str, number: int, actions: np.ndarray) -> ServedStep | None:
         """Steps all environments with `actions` [num_envs, ...]; a call that comes late, None."""
         with self._lock:
-            if client != self._client or number > self._number + 1:
-                raise EnvError(
-                    "This EnvServer was restarted, or another Actor has reset its environments since, so the step has "
-                    "no episode to belong to. An EnvServer serves one Actor at a time."
-                )
-            return self._once(number, lambda: self._env.step(actions))
+            self._check_is_next(client, number)
+            return self._once(number, lambda: self._served(self._env.step(actions)))
+
+    def send(self, client: str, number: int, env_ids: np.ndarray, actions: np.ndarray) -> None:
+        """Gives `actions` [n, ...] to the environments `env_ids` [n] of an asynchronous pool."""
+        with self._lock:
+            self._check_is_next(client, number)
+            self._once(number, lambda: self._env.send(env_ids, actions))
+
+    def recv(self, client: str, number: int) -> ServedStep | None:
+        """Waits for `wait_num` environments of an asynchronous pool; a call that comes late, None."""
+        with self._lock:
+            self._check_is_next(client, number)
+            return self._once(number, self._received)
 
     def run(self) -> None:
         """Serves until `stop()`, or the end of the Launchpad program whose node this is, and closes the environments.
@@ -78,7 +93,14 @@ class EnvServer:
         """Ends `run()`. Any thread may call it."""
         self._stop.set()
 
-    def _once(self, number: int, act: Callable[[], TimeStep]) -> ServedStep | None:
+    def _check_is_next(self, client: str, number: int) -> None:
+        if client != self._client or number > self._number + 1:
+            raise EnvError(
+                "This EnvServer was restarted, or another Actor has reset its environments since, so the step has "
+                "no episode to belong to. An EnvServer serves one Actor at a time."
+            )
+
+    def _once(self, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
         if self._stop.is_set():
             raise UnavailableError("The EnvServer has stopped.")
         if number < self._number:
@@ -86,14 +108,35 @@ class EnvServer:
         if number > self._number:
             try:
                 with self._stepping:
-                    timestep = act()
-            except UsageError:
-                raise
+                    self._answer = act()
+            except UsageError as error:  # nothing was stepped, and the Actor may go on with its next call
+                self._answer = error
             except BaseException as error:  # a new pool is needed: whoever restarts the node brings one
                 self._failure = error
                 self.stop()
                 raise
-            over = np.any(timestep.step_type == LAST)
-            rewards = getattr(self._env, "true_rewards", None)
-            self._answer, self._number = ServedStep(timestep, self._env.sums() if over else None, rewards), number
+            self._number = number
+        if isinstance(self._answer, UsageError):
+            raise self._answer
         return self._answer
+
+    def _received(self) -> ServedStep:
+        env_ids, timestep = self._env.recv()
+        return self._served(timestep, env_ids)
+
+    def _served(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> ServedStep:
+        over = np.any(timestep.step_type == LAST)
+        rewards = getattr(self._env, "true_rewards", None)
+        return ServedStep(timestep, self._env.sums() if over else None, rewards, env_ids)
+
+    def _renew(self) -> None:
+        """Makes a new pool: an asynchronous one cannot be reset, and its environments are amid another's episodes."""
+        if not callable(self._env_builder):
+            raise EnvError(
+                "Another Actor has begun with this EnvServer's AsyncEnv, which cannot start anew. Give EnvServer an "
+                "env_builder that makes the pool, not the pool itself, so that it can make another one."
+            )
+        self._takeovers += 1
+        self._env.close()
+        self._env = as_pool(self._env_builder, seed=env_seed(self._seed, self._takeovers))
+        self._stepping = stepping(self._env)

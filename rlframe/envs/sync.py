@@ -18,7 +18,8 @@ from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group, 
 from rlframe.envs.names import Builder, takes_seed
 from rlframe.envs.pool import AsyncEnvPool, EnvPool, OwnPool, PoolHandle
 from rlframe.envs.process import AsyncProcesses, ProcessPool
-from rlframe.envs.remote import RemoteEnv
+from rlframe.envs.remote import RemoteEnv, ServedSpecs
+from rlframe.envs.remote_async import RemoteAsyncEnv
 from rlframe.envs.repeat import RepeatingEnvPool
 from rlframe.envs.thread import AsyncThreads, ThreadPool
 from rlframe.envs.wrappers import check_wrappers
@@ -140,17 +141,22 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
     Args:
       env: a pool (a `SyncEnv` or `AsyncEnv` is returned as it is; one of your own is an `EnvPool` or `AsyncEnvPool`),
         one gymnasium or dm_env environment (becomes a SyncEnv of size 1), or a callable that returns one of those; it
-        is given `seed=` where its signature has that; or a handle to an `EnvServer`, which has a seed of its own.
+        is given `seed=` where its signature has that; or a handle to an `EnvServer`, which has a seed of its own, or a
+        list of handles to several, each of an `AsyncEnv`.
       seed: for the builder.
       deadline, stop: for the calls to an `EnvServer`, as of `handles.resolve`.
 
     Raises:
       UsageError: it is none of these; the message says what it lacks.
     """
-    if not isinstance(env, (list, tuple)):
-        env = handles.resolve(env, "EnvServer", deadline=deadline, stop=stop)
-    if isinstance(env, handles.Remote):
-        return OwnPool(RemoteEnv(env))
+    listed = list(env) if isinstance(env, (list, tuple)) and env else [env]
+    listed = [handles.resolve(one, "EnvServer", deadline=deadline, stop=stop) for one in listed]
+    if all(isinstance(one, handles.Remote) for one in listed):
+        served = [(server, ServedSpecs(*server.specs())) for server in listed]
+        if len(served) == 1 and served[0][1].wait_num is None:
+            return OwnPool(RemoteEnv(*served[0]))
+        return OwnPool(RemoteAsyncEnv(served))
+    env = env if isinstance(env, (list, tuple)) else listed[0]
     if hasattr(env, "is_sync"):
         return env
     if hasattr(env, "single_observation_space"):

@@ -18,14 +18,28 @@ import numpy as np
 import pytest
 
 import rlframe
-from rlframe import Actor, Agent, AsyncEnv, Inferencer, InferencerConfig, Learner, LearnerConfig, ReplayBuffer, SyncEnv
+from rlframe import (
+    Actor,
+    Agent,
+    AsyncEnv,
+    EnvServer,
+    Inferencer,
+    InferencerConfig,
+    Learner,
+    LearnerConfig,
+    ReplayBuffer,
+    SyncEnv,
+)
 from rlframe.agents import IMPALA, PPO, IMPALAConfig, PPOConfig
+from rlframe.engines.launching.local_node import public_methods
 from rlframe.envs import as_pool
 from rlframe.envs.envpool import EnvPoolPool
 from rlframe.errors import UsageError
+from rlframe.handles import Remote
 from rlframe.learners import DataConfig
 from rlframe.types import AgentOutput, TimeStep
 from tests.extras import needs
+from tests.in_process import InProcess
 
 # "class.method": the parameters that the document names, in its order.
 SIGNATURES = {
@@ -316,3 +330,17 @@ def test_a_type_that_nearly_is_a_phrase_is_told_the_phrase():
         AsyncEnv("CartPole-v1", 2, 1, "python for loop")
     with pytest.raises(UsageError, match="got None"):
         SyncEnv("CartPole-v1", 2, None)
+
+
+def test_an_env_builder_may_give_remote_environments_of_either_kind():
+    """ "env_builder: can generate a local or remote env": `step`, or `recv` and `send`, through a handle."""
+    for builder in (functools.partial(SyncEnv, "CartPole-v1", 2), functools.partial(AsyncEnv, "CartPole-v1", 2, 1)):
+        node = InProcess().serve(public_methods(EnvServer(builder)))
+        env = as_pool(Remote([node.address], "EnvServer", 60.0, None, InProcess()))
+        if env.is_sync:
+            assert env.reset().observation.shape == env.step(np.zeros(2, np.int32)).observation.shape == (2, 4)
+        else:
+            env_ids, timestep = env.recv()
+            env.send(env_ids, np.zeros(1, np.int32))
+            assert env_ids.shape == (1,) and timestep.observation.shape == (1, 4)
+        node.stop()
