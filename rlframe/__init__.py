@@ -23,7 +23,7 @@ _PUBLIC = {
     "SharedMemReplayBuffer": "rlframe.replay",
     "SyncEnv": "rlframe.envs",
     "evaluate": "rlframe.programs.evaluation",
-    "export": "rlframe.programs.trained",
+    "export": "rlframe.programs.exported",
     "launch": "rlframe.engines.launching.launcher",
     "load": "rlframe.programs.trained",
     "train": "rlframe.programs.api",

@@ -86,7 +86,7 @@ class ObservationLeaf:
         if wrong.any():
             last = self.first + (self.num_values.astype(np.int64) - 1)
             raise self._outside(array, wrong, f"whole numbers from {self.first} to {last}")
-        return categories
+        return categories.astype(self._dtype)
 
     def _floats(self, array: np.ndarray) -> np.ndarray:
         if not self.is_ready(array) and array.dtype.kind == "f":

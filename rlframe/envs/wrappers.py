@@ -34,7 +34,7 @@ class FrameStack:
         self._count, self._layout = count, Layout(observation_spec)
         leaves = self._layout.leaves
         self._frames = [np.zeros((num_envs, count, *leaf.shape), leaf.dtype) for leaf in leaves]
-        self.observation_spec = self._layout.unflatten([self._stacked_spec(leaf) for leaf in leaves])
+        self.observation_spec = stacked_spec(observation_spec, count)
 
     def __call__(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
         """The timestep [B, ...] of the environments `env_ids` [B] (None: of all), its observations stacked."""
@@ -45,7 +45,7 @@ class FrameStack:
             rows[:, -1] = leaf
             rows[first] = leaf[first, None]
             frames[slice(None) if env_ids is None else env_ids] = rows
-            stacked.append(self._joined(rows))
+            stacked.append(joined(rows))
         return timestep._replace(observation=self._layout.unflatten(stacked))
 
     def get_state(self) -> list[np.ndarray]:
@@ -57,17 +57,22 @@ class FrameStack:
         for frames, saved in zip(self._frames, state, strict=True):
             frames[:] = saved
 
-    def _joined(self, rows: np.ndarray) -> np.ndarray:
-        """[B, *stacked shape] of rows [B, count, *shape]."""
-        if rows.ndim != 5:
-            return rows
-        if _channels_first(rows.shape[2:]):
-            return rows.reshape(len(rows), -1, *rows.shape[3:])
-        return np.moveaxis(rows, 1, 3).reshape(len(rows), *rows.shape[2:4], -1)
 
-    def _stacked_spec(self, leaf: specs.Array) -> specs.Array:
+def joined(rows: Any) -> Any:
+    """`[B, *stacked shape]` of frames `[B, count, *shape]`, of NumPy or JAX."""
+    if rows.ndim != 5:
+        return rows
+    if _channels_first(rows.shape[2:]):
+        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+    return rows.transpose(0, 2, 3, 1, 4).reshape(rows.shape[0], *rows.shape[2:4], -1)
+
+
+def stacked_spec(observation_spec: Any, count: int) -> Any:
+    """The spec of `count` stacked observations of one environment; of 1, the observation's own."""
+
+    def of_leaf(leaf: specs.Array) -> specs.Array:
         def stacked(bound: Any) -> np.ndarray:
-            return self._joined(np.broadcast_to(bound, (1, self._count, *leaf.shape)))[0]
+            return joined(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
         if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories stay categories
@@ -75,6 +80,9 @@ class FrameStack:
         if isinstance(leaf, specs.BoundedArray):
             return specs.BoundedArray(shape, leaf.dtype, stacked(leaf.minimum), stacked(leaf.maximum), leaf.name)
         return specs.Array(shape, leaf.dtype, leaf.name)
+
+    layout = Layout(observation_spec)
+    return layout.unflatten([of_leaf(leaf) for leaf in layout.leaves]) if count > 1 else observation_spec
 
 
 def _channels_first(shape: tuple[int, ...]) -> bool:

@@ -50,6 +50,7 @@ class LearnerConfig:
     resume: bool = False  # begin with the latest checkpoint, where there is one
     log_every: int = 100  # learner steps between two rows of `run()`'s logger
     data: DataConfig = DataConfig()  # how `run()` reads its replay
+    codec: Any = None  # of the environments; checkpoints hold it, so that `rlframe.load` needs no environment
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "checkpoint_every", "checkpoints_kept", "log_every")

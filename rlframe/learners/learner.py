@@ -297,8 +297,8 @@ class Learner:
             check_params(tree[0], self._learner_steps, self._last_good)
             counters = {"learner_steps": self._learner_steps, "version": self.params_version}
             self._may_write()
-            specs = self._agent.observation_spec, self._agent.action_spec  # to act by it without an environment
-            self._checkpointer.save(self._learner_steps, tree, {"counters": counters, "specs": specs, "extras": extras})
+            saved = {"counters": counters, "codec": self._cfg.codec, "extras": extras}
+            self._checkpointer.save(self._learner_steps, tree, saved)
             if final:
                 self.release_versions()
 

@@ -114,6 +114,6 @@ def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
 
 
 def _play(directory: RunDir, experiment: Experiment, pool: Any, episodes: int, seed: int) -> Logs:
-    agent = make_agent(experiment, pool.observation_spec, pool.action_spec)
+    agent = make_agent(experiment, pool.codec)
     inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, restored(agent, directory))
     return Evaluator(pool, inferencer, episodes, seed=seed).evaluate()

@@ -11,6 +11,7 @@ from rlframe import handles
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
 from rlframe.coordinator.stop_conditions import StopConditions
+from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir import RunDir
@@ -35,6 +36,7 @@ class Run:
     loggers: tuple[Logger, ...] = ()  # they are told of each row as it is written
     progress: Logger | None = None  # the same, and without values, a few times a second
     profile: Profile | None = None
+    codec: Codec | None = None  # of the environments; None where there are none
 
     @property
     def directory(self) -> RunDir:

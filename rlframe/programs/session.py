@@ -32,7 +32,7 @@ from rlframe.programs.run_lock import RunLock
 from rlframe.programs.run_status import StatusFile
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
-from rlframe.programs.topologies.parts import make_agent
+from rlframe.programs.topologies.parts import make_agent, read_codec
 from rlframe.programs.updates import say_updates
 from rlframe.programs.user_files import kept
 
@@ -97,9 +97,10 @@ def train(
             undo.callback(directory.remove)  # until its nodes are made
             # First: a run that is killed early can be resumed.
             directory.write_config(experiment, {**(notes or {}), **backend_note(experiment)})
+        codec = read_codec(experiment)
         run = Run(
             experiment,
-            make_agent(experiment),
+            make_agent(experiment, codec),
             directory.path.absolute(),
             until=min(experiment.steps, stop_at or experiment.steps),
             began=time.time(),
@@ -107,6 +108,7 @@ def train(
             resumed_at=int(ActorCounts(directory.progress, "").total()["env_steps"]),
             listen=listen,
             profile=profile,
+            codec=codec,
         )
         if progress is not None:
             for backend in backend_note(experiment).values():

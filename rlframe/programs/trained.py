@@ -1,21 +1,21 @@
-"""A policy that was trained: it acts without environment, replay or learner, and can be a file for other tools."""
+"""A policy that was trained: it acts without environment, replay or learner."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import pathlib
-from typing import Any
 
-import jax
-import jax.numpy as jnp
+import dm_env
 import numpy as np
 
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.actors.lanes import zero_at_first
 from rlframe.agents import Agent
+from rlframe.envs.codec import Codec
+from rlframe.envs.misfit import MisfitError
+from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess.files import write_atomically
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.params.source import NewestParams
 from rlframe.programs.experiment import Experiment
@@ -32,19 +32,31 @@ class TrainedPolicy:
 
     Args:
         agent: the agent.
+        codec: of the environments that it was trained in, one by one.
         params: the parameters that act.
         seed: of the random numbers of an agent that draws any.
-        frame_stack: how many observations of the environment each one is made of; errors say so.
+        frame_stack: how many observations the agent sees as one; the policy stacks them.
+        check_finite: whether NaN and infinity in an observation are refused.
 
     Attributes:
-        agent: the agent.
+        agent, codec: see above.
         version: of the parameters.
         state: recurrent state after the last call, a tree of [B, ...]; `()` for an agent without one.
     """
 
-    def __init__(self, agent: Agent, params: NewestParams, seed: int = 0, frame_stack: int = 1) -> None:
-        self._frame_stack = frame_stack
-        self.agent, self.version = agent, params.version
+    def __init__(
+        self,
+        agent: Agent,
+        codec: Codec,
+        params: NewestParams,
+        seed: int = 0,
+        frame_stack: int = 1,
+        check_finite: bool = True,
+    ) -> None:
+        self.agent, self.codec, self.version = agent, codec, params.version
+        self._codec_of_pool = Codec.of_specs(agent.observation_spec, agent.action_spec)
+        self._frame_stack, self._check_finite = frame_stack, check_finite
+        self._stack: FrameStack | None = None
         self.state: AgentState = ()
         self._inferencers = {
             greedy: Inferencer(InferencerConfig(sync_interval=_NEVER, greedy=greedy, seed=seed), agent, params)
@@ -71,59 +83,72 @@ class TrainedPolicy:
         """Act on one observation, or on a batch of them: one of each environment.
 
         Args:
-            observation: as the environment gives it, [...], or [B, ...] of B environments that are in step. Casts that
-                keep the kind of number are allowed.
+            observation: as the environment gives it, [...], or [B, ...] of B environments that are in step. Or a
+                `TimeStep` of a dm_env environment, or of a pool of rlframe's, which says which episodes begin.
             state: recurrent state to act in, [B, ...]; None: what the call before led to.
             greedy: whether to act without exploring.
 
         Returns:
-            The action, [...] or [B, ...], as the environment takes it.
+            The action, [...] or [B, ...], as the environment takes it; of a pool's TimeStep, as the pool takes it.
 
         Raises:
-            UsageError: the observation is not what the agent was trained on, or of another number of environments.
+            UsageError: the observation is not in the space that the agent was trained in, or of another number of
+                environments.
         """
-        batch, is_single = self._batch(observation)
-        size = len(jax.tree.leaves(batch)[0])
+        codec, begins = self.codec, None
+        if isinstance(observation, dm_env.TimeStep):
+            codec = self._codec_of_pool if np.ndim(observation.step_type) else codec
+            begins, observation = np.atleast_1d(observation.step_type) == FIRST, observation.observation
+        leaves, is_single = self._encoded(codec, observation)
+        size = len(leaves[0])
         inferencer = self._inferencers[greedy]
         initial = inferencer.initial_state(size)
         if not len(self._env_ids):
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(size))
             self._begins, self.state = np.ones(size, bool), initial
+            if self._frame_stack > 1:
+                self._stack = FrameStack(self._frame_stack, self.codec.observation_spec, size)
         elif size != len(self._env_ids):
             raise UsageError(
                 f"The policy acts in {len(self._env_ids)} environments, got observations of {size}: call reset() first."
             )
-        step_type = np.where(self._begins, FIRST, MID)
-        timestep = TimeStep(step_type, np.zeros(size, np.float32), np.ones(size, np.float32), batch)
+        step_type = np.where(self._begins if begins is None else self._begins | begins, FIRST, MID)
+        zeros = np.zeros(size, np.float32)
+        timestep = TimeStep(step_type, zeros, zeros + 1, codec.layout.unflatten(leaves))
+        if self._stack is not None and codec is self.codec:
+            timestep = self._stack(timestep)
         before = zero_at_first(timestep, self.state, initial) if state is None else state
         output, self.state = inferencer.inference(self._env_ids, timestep, before)
         self._begins = np.zeros(size, bool)
-        return jax.tree.map(lambda leaf: leaf[0], output.action) if is_single else output.action
+        action = codec.action.decode(np.asarray(output.action))
+        return action[0] if is_single else action
 
-    def _batch(self, observation: Tree) -> tuple[Tree, bool]:
-        """(the observation as [B, ...] in the dtypes of its spec, whether it was a single one)."""
-        specs, structure = jax.tree.flatten(self.agent.observation_spec)
-        if jax.tree.structure(observation) != structure:
+    def _encoded(self, codec: Codec, observation: Tree) -> tuple[list[np.ndarray], bool]:
+        """(the leaves of an observation as [B, ...], whether it was a single one)."""
+        is_single = True
+        try:
+            first, leaf = codec.layout.flatten(observation)[0], codec.leaves[0]
+            with contextlib.suppress(ValueError):  # of a list whose rows differ, which `encode` refuses
+                is_single = np.ndim(first) <= len(leaf.spec.shape)
+            encoded = codec.encode(observation, is_batch=not is_single)
+            leaves = [np.asarray(value, leaf.spec.dtype) for value, leaf in zip(encoded, codec.leaves, strict=True)]
+            if self._check_finite:
+                for leaf, value in zip(codec.leaves, leaves, strict=True):
+                    leaf.check_finite(value)
+        except MisfitError as error:
+            if error.place is not None:
+                raise
             raise UsageError(
-                f"The agent was trained on observations like {self.agent.observation_spec}, got {observation!r}."
+                f"{error} The policy takes one observation of its environment, or a batch of them."
+            ) from error
+        if is_single:
+            return [leaf[None] for leaf in leaves], True
+        if len({len(leaf) for leaf in leaves}) > 1 or not len(leaves[0]):
+            raise UsageError(
+                f"The leaves of the observation are batches of {[len(leaf) for leaf in leaves]}: "
+                "expected the same number of environments, at least 1."
             )
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(observation)]
-        is_single = all(leaf.shape == spec.shape for leaf, spec in zip(leaves, specs))
-        size = leaves[0].shape[:1]
-        for leaf, spec in zip(leaves, specs):
-            fits = is_single or (size and leaf.shape == (*size, *spec.shape))
-            if not fits or not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
-                stacked = (
-                    f" Each holds the environment's newest {self._frame_stack}: step a "
-                    f"SyncEnv(..., frame_stack={self._frame_stack}), which stacks them."
-                )
-                raise UsageError(
-                    f"The agent was trained on observations ({spec.name}) of {spec.dtype} and shape {spec.shape}, one "
-                    f"or a batch of them; got {leaf.dtype} and shape {leaf.shape}."
-                    + (stacked if self._frame_stack > 1 else "")
-                )
-        leaves = [leaf.astype(spec.dtype, copy=False) for leaf, spec in zip(leaves, specs)]
-        return structure.unflatten([leaf[None] for leaf in leaves] if is_single else leaves), is_single
+        return leaves, False
 
 
 def load(run_dir: str | os.PathLike[str], checkpoint: int | None = None) -> TrainedPolicy:
@@ -137,66 +162,20 @@ def load(run_dir: str | os.PathLike[str], checkpoint: int | None = None) -> Trai
         UsageError: there is no run in the directory, or it is of a language model; or its agent's file has gone.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    agent, params, experiment = _trained(run_dir, checkpoint)
-    return TrainedPolicy(agent, params, experiment.seed, getattr(experiment.topology, "frame_stack", 1))
+    agent, codec, params, experiment = trained(run_dir, checkpoint)
+    config = experiment.topology
+    return TrainedPolicy(
+        agent, codec, params, experiment.seed, config.frame_stack, check_finite=config.check_finite is not False
+    )
 
 
-def _trained(run_dir: str | os.PathLike[str], checkpoint: int | None) -> tuple[Agent, NewestParams, Experiment]:
+def trained(run_dir: str | os.PathLike[str], checkpoint: int | None) -> tuple[Agent, Codec, NewestParams, Experiment]:
+    """Read an agent, the codec of its environments and its parameters from a checkpoint; arguments as for `load`."""
     directory, experiment = open_run(run_dir)
     checkpointer = Checkpointer(directory.checkpoints)
     try:
-        specs = checkpointer.extras(checkpoint)["specs"]
+        codec = checkpointer.extras(checkpoint)["codec"]
     finally:
         checkpointer.close()
-    agent = make_agent(experiment, *specs)
-    return agent, restored(agent, directory, checkpoint), experiment
-
-
-def export(
-    run_dir: str | os.PathLike[str], file: str | os.PathLike[str], checkpoint: int | None = None
-) -> pathlib.Path:
-    """Write what a run has learned as StableHLO, its parameters with it, to be run by JAX alone, or other tools.
-
-    `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` gives (action, state), for any
-    number B of environments: observation [B, ...]; begins [B] bool, where an episode begins; state, a list of [B, ...]
-    as the call before gave it, of any values where an episode begins (`[]` for an agent without one); seed [] uint32,
-    another in each call, of agents that draw random numbers. It acts without exploring.
-
-    Args:
-        run_dir, checkpoint: as for `load`.
-        file: what is written.
-
-    Returns:
-        The file's path.
-
-    Raises:
-        UsageError, CheckpointError: as `load`.
-    """
-    from jax import export as jax_export
-
-    path = pathlib.Path(file).absolute()
-    agent, source, _ = _trained(run_dir, checkpoint)
-    _, params = source.get_params()
-    initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, agent.initial_state(1)))
-
-    def act(observation: Tree, begins: Any, kept: list[Any], seed: Any) -> tuple[Tree, list[Any]]:
-        size = begins.shape[0]
-
-        def choose(fresh: np.ndarray, leaf: jax.Array) -> jax.Array:
-            return jnp.where(begins.reshape((size,) + (1,) * (leaf.ndim - 1)), jnp.asarray(fresh), leaf)
-
-        zeros = jnp.zeros(size, jnp.float32)
-        timestep = TimeStep(jnp.where(begins, FIRST, MID), zeros, zeros + 1, observation)
-        state = structure.unflatten(map(choose, initial, kept))
-        output, state = agent.eval_step(jax.random.PRNGKey(seed), params, timestep, state)
-        return output.action, jax.tree.leaves(state)
-
-    (size,) = jax_export.symbolic_shape("B")
-    observation = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), agent.observation_spec
-    )
-    state = [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for leaf in initial]
-    begins, seed = jax.ShapeDtypeStruct((size,), bool), jax.ShapeDtypeStruct((), np.uint32)
-    exported = jax_export.export(jax.jit(act), platforms=("cpu", "cuda", "tpu"))(observation, begins, state, seed)
-    write_atomically(path, bytes(exported.serialize()))
-    return path
+    agent = make_agent(experiment, codec)
+    return agent, codec, restored(agent, directory, checkpoint), experiment

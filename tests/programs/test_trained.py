@@ -207,7 +207,7 @@ def test_one_observation_and_a_batch_of_it_give_the_same_action(run):
     spec = policy.agent.observation_spec
     observations = np.random.default_rng(0).integers(0, 100, (5, *spec.shape)).astype(spec.dtype)
     batch = policy.act(observations)
-    assert batch.shape == (5,) and batch.dtype == policy.agent.action_spec.dtype
+    assert batch.shape == (5,) and batch.dtype == policy.codec.action.dtype == np.int64
     for observation, action in zip(observations, batch):
         policy.reset()
         single = policy.act(observation)
@@ -215,9 +215,9 @@ def test_one_observation_and_a_batch_of_it_give_the_same_action(run):
     with pytest.raises(UsageError, match="acts in 1 environments, got observations of 5: call reset"):
         policy.act(observations)
     policy.reset()
-    with pytest.raises(UsageError, match=rf"of {spec.dtype} and shape .*one or a batch of them; got .* \(7,\)"):
+    with pytest.raises(UsageError, match=r"must be .* of shape .*, got .* of shape \(7,\).*or a batch"):
         policy.act(np.zeros(7, spec.dtype))
-    with pytest.raises(UsageError, match="was trained on observations like"):
+    with pytest.raises(UsageError, match="'observation' must be .*, got "):
         policy.act({"position": observations})
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-import pytest
-
 import rlframe
-from rlframe.errors import UsageError
 from rlframe.programs import evaluate, load_experiment, train
 from tests.programs.test_single_process import assert_same_arrays, dqn
 
@@ -21,8 +17,14 @@ def test_wrappers_are_kept_with_the_run_and_returns_are_of_true_rewards(tmp_path
     train(described, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
     train(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
-    with pytest.raises(UsageError, match=r"newest 3: step a SyncEnv\(..., frame_stack=3\), which stacks them"):
-        rlframe.load(tmp_path / "whole").act(np.zeros(4, np.float32))
+    # One policy stacks the frames itself, the other acts on what a pool has stacked.
+    single, batched = rlframe.load(tmp_path / "whole"), rlframe.load(tmp_path / "whole")
+    with rlframe.SyncEnv("gymnasium:CartPole-v1", 1, frame_stack=3) as pool:
+        timestep = pool.reset()
+        for _ in range(9):
+            action = batched.act(timestep)
+            assert single.act(timestep.observation[0, -1]) == action[0]
+            timestep = pool.step(action)
     evaluated = evaluate(tmp_path / "parts", episodes=2)
     assert evaluated["return_mean"] == whole.return_mean
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]

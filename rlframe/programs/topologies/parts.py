@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -10,6 +11,8 @@ from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
 from rlframe.engines import Engine
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
+from rlframe.envs.codec import Codec
+from rlframe.envs.wrappers import stacked_spec
 from rlframe.errors import UsageError
 from rlframe.inferencers import InferencerConfig
 from rlframe.learners import LearnerConfig
@@ -70,27 +73,35 @@ def actor_options(run: Run) -> dict[str, Any]:
 # --- agent, inferencer, learner
 
 
-def make_agent(experiment: Experiment, observation_spec: Any = None, action_spec: Any = None) -> Agent:
+def read_codec(experiment: Experiment) -> Codec | None:
+    """Read the codec of an experiment's environments from one that is opened and closed; None if there are none."""
+    agent_cls: Any = naming.agent_class(experiment.agent)
+    if agent_cls.learns_from != "steps":
+        return None
+    seed = env_seed(experiment.seed, 0, 0)
+    with contextlib.closing(make_pool(experiment.synchronous, 1, experiment.env_kwargs, seed)) as pool:
+        return pool.codec
+
+
+def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
     """The agent of an experiment, its schedules set to end where the experiment does.
 
     Args:
         experiment: the experiment.
-        observation_spec: of its environments; None: they are read from one that is opened and closed.
-        action_spec: the same.
+        codec: of its environments; None: read from one that is opened and closed.
     """
     agent_cls: Any = naming.agent_class(experiment.agent)
     config, topology = experiment.agent_config, experiment.topology
     if agent_cls.learns_from != "steps":
         return agent_cls(config)
-    if observation_spec is None:
-        pool = make_pool(experiment.synchronous, 1, experiment.env_kwargs, env_seed(experiment.seed, 0, 0))
-        observation_spec, action_spec = pool.observation_spec, pool.action_spec
-        pool.close()
+    codec = codec or read_codec(experiment)
+    assert codec is not None
+    observation_spec = stacked_spec(codec.observation_spec, topology.frame_stack)
     net_factory = naming.network_factory(topology.network, topology.network_config)
     networks = {} if net_factory is None else {"net_factory": net_factory}
 
     def make(cfg: Any) -> Agent:
-        agent = agent_cls(cfg, observation_spec, action_spec, **networks)
+        agent = agent_cls(cfg, observation_spec, codec.action_spec, **networks)
         if topology.async_envs:
             check_learns_from_async(experiment.agent, agent.replay_spec)
         return agent
@@ -138,6 +149,7 @@ def learner_config(run: Run) -> LearnerConfig:
         checkpoint_every=max(1, updates),
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,  # after its restart, and in a resumed run
+        codec=run.codec,
     )
 
 

@@ -1,0 +1,120 @@
+"""`rlframe.export`: a policy that was trained, as a file for other tools."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.envs.codec import ActionLeaf, ObservationLeaf
+from rlframe.envs.spaces import canonical_dtype
+from rlframe.envs.wrappers import joined
+from rlframe.errors import UsageError
+from rlframe.interprocess.files import write_atomically
+from rlframe.programs.trained import trained
+from rlframe.types import FIRST, MID, TimeStep, Tree
+
+
+def export(
+    run_dir: str | os.PathLike[str], file: str | os.PathLike[str], checkpoint: int | None = None
+) -> pathlib.Path:
+    """Write what a run has learned as StableHLO, its parameters with it, to be run by JAX alone, or other tools.
+
+    `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` gives (action, state), for any
+    number B of environments. It acts without exploring.
+
+    observation: [B, ...] as the environments give it, of at most 32 bits; dicts and tuples as in the space.
+    begins: [B] bool, where an episode begins.
+    state: a list of [B, ...] as the call before gave it, of any values where an episode begins (`[]` for an agent
+        without recurrent state whose frames are not stacked).
+    seed: [] uint32, another in each call, of agents that draw random numbers.
+    action: [B, ...] as the environments take it, of at most 32 bits. Where an observation is not in its space, NaN or
+        the least integer, which no environment takes: a compiled function raises no error.
+
+    Args:
+        run_dir, checkpoint: as for `load`.
+        file: what is written.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        UsageError, CheckpointError: as `load`; or a space starts beyond int32.
+    """
+    from jax import export as jax_export
+
+    path = pathlib.Path(file).absolute()  # before an environment may change the working directory
+    agent, codec, source, experiment = trained(run_dir, checkpoint)
+    _, params = source.get_params()
+    count, check_finite = experiment.topology.frame_stack, experiment.topology.check_finite is not False
+    _check_starts([*codec.leaves, codec.action])
+    initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, agent.initial_state(1)))
+    shapes = [(count, *leaf.spec.shape) for leaf in codec.leaves] if count > 1 else []
+    frames = [np.zeros((1, *shape), leaf.spec.dtype) for shape, leaf in zip(shapes, codec.leaves)]
+
+    def act(observation: Tree, begins: Any, kept: list[Any], seed: Any) -> tuple[Tree, list[Any]]:
+        size = begins.shape[0]
+
+        def choose(fresh: Any, leaf: jax.Array) -> jax.Array:
+            return jnp.where(begins.reshape((size,) + (1,) * (leaf.ndim - 1)), jnp.asarray(fresh), leaf)
+
+        values = codec.layout.flatten(observation)
+        leaves, fits = zip(*(_encode(leaf, value, check_finite) for leaf, value in zip(codec.leaves, values)))
+        rows = [
+            choose(new[:, None], jnp.concatenate([old[:, 1:], new[:, None]], axis=1))
+            for old, new in zip(kept[: len(frames)], leaves)
+        ]
+        seen = codec.layout.unflatten([joined(row) for row in rows] if frames else list(leaves))
+        zeros = jnp.zeros(size, jnp.float32)
+        timestep = TimeStep(jnp.where(begins, FIRST, MID), zeros, zeros + 1, seen)
+        state = structure.unflatten(map(choose, initial, kept[len(frames) :]))
+        output, state = agent.eval_step(jax.random.PRNGKey(seed), params, timestep, state)
+        action = _decode(codec.action, output.action, jnp.all(jnp.stack(fits), axis=0))
+        return action, [*rows, *jax.tree.leaves(state)]
+
+    (size,) = jax_export.symbolic_shape("B")
+    inputs = [
+        jax.ShapeDtypeStruct((size, *leaf.spec.shape), leaf.spec.dtype if leaf.is_plain else np.int32)
+        for leaf in codec.leaves
+    ]
+    observation = codec.layout.unflatten(inputs)
+    state = [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for leaf in (*frames, *initial)]
+    begins, seed = jax.ShapeDtypeStruct((size,), bool), jax.ShapeDtypeStruct((), np.uint32)
+    exported = jax_export.export(jax.jit(act), platforms=("cpu", "cuda", "tpu"))(observation, begins, state, seed)
+    write_atomically(path, bytes(exported.serialize()))
+    return path
+
+
+def _check_starts(leaves: list[Any]) -> None:
+    limits = np.iinfo(np.int32)
+    for leaf in leaves:
+        start, count = np.asarray(leaf.start), np.asarray(getattr(leaf.spec, "num_values", 1))
+        if np.any(start < limits.min) or np.any(start + (count - 1) > limits.max):
+            raise UsageError(
+                f"The space of {leaf.spec.name!r} starts at {start}, and JAX computes with int32: the policy cannot be "
+                "exported. `rlframe.load` acts in it."
+            )
+
+
+def _encode(leaf: ObservationLeaf, value: jax.Array, check_finite: bool) -> tuple[jax.Array, jax.Array]:
+    """As `ObservationLeaf.encode` of a batch: (the encoded values, [B] whether they are in the space)."""
+    fits = jnp.isfinite(value) if check_finite else jnp.ones_like(value, bool)
+    if not leaf.is_plain:
+        value = value - leaf.first.astype(np.int32)
+        fits = (value >= 0) & (value < leaf.num_values.astype(np.int32))
+    return value.astype(leaf.spec.dtype), jnp.all(fits, axis=tuple(range(1, fits.ndim)))
+
+
+def _decode(leaf: ActionLeaf, action: jax.Array, fits: jax.Array) -> jax.Array:
+    """As `ActionLeaf.decode`, in at most 32 bits; NaN or the least integer where the observation did not fit."""
+    spec: Any = leaf.spec
+    dtype: Any = np.dtype(np.float16) if leaf.dtype == np.float16 else canonical_dtype(leaf.dtype)
+    if leaf.bounds is not None:
+        action = jnp.clip(action, spec.minimum, spec.maximum)
+    action = (action + np.asarray(leaf.start).astype(spec.dtype)).astype(dtype)
+    none = np.nan if dtype.kind == "f" else np.iinfo(dtype).max if dtype.kind == "u" else np.iinfo(dtype).min
+    return jnp.where(fits.reshape(-1, *[1] * (action.ndim - 1)), action, np.asarray(none, dtype))
