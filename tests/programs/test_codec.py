@@ -90,7 +90,8 @@ def trained(folder, observation_space, action_space, **options):
     file = folder / "strict.py"
     file.write_text(ENVIRONMENT)
     rlframe.train("ppo", f"{file}:Strict", run_dir=folder / "run", steps=16, num_envs=2, preset="none", quiet=True,
-                  unroll_length=4, num_epochs=1, num_minibatches=2, eval_episodes=1, network="mlp", network_config=MLPConfig((8,)),
+                  unroll_length=4, num_epochs=1, num_minibatches=2,
+                  eval_episodes=1, network="mlp", network_config=MLPConfig((8,)),
                   **options)  # fmt: skip
     names: dict = {"__file__": str(file)}
     exec(ENVIRONMENT, names)
