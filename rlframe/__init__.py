@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -40,3 +41,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if "launchpad.launch.worker_manager" in sys.modules:
+    from rlframe.interprocess.launchpad_node import start_guard_in_node
+
+    start_guard_in_node()

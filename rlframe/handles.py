@@ -269,11 +269,21 @@ class Poll:
         return answer
 
 
-def _dereference(target: Any, name: str) -> Any:
+def refuse_node(target: Any, name: str) -> None:
+    """Raise `UsageError` for a Launchpad node, or a list with one, in the place of its handle."""
+    for one in target if type(target) in (list, tuple) else [target]:
+        _refuse_node(one, name)
+
+
+def _refuse_node(target: Any, name: str) -> None:
     if extras.is_instance(target, "launchpad.nodes.base", "Node"):
         raise UsageError(
             f"A {type(target).__name__} was given as the {name}: give the handle that program.add_node(node) returns."
         )
+
+
+def _dereference(target: Any, name: str) -> Any:
+    _refuse_node(target, name)
     is_handle = extras.is_instance(target, "launchpad.nodes.dereference", "Dereferenceable")
     return target.dereference() if is_handle else target
 

@@ -38,7 +38,8 @@ class Actor:
             and the others while that one does not answer.
         replay_buffer: a `ReplayWriter`, or anything with `add(env_ids, step)` alone; a handle to it; or a
             `reverb.Client`, for which the inferencer's `specs()` say what the items are.
-        rank: which actor this is, from 0; None claims the next free rank of the buffer.
+        rank: which actor this is, from 0; None claims the next free rank of the buffer. A buffer that has only `add`
+            hands out no ranks: then each of several Actors needs a rank, and so does one in a node of a program.
         seed: of the whole run.
         num_pools: how many pools to build. With two synchronous ones, `run()` steps one while an inferencer in
             another process answers for the other.

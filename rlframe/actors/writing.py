@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
+import weakref
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,12 @@ def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
     """(what to add to, rank, incarnation) for an Actor.
 
     Args:
-        replay_buffer: a writer of a replay, a handle to one, or anything with `add` alone: then the Actor's rank is its
-            own, 0 unless it was told another.
-        rank: that is asked for; None: any.
+        replay_buffer: a writer of a replay, a handle to one, or anything with `add` alone, which hands out no ranks.
+        rank: the rank to claim; None: any. With `add` alone, None means rank 0, for the only Actor of a process that is
+            no node of a program.
 
     Raises:
-        UsageError: it has no `add`.
+        UsageError: it has no `add`, or it has `add` alone and other Actors may have the same rank.
     """
     if not isinstance(replay_buffer, handles.Remote) and not callable(getattr(replay_buffer, "add", None)):
         raise UsageError(
@@ -34,7 +36,37 @@ def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
             return (replay_buffer, *replay_buffer.claim_rank(rank=rank))
         except NoMethodError:
             pass
-    return OnlyAdds(replay_buffer), rank or 0, 0
+    if rank is None and (isinstance(replay_buffer, handles.Remote) or handles.program_stop() is not None):
+        raise UsageError(
+            "The replay buffer has add() but no claim_rank(), so it hands out no ranks. An Actor without a rank would "
+            "be rank 0, like the Actors of other processes: all would have the same seeds and collect the same "
+            "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1)."
+        )
+    return (OnlyAdds(replay_buffer), *_claim_here(replay_buffer, rank))
+
+
+# Of the objects in this process that have `add` alone, by id: a reference to each, and how often each rank was claimed.
+_claims: dict[int, tuple[Any, collections.Counter[int | None]]] = {}
+
+
+def _claim_here(target: Any, rank: int | None) -> tuple[int, int]:
+    """(rank, incarnation) for an Actor of this process. A rank that is claimed again gets the next incarnation."""
+    key = id(target)
+    if key not in _claims:
+        try:
+            reference: Any = weakref.ref(target, lambda _: _claims.pop(key, None))
+        except TypeError:  # it cannot be referred to weakly: keep it, so that no other object gets its id
+            reference = target
+        _claims[key] = reference, collections.Counter()
+    claims = _claims[key][1]
+    if (rank is None and claims) or (rank == 0 and None in claims):
+        raise UsageError(
+            f"Another Actor in this process adds to the same {type(target).__name__}, which has no claim_rank() to "
+            "hand out ranks. Both would be rank 0, with the same seeds, and collect the same experience. Give each "
+            "Actor its own rank: Actor(..., rank=0), Actor(..., rank=1)."
+        )
+    claims[rank] += 1
+    return rank or 0, claims[rank] - 1
 
 
 class OnlyAdds:

@@ -59,9 +59,13 @@ class Inferencer:
         agent: the `Agent` that acts.
         learner: a `ParamSource` (a Learner, a policy of a param store), or a handle to a node that is one, which is
             looked up at the first call.
+
+    Raises:
+        UsageError: `learner` is a Launchpad node and not its handle.
     """
 
     def __init__(self, cfg: InferencerConfig, agent: Agent, learner: ParamSource | Any) -> None:
+        handles.refuse_node(learner, "learner")  # now: it may be made in the launcher, and is used in another process
         self._cfg = cfg
         self._agent = agent
         self._learner_or_handle = learner

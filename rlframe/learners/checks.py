@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,3 +56,13 @@ def check_published(params: Tree, step: int, last_good: Callable[[], str]) -> No
 @jax.jit
 def _are_finite(params: Tree) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
+
+
+def not_a_batch(*given: Any) -> UsageError:
+    """The error for arguments of `Learner.step` that are no batch."""
+    names = ", ".join(type(each).__name__ for each in given)
+    return UsageError(
+        f"Learner.step expects one argument, a Batch as replay_buffer.sample() returns it, or None; got ({names}). The "
+        "Learner holds its parameters and state itself: learner.step(batch). The pure function of them is "
+        "agent.learner_step(params, learner_state, batch)."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,8 +15,8 @@ from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
-from rlframe.learners.checks import check_are_numbers, check_loss, check_params, check_published
-from rlframe.learners.config import LearnerConfig
+from rlframe.learners.checks import check_are_numbers, check_loss, check_params, check_published, not_a_batch
+from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.freed_memory import keep_freed_memory
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
@@ -120,7 +120,7 @@ class Learner:
         """The version that `get_params` gives now."""
         return self._publication.version
 
-    def step(self, batch: Batch | None) -> Logs | None:
+    def step(self, batch: Batch | None, *others: Any) -> Logs | None:
         """One update from `batch`; does nothing and returns None where there is none.
 
         Returns:
@@ -130,8 +130,10 @@ class Learner:
 
         Raises:
             NonFiniteLossError: the loss of the update before this one was NaN or infinite.
-            UsageError: the agent logs something that is no number.
+            UsageError: the agent logs something that is no number, or the argument is no batch.
         """
+        if others or not (batch is None or isinstance(batch, Batch)):
+            raise not_a_batch(batch, *others)
         if batch is None or self._staleness.refuses(batch.params_version, self.params_version):
             return None
         with self._update_lock, COMPUTING:
@@ -186,11 +188,11 @@ class Learner:
 
     def _learn_from_dataset(self) -> None:
         self._staleness.forget(self.params_version)
-        make_dataset = self._needed("make_dataset", "run() takes batches from it")
-        self._dataset = dataset = make_dataset(**self._cfg.data.options_of(make_dataset))
+        dataset = self._make_dataset(self._cfg.data)
         # Before there was a dataset that they could close; or this learner was resumed from its last checkpoint.
         if self._stop.is_set() or self._finish.is_set() or self._is_done:
-            dataset.close()
+            self._close_dataset()
+            return
         try:
             for batch in dataset:
                 if self._stop.is_set() or self._finish.is_set():
@@ -205,7 +207,21 @@ class Learner:
                 if self._is_done:
                     break
         finally:
-            dataset.close()
+            self._close_dataset()
+
+    def _make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
+        """Return the batches that `run()` learns from. Override it to change, filter or mix them.
+
+        `stop()` closes the dataset that this method makes, which ends the wait for a batch: build on
+        `super()._make_dataset(data_cfg)`, and the override ends with it.
+        """
+        make_dataset = self._needed("make_dataset", "run() takes batches from it")
+        self._dataset = make_dataset(**data_cfg.options_of(make_dataset))
+        return self._dataset
+
+    def _close_dataset(self) -> None:
+        if self._dataset is not None:
+            self._dataset.close()
 
     def _needed(self, method: str, why: str) -> Callable[..., Any]:
         """A method of the replay buffer."""
@@ -231,8 +247,7 @@ class Learner:
     def finish(self) -> None:
         """Ends learning and saves, while `get_params` goes on answering until `stop()`. Any thread may call it."""
         self._finish.set()
-        if self._dataset is not None:
-            self._dataset.close()
+        self._close_dataset()
 
     def stats(self) -> dict[str, Any]:
         """How far `run()` is: learner_steps, params_version, `finished`, the newest logs, the replay's counters.
@@ -248,8 +263,7 @@ class Learner:
     def stop(self) -> None:
         """Ends `run()` after the update under way, or while that waits for the replay. Any thread may call it."""
         self._stop.set()
-        if self._dataset is not None:
-            self._dataset.close()
+        self._close_dataset()
         if self._owns_buffer:
             self._replay_buffer.close()
 

@@ -81,6 +81,18 @@ def step_layouts(step_spec: StepSpec) -> dict[str, TreeLayout]:
     return {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
 
 
+def check_added(env_ids: np.ndarray, step: Step) -> None:
+    """Raise `UsageError` unless these are the two arguments of `add`, by their types."""
+    if isinstance(env_ids, np.ndarray) and isinstance(step, Step):
+        return
+    raise UsageError(
+        "add() expects (env_ids, step): global ids as an int64 array (rlframe.types.global_env_ids) and a "
+        "rlframe.types.Step(timestep, agent_output, agent_state, params_version, next_timestep), so after the "
+        f"environments have answered. Got ({type(env_ids).__name__}, {type(step).__name__}). An Actor does this: "
+        "Actor(env_builder, inferencer, replay_buffer).step()."
+    )
+
+
 def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:
     """Raises `UsageError` unless `step` is one of `batch` environments, as the agent's `step_spec` says."""
     scalars = {"step_type": np.uint8, "reward": np.float32, "discount": np.float32}

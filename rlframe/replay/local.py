@@ -12,6 +12,7 @@ import numpy as np
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import checkpoint, steps
 from rlframe.replay.base import STATS, Draw, KeyedReplayBuffer, check_keys, override, replace_gone
+from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, WriterState
 from rlframe.replay.steps import StepStore, Writers
 from rlframe.replay.timeline import Fragments
@@ -86,6 +87,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             self.open_segment(rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
+        check_added(env_ids, step)
         with self._lock:
             writer, envs = self._writers.find(env_ids)
             self._store.add(writer, envs, step)

@@ -14,6 +14,7 @@ from rlframe.interprocess.memory import Name
 from rlframe.interprocess.processes import this_process
 from rlframe.replay import block, segments, steps
 from rlframe.replay.block import Block
+from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, samples_of_rounds
 from rlframe.replay.segments import SegmentWriter
 from rlframe.replay.steps import Writers
@@ -138,6 +139,7 @@ class SharedWriters:
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Adds one step of the environments `env_ids`, once there is room."""
+        check_added(env_ids, step)
         writer, envs = self._writers.find(env_ids)
         segment = self._segments[writer.rank]
         if self._waits_for_room and self.waits:

@@ -194,9 +194,15 @@ class OnlyAddsData(OnlyAdds):
 def test_nodes_that_have_only_inference_and_only_add_will_do(make):
     addresses, buffer = [free_address(), free_address()], make()
     with serving(OnlyInference(), addresses[0]), serving(buffer, addresses[1]):
-        actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), *map(client, addresses))
+        actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), *map(client, addresses), rank=3)
         for _ in range(4):
             actor.step()
-        assert (actor.rank, actor.env_steps) == (0, 6)
+        assert (actor.rank, actor.env_steps) == (3, 6)
         assert buffer.rewards[:4] == [2.0, 2.0, 2.0, 0.0]
         actor.close()
+
+
+def test_behind_a_handle_without_claim_rank_an_actor_needs_a_rank():
+    address = free_address()
+    with serving(OnlyAdds(), address), pytest.raises(UsageError, match=r"no claim_rank\(\).*Actor\(\.\.\., rank=0\)"):
+        Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), OnlyInference(), client(address))

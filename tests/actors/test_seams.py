@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import jax
 import numpy as np
 import pytest
 
+from rlframe import program_end
 from rlframe.actors import Actor, Evaluator
 from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.trees import zero_timestep
@@ -48,6 +50,18 @@ class AddsData:
 
     def add(self, data):
         self.added.append(data)
+
+
+class ListThatAdds(list):
+    def add(self, env_ids, step):
+        self.append((env_ids, step))
+
+
+class WithoutReferences:
+    __slots__ = ()
+
+    def add(self, env_ids, step):
+        pass
 
 
 @pytest.mark.parametrize(("inferencer", "version"), [(OnlyInference(), -1), (WithState(), 7)])
@@ -160,3 +174,30 @@ def test_a_reverb_node_of_the_buffer_itself_says_what_to_write():
 def test_an_inferencer_says_what_its_learner_lacks(learner):
     with pytest.raises(UsageError, match=r"it needs get_params\(known_version\)"):
         Inferencer(InferencerConfig(), counting_agent(), learner).refresh()
+
+
+@pytest.mark.parametrize("make", [Adds, AddsData, ListThatAdds, WithoutReferences])
+def test_a_second_actor_without_a_rank_is_refused_where_the_buffer_gives_none(make):
+    buffer = make()
+    first = Actor(CountingEnv(), OnlyInference(), buffer)
+    for rank in (None, 0):
+        with pytest.raises(UsageError, match=rf"same {make.__name__}, .*no claim_rank\(\).*rank=0\), Actor"):
+            Actor(CountingEnv(), OnlyInference(), buffer, rank)
+    assert Actor(CountingEnv(), OnlyInference(), buffer, rank=1).rank == 1
+    assert Actor(CountingEnv(), OnlyInference(), make()).rank == first.rank == 0
+
+
+def test_a_rank_that_is_claimed_again_gets_the_next_incarnation_where_the_buffer_gives_none():
+    buffer = Adds()
+    actors = [Actor(CountingEnv(), OnlyInference(), buffer, rank) for rank in (0, 1, 0)]
+    assert [(actor.rank, actor.incarnation) for actor in actors] == [(0, 0), (1, 0), (0, 1)]
+    with pytest.raises(UsageError, match="no claim_rank"):
+        Actor(CountingEnv(), OnlyInference(), buffer)
+
+
+def test_in_a_node_of_a_program_an_actor_needs_a_rank_where_the_buffer_gives_none(monkeypatch):
+    # Each node has a copy of the buffer, so none sees the Actors of the others.
+    monkeypatch.setattr(program_end, "_program", program_end._Program(threading.Event(), lambda: None))
+    with pytest.raises(UsageError, match="no claim_rank"):
+        Actor(CountingEnv(), OnlyInference(), Adds())
+    assert Actor(CountingEnv(), OnlyInference(), Adds(), rank=0).rank == 0

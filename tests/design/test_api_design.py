@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -344,3 +345,58 @@ def test_an_env_builder_may_give_remote_environments_of_either_kind():
             env.send(env_ids, np.zeros(1, np.int32))
             assert env_ids.shape == (1,) and timestep.observation.shape == (1, 4)
         node.stop()
+
+
+def test_learner_step_as_the_document_writes_it_is_refused_with_the_form_here():
+    env, agent = pool_and_agent()
+    learner = Learner(LearnerConfig(), agent, ReplayBuffer(agent))
+    params = agent.initial_params(jax.random.PRNGKey(0))
+    with pytest.raises(UsageError, match=r"learner.step\(batch\).*agent.learner_step\(params, learner_state, batch\)"):
+        learner.step(params, agent.initial_learner_state(params), None)
+    learner.close()
+    env.close()
+
+
+def test_replay_buffer_add_as_the_document_writes_it_is_refused_with_the_form_here():
+    env, agent = pool_and_agent()
+    replay_buffer = ReplayBuffer(agent)
+    replay_buffer.claim_rank(4)
+    with pytest.raises(UsageError, match=r"add\(\) expects \(env_ids, step\)"):
+        replay_buffer.add(np.arange(4), env.reset())
+    env.close()
+
+
+def test_a_learner_makes_its_dataset_from_its_data_cfg():
+    assert list(inspect.signature(Learner._make_dataset).parameters) == ["self", "data_cfg"]
+
+
+def test_two_actors_without_a_rank_on_a_buffer_that_has_add_alone_are_refused():
+    class Local:
+        def add(self, data): ...
+
+    class Acts:
+        def inference(self, env_ids, timestep): ...
+
+    replay_buffer = Local()
+    actor = Actor(a_pool("loop"), Acts(), replay_buffer)
+    with pytest.raises(UsageError, match="Give each Actor its own rank"):
+        Actor(a_pool("loop"), Acts(), replay_buffer)
+    actor.close()
+
+
+def test_a_node_in_the_place_of_its_handle_is_refused_in_the_launcher():
+    needs("launchpad")
+    import launchpad as lp
+
+    env, agent = pool_and_agent()
+    learner = lp.CourierNode(Learner, LearnerConfig(), agent, ReplayBuffer(agent))
+    with pytest.raises(
+        UsageError, match=r"A CourierNode was given as the learner: give the handle that program.add_node"
+    ):
+        Inferencer(InferencerConfig(), agent, learner)
+    env.close()
+
+
+def pool_and_agent():
+    env = a_pool("loop")
+    return env, PPO(PPOConfig(), env.observation_spec, env.action_spec)

@@ -46,6 +46,15 @@ def test_a_step_without_a_batch_does_nothing():
     assert learner.learner_steps == 0 and learner.params_version == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [(({}, (), None), "dict, tuple, NoneType"), (({},), "dict"), ((lambda: None,), "function"), ((None, None), "None")],
+)
+def test_a_step_of_other_arguments_than_a_batch_is_refused_with_the_right_form(arguments, got):
+    with pytest.raises(UsageError, match=rf"got \({got}.*learner.step\(batch\).*agent.learner_step\(params"):
+        make().step(*arguments)
+
+
 def test_a_step_updates_the_parameters_and_publishes_a_new_version():
     learner = make()
     logs = learner.step(reward_batch([1, 1, 1, 1]))
@@ -256,6 +265,41 @@ def test_the_dataset_is_made_as_the_config_says():
     learner.close()
     with pytest.raises(UsageError, match="DataConfig.prefetch must be at least 1, got 0"):
         DataConfig(prefetch=0)
+
+
+def test_a_subclass_makes_its_own_dataset_and_a_stop_ends_it_while_it_waits():
+    class Twice(Learner):
+        def _make_dataset(self, data_cfg):
+            assert data_cfg == DataConfig(prefetch=3)
+            for batch in super()._make_dataset(data_cfg):
+                yield batch
+                yield batch
+
+    agent = counting_agent()
+    buffer = ReplayBuffer(agent)
+    learner = Twice(LearnerConfig(data=DataConfig(prefetch=3)), agent, buffer)
+    actor = Actor(SyncEnv(CountingEnv, 2, "loop"), Inferencer(InferencerConfig(), agent, learner), buffer)
+    thread = threading.Thread(target=learner.run)
+    thread.start()
+    while buffer.sample() is None:
+        actor.step()
+    wait_until(lambda: learner.learner_steps >= 2)
+    learner.stop()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    for each in (actor, learner):
+        each.close()
+
+
+def test_a_subclass_takes_its_batches_from_any_iterator():
+    class Own(Learner):
+        def _make_dataset(self, data_cfg):
+            return iter([reward_batch([1, 1, 1, 1])] * 3)
+
+    learner = Own(LearnerConfig(), counting_agent(), RecordingBuffer())
+    learner.run()
+    assert learner.learner_steps == 3
+    learner.close()
 
 
 # --- a learner that is started again

@@ -371,3 +371,14 @@ def test_a_leaf_that_is_not_what_the_spec_says_is_named(make: Any, leaf: str, sp
     with pytest.raises(UsageError, match=leaf):
         buffer.add(ids, step)
     assert buffer.size == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_step_is_refused_with_what_add_expects(make: Any, kind: str) -> None:
+    stream = StepStream(2)
+    buffer = make(kind, Transition(1), 4, 64)
+    buffer.claim_rank(2)
+    env_ids, step = stream.step()
+    for wrong in ((env_ids, step.timestep), (env_ids, [step.timestep, step.agent_output, ()]), (list(env_ids), step)):
+        with pytest.raises(UsageError, match=r"add\(\) expects \(env_ids, step\).*Step\(timestep, agent_output.*Got"):
+            buffer.add(*wrong)

@@ -13,6 +13,7 @@ import numpy as np
 from rlframe.errors import StoppedError, UsageError
 from rlframe.replay.assembler import ItemAssembler
 from rlframe.replay.base import ReplayClosedError
+from rlframe.replay.layout import check_added
 from rlframe.replay.reverb.connection import ReverbConnection, ReverbInserter
 from rlframe.replay.reverb.items import ItemRows
 from rlframe.replay.reverb.registry import RankRegistry
@@ -79,6 +80,7 @@ class ReverbWriter:
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """See `ReverbReplayBuffer.add`."""
+        check_added(env_ids, step)
         stop = self._told_to_stop[self._assembler.rank_of(env_ids)]
         with self._writing(stop):
             if self._connection.closed.is_set():

@@ -17,7 +17,7 @@ from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import resolve
 from rlframe.interprocess.heartbeat import patience
 from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError
-from rlframe.replay.layout import check_step, step_layouts
+from rlframe.replay.layout import check_added, check_step, step_layouts
 from rlframe.replay.rate_limiter import RUN_AHEAD, items_of_rounds
 from rlframe.replay.service.outbox import Outbox
 from rlframe.replay.service.server import WriterId
@@ -114,6 +114,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         Raises:
             StoppedError: it was told to, by `end_waits`, or the rank was claimed anew, or the buffer is closed.
         """
+        check_added(env_ids, step)
         if self._closed:
             raise ReplayClosedError("The replay buffer is closed.")
         outbox = self._writers.find(env_ids)[0]

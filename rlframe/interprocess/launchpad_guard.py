@@ -1,0 +1,227 @@
+"""The guard of a Launchpad node: a small process that outlives the node, and reports and handles its end.
+
+Started by `rlframe.interprocess.launchpad_node`. It needs neither the node's interpreter lock nor the launcher's help:
+
+- The node fails or is killed: name it, ask the launcher to stop, and kill the launcher once all other nodes have ended.
+- The launcher dies: ask every node of the program to stop, and kill those that have not ended after `GRACE`.
+- The program stops: kill the node after `GRACE`, before Launchpad kills every process, its launcher included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from types import FrameType
+from typing import NamedTuple
+
+from rlframe.interprocess.processes import ProcessId
+
+ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
+WRAPPER = "run_locally/decorate_output"  # the shell script before a node's output, with terminal="current_terminal"
+GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad gives 10
+
+_LOOK = 0.2  # seconds between two looks at the processes
+_SCAN = 2.0  # seconds between two looks for other nodes
+_CONFIRM = 1.5  # seconds in which SIGTERM arrives if the program was stopping: Launchpad repeats it every second
+_KILL_WITHIN = 3.0  # seconds in which a launcher that gets SIGQUIT kills its nodes and itself
+
+
+class Node(NamedTuple):
+    """A node of the program, as a process."""
+
+    process: ProcessId
+    data_file: str  # of its group: what Launchpad pickled for it, in a temporary directory
+
+
+class Guard:
+    """Watches one node and its launcher.
+
+    Args:
+        node: the node to guard.
+        launcher: the process that called `lp.launch`.
+        title: the node's name, such as "actor/0".
+        hides_exit_code: whether the launcher cannot see how the node ends; else Launchpad ends the program itself.
+        reports: a file descriptor. The node writes "well" or "failed REASON" to it before it ends.
+    """
+
+    def __init__(self, node: Node, launcher: ProcessId, title: str, hides_exit_code: bool, reports: int) -> None:
+        self._node, self._launcher, self._title = node.process, launcher, title
+        self._hides_exit_code, self._reports = hides_exit_code, reports
+        self._report = ""
+        self._nodes = {node}  # all that were seen
+        self._scanned_at = float("-inf")
+        self._stopped_at: float | None = None
+
+    def stop(self) -> None:
+        """Note that the program stops: the launcher has sent SIGTERM."""
+        self._stopped_at = self._stopped_at or time.monotonic()
+
+    def run(self) -> None:
+        """Return when the node has ended and everything that follows from its end is done."""
+        os.set_blocking(self._reports, False)
+        while self._node.is_alive and self._launcher.is_alive:
+            if time.monotonic() > self._scanned_at + _SCAN:
+                self._scan()
+            if self._read_report().startswith("failed"):
+                break
+            if self._stopped_at is not None and time.monotonic() > self._stopped_at + GRACE:
+                self._say(f"did not end within {GRACE:g} s after SIGTERM: killed")
+                kill_tree(self._node)
+            time.sleep(_LOOK)
+        if not self._launcher.is_alive:
+            self._end_orphans()
+        elif self._read_report() != "well" and self._hides_exit_code and not self._is_stopping_within(_CONFIRM):
+            self._end_program()
+
+    def _end_program(self) -> None:
+        """Stop the program, and kill the launcher at last: nothing else makes its exit code differ from 0."""
+        reason = self._report.partition(" ")[2] or "its process was killed or crashed"
+        self._say(f"failed: {reason}. Ending the program")
+        self._scan()
+        send(self._launcher, signal.SIGTERM)
+        end = time.monotonic() + GRACE
+        while self._launcher.is_alive and self._others() and time.monotonic() < end:
+            time.sleep(_LOOK)
+        remove_data(self._nodes)  # now: Launchpad kills this process too
+        send(self._launcher, signal.SIGQUIT)  # Launchpad kills all nodes and then itself
+        end = time.monotonic() + _KILL_WITHIN
+        while self._launcher.is_alive and time.monotonic() < end:
+            time.sleep(_LOOK)
+        for process in (*(node.process for node in self._nodes), self._launcher):
+            kill_tree(process)
+
+    def _end_orphans(self) -> None:
+        """End all nodes of a launcher that died, those without a guard too."""
+        nodes = [node for node in self._nodes if node.process.is_alive]
+        if nodes:
+            self._say("ends: its launcher died")
+        for node in nodes:
+            send(node.process, signal.SIGTERM)
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end and any(node.process.is_alive for node in nodes):
+            time.sleep(_LOOK)
+        for node in nodes:
+            kill_tree(node.process)
+        remove_data(self._nodes)
+
+    def _others(self) -> list[Node]:
+        return [node for node in nodes_of(self._launcher.pid) if node.process != self._node]
+
+    def _scan(self) -> None:
+        """Remember the launcher's nodes: once it is dead, nothing relates them to it."""
+        self._scanned_at = time.monotonic()
+        self._nodes.update(nodes_of(self._launcher.pid))
+
+    def _read_report(self) -> str:
+        with contextlib.suppress(BlockingIOError):
+            self._report += os.read(self._reports, 4096).decode(errors="replace")
+        return self._report
+
+    def _is_stopping_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self._stopped_at is None and time.monotonic() < end:
+            time.sleep(_LOOK)
+        return self._stopped_at is not None
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # whoever read the output may be dead
+            print(f"rlframe: the node {self._title} {text}.", flush=True)
+
+
+def nodes_of(launcher: int) -> list[Node]:
+    """The nodes that a launcher started, by its process number."""
+    parents = {pid: parent for pid in _pids() if (parent := parent_of(pid)) > 0}
+    children = {pid for pid, parent in parents.items() if parent == launcher}
+    found = []
+    for pid, parent in parents.items():
+        if parent == launcher or parent in children:
+            command = command_of(pid)
+            if any(part.endswith(ENTRY) for part in command) and not is_wrapper(command):
+                found.append(Node(ProcessId.of(pid), data_file_of(command)))
+    return found
+
+
+def remove_data(nodes: Iterable[Node]) -> None:
+    """Remove the pickled nodes, as Launchpad does unless it is killed."""
+    for directory in {os.path.dirname(node.data_file) for node in nodes if node.data_file}:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def kill_tree(process: ProcessId) -> None:
+    """Kill a process and everything it started."""
+    if not process.is_alive:
+        return
+    parents = {pid: parent_of(pid) for pid in _pids()}
+    tree = [process.pid]
+    for pid in tree:
+        tree += [child for child, parent in parents.items() if parent == pid]
+    for pid in tree:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+
+
+def send(process: ProcessId, number: int) -> None:
+    """Send a signal, unless the process has ended."""
+    if process.is_alive:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
+
+
+def is_wrapper(command: list[str]) -> bool:
+    """Whether a command line is Launchpad's script that decorates a node's output."""
+    return any(part.endswith(WRAPPER) for part in command[:3])
+
+
+def data_file_of(command: list[str]) -> str:
+    """What Launchpad pickled for a node, from its command line; empty if it is not there."""
+    return command[command.index("--data_file") + 1] if "--data_file" in command[:-1] else ""
+
+
+def command_of(pid: int) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def parent_of(pid: int) -> int:
+    """The number of a process's parent; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def arguments(node: Node, launcher: ProcessId, title: str, hides_exit_code: bool) -> list[str]:
+    """The command line's end for `main`."""
+    return [str(each) for each in (*node.process, *launcher, hides_exit_code, node.data_file, title)]
+
+
+def main() -> None:
+    """Read the arguments of `Guard` from the command line, as `arguments` wrote them, and reports from stdin."""
+    node_pid, node_started, launcher_pid, launcher_started, hides_exit_code, data_file, title = sys.argv[1:]
+    node = Node(ProcessId(int(node_pid), int(node_started)), data_file)
+    launcher = ProcessId(int(launcher_pid), int(launcher_started))
+    guard = Guard(node, launcher, title, hides_exit_code == "True", sys.stdin.fileno())
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        guard.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    guard.run()

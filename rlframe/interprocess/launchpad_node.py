@@ -1,0 +1,84 @@
+"""What rlframe does in a node of plain `lp.launch`: it starts the node's guard.
+
+A class or function of ours that a node uses is imported before the node's constructor runs. So the import of rlframe is
+the one place that every such node passes, including one that runs the user's subclass or a Reverb server of our tables.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import TracebackType
+
+from rlframe.interprocess.launchpad_guard import ENTRY, Node, arguments, command_of, data_file_of, is_wrapper, parent_of
+from rlframe.interprocess.processes import ProcessId, this_process
+
+_GUARD = "import sys; sys.path.append({!r}); from rlframe.interprocess.launchpad_guard import main; main()"
+_LONGEST_REASON = 1000  # characters
+
+
+def start_guard_in_node() -> None:
+    """Start a guard if this process is a node of plain `lp.launch`, and report to it how the node ends.
+
+    Launchpad starts nodes with SIGTERM ignored and handles it after all imports. Until then, SIGTERM ends the node.
+    """
+    entry = sys.modules["__main__"]
+    # A child that `multiprocessing` spawns runs the same file under another name.
+    if entry.__name__ != "__main__" or not str(getattr(entry, "__file__", "")).endswith(ENTRY):
+        return
+    report = _Report(_start_guard())
+    report.chain_excepthook()
+    atexit.register(report.end)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _start_guard() -> int:
+    """Start the guard. Return the file descriptor that it reads reports from."""
+    parent = os.getppid()
+    command = command_of(parent)
+    hides_exit_code = is_wrapper(command)
+    launcher = parent_of(parent) if hides_exit_code else parent
+    # decorate_output COLOR TITLE COMMAND ...
+    title = command[command.index(sys.executable) - 1] if sys.executable in command[1:] else str(os.getpid())
+    root = __file__.rpartition("/rlframe/")[0]
+    node = Node(this_process(), data_file_of(command_of(os.getpid())))
+    own = arguments(node, ProcessId.of(launcher), title, hides_exit_code)
+    guard = subprocess.Popen([sys.executable, "-I", "-S", "-c", _GUARD.format(root), *own], stdin=subprocess.PIPE)
+    assert guard.stdin is not None
+    return os.dup(guard.stdin.fileno())
+
+
+class _Report:
+    """Writes to the guard once: "failed REASON" or "well"."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._pid = descriptor, os.getpid()
+
+    def chain_excepthook(self) -> None:
+        """Report an exception that ends the main thread, before Python waits for other threads."""
+        shown_by = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            shown_by(kind, error, trace)
+            first_line = f"{kind.__name__}: {error}".strip().partition("\n")[0].rstrip(".")
+            self._write(f"failed {first_line[:_LONGEST_REASON]} (the traceback is above)")
+
+        sys.excepthook = hook
+
+    def end(self) -> None:
+        """Report the end of the interpreter. `sys.last_type`: an exception ended it, and the hook was replaced."""
+        kind = getattr(sys, "last_type", None)
+        self._write("well" if kind is None else f"failed {kind.__name__}")
+
+    def _write(self, text: str) -> None:
+        if self._descriptor >= 0 and self._pid == os.getpid():  # a forked child has the hooks too
+            with contextlib.suppress(OSError):  # the guard was killed
+                os.write(self._descriptor, text.encode(errors="replace"))
+                os.close(self._descriptor)
+            self._descriptor = -1

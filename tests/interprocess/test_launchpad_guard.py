@@ -1,0 +1,220 @@
+"""Plain `lp.launch` ends when a node fails or its launcher dies, names the node and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests import plain_launchpad
+from tests.extras import needs
+from tests.plain_launchpad import WITHIN, Program, example
+
+needs("launchpad")
+
+Start = Callable[[str], Program]
+
+SMALL = """
+import os, sys, time
+
+import launchpad as lp
+
+import rlframe.errors
+
+
+class Waits:
+    '''A node that names a class of rlframe, as all nodes here do.'''
+
+    error = rlframe.errors.UsageError
+
+    def __init__(self, *args):
+        pass
+
+    def run(self):
+        print(f"runs in {{os.getpid()}}.")
+        while not lp.wait_for_stop(0.1):
+            pass
+        print("stops.")
+
+
+{node}
+
+def main():
+    program = lp.Program("small")
+    for label, node in (("waits", lp.CourierNode(Waits)), ("fails", {added})):
+        program.add_node(node, label=label)
+    lp.launch(program, launch_type="local_mp", terminal="{terminal}").wait()
+    print("the script goes on.")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+RAISES = "raise ValueError('a fault')"
+CLASS = """
+class Fails(Waits):
+    def __init__(self):
+        {constructor}
+
+    def run(self):
+        {run}
+"""
+FUNCTION = """
+def fails(error):
+    {run}
+"""
+
+
+def in_constructor(statement: str, terminal: str = "current_terminal") -> str:
+    node = CLASS.format(constructor=statement, run="pass")
+    return SMALL.format(node=node, added="lp.CourierNode(Fails)", terminal=terminal)
+
+
+def in_run(statement: str, terminal: str = "current_terminal") -> str:
+    node = CLASS.format(constructor="pass", run=statement)
+    return SMALL.format(node=node, added="lp.CourierNode(Fails)", terminal=terminal)
+
+
+def in_function(statement: str) -> str:
+    node, added = FUNCTION.format(run=statement), "lp.PyNode(fails, Waits.error)"
+    return SMALL.format(node=node, added=added, terminal="current_terminal")
+
+
+@pytest.fixture()
+def start(tmp_path: pathlib.Path) -> Iterator[Start]:
+    programs: list[Program] = []
+
+    def start(script: str) -> Program:
+        programs.append(Program(script, tmp_path))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        pytest.param(in_constructor(RAISES), "ValueError: a fault", id="constructor"),
+        pytest.param(in_run(RAISES), "ValueError: a fault", id="run", marks=pytest.mark.system),
+        pytest.param(in_function(RAISES), "ValueError: a fault", id="function", marks=pytest.mark.system),
+        pytest.param(
+            in_constructor("import threading; threading.Thread(target=time.sleep, args=(99,)).start(); " + RAISES),
+            "ValueError: a fault",
+            id="raises beside a thread that does not end",
+            marks=pytest.mark.system,
+        ),
+        pytest.param(in_run("os.kill(os.getpid(), 9)"), "killed or crashed", id="SIGKILL"),
+        pytest.param(in_run("os.abort()"), "killed or crashed", id="abort", marks=pytest.mark.system),
+        pytest.param(in_run("os._exit(3)"), "killed or crashed", id="exit", marks=pytest.mark.system),
+    ],
+)
+def test_a_node_that_fails_is_named_and_ends_the_program_with_an_exit_code_that_is_not_0(
+    start: Start, script: str, reason: str
+):
+    program = start(script)
+    assert program.ends_within(60.0) not in (0, None), program.output()
+    assert re.search(rf"\[fails/0\] rlframe: the node fails/0 failed: .*{reason}", program.output()), program.output()
+    assert "stops." in program.output() and "the script goes on" not in program.output()
+
+
+@pytest.mark.system
+def test_with_output_in_files_launchpad_itself_ends_the_program_of_a_node_that_fails(
+    start: Start, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("LAUNCHPAD_LOGGING_DIR", str(tmp_path / "logs"))
+    program = start(in_constructor(RAISES, "output_to_files"))
+    assert program.ends_within(60.0) == 1
+    assert "One of the workers exited with code 1" in program.output()
+
+
+@pytest.mark.system
+def test_a_node_whose_run_returns_ends_nothing(start: Start):
+    program = start(in_run("print('returns.')"))
+    program.wait_for_output("[fails/0] returns.")
+    program.wait_for_output("[waits/0] runs in")
+    time.sleep(3.0)  # the guard would have spoken
+    assert program.process.poll() is None and "failed" not in program.output()
+    program.process.send_signal(signal.SIGINT)
+    assert program.ends_within() == 0 and "the script goes on" in program.output()
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "lp.wait_for_stop()",
+        pytest.param("time.sleep(99)", marks=pytest.mark.system),
+        pytest.param("import ctypes; ctypes.PyDLL(None).sleep(99)", marks=pytest.mark.system),
+    ],
+)
+def test_all_nodes_end_when_their_launcher_is_killed_even_one_that_holds_the_interpreter_lock(start: Start, busy: str):
+    program = start(in_run(f"print('is busy.'); {busy}"))
+    program.wait_for_output("is busy.")
+    program.wait_for_output("[waits/0] runs in")
+    program.process.kill()
+    assert program.ends_within() == -signal.SIGKILL
+    assert "stops." in program.output()
+
+
+def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: Start, tmp_path: pathlib.Path):
+    (tmp_path / "slow.py").write_text(
+        "import os, sys, time\nif 'launchpad.program' not in sys.modules: time.sleep(99)\n"
+    )
+    script = in_constructor("pass").replace("import rlframe.errors\n", "import rlframe.errors\nimport slow\n")
+    program = start(
+        script.replace("error = rlframe.errors.UsageError", "error, slow = rlframe.errors.UsageError, slow")
+    )
+    program.wait_for(lambda: len(program.members()) > 8)  # launcher; of each node shell, shell or sed, node, guard
+    os.killpg(program.process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    assert program.ends_within() == 0, program.output()
+    assert time.monotonic() - begin < 8.0 and "Killing" not in program.output(), program.output()
+
+
+EXAMPLES = ("heavy_env", "light_env", "distributed")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("page", EXAMPLES)
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        (plain_launchpad.with_raising_environment, r"actor/\d failed: EnvError: .*|actor/\d failed: .*broken"),
+        (plain_launchpad.with_broken_constructor, r"actor/0 failed: ValueError: a broken constructor"),
+    ],
+)
+def test_an_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, fault, names: str):
+    program = start(fault(example(page)))
+    program.wait_for_output("fault at ")
+    assert program.ends_within() not in (0, None), program.output()[-5000:]
+    assert re.search(rf"rlframe: the node {names}", program.output()), program.output()[-5000:]
+    began = float(re.findall(r"fault at ([\d.]+)\.", program.output())[0])
+    assert time.time() - began < WITHIN + 2.0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_the_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
+    program = start(example(page))
+    program.wait_for_output("return ")  # the evaluator's: all nodes work
+    program.process.kill()
+    program.ends_within()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("page", EXAMPLES)
+@pytest.mark.parametrize("seconds", [1.0, 4.0, 8.0])
+def test_ctrl_c_while_an_example_starts_ends_it_before_launchpad_kills_it(start: Start, page: str, seconds: float):
+    program = start(example(page))
+    program.wait_for(lambda: len(program.members()) > 4)
+    time.sleep(seconds)
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.ends_within() == 0, program.output()[-5000:]
+    assert "Killing" not in program.output()
