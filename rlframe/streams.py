@@ -1,12 +1,29 @@
-"""Standard output and standard error, whose reader may go away: `rlframe envs | head`."""
+"""Standard streams, which may be closed (`2>&-`), or whose reader may go away (`rlframe envs | head`)."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import sys
 from typing import Any
+
+
+def prepare() -> None:
+    """Make the standard streams take any text: open the null device for those that are closed, and escape.
+
+    Without the null device, the next file or socket would get their number, and other code would print into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+        elif number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
 
 
 def has_lost_reader(stream: Any) -> bool:

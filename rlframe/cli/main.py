@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: a run failed. 2: the input was wrong. 130: Ctrl-C (143: SIGTERM, 129: SIGHUP), with everything
     saved where a run had begun; 1 where it is not.
     """
+    streams.prepare()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = _run(arguments)
     streams.flush()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from rlframe import streams
 from rlframe.errors import UsageError, suggest
 from rlframe.metrics import TerminalLogger
 from rlframe.programs import session
@@ -48,6 +49,7 @@ def train(
         UsageError: an option is unknown or does not fit.
         RlframeError: the run failed; what was saved is kept.
     """
+    streams.prepare()
     if run_dir is not None:
         run_dir = os.path.abspath(run_dir)  # before any code of the user's, which may change the directory
     for name, given in (("agent", agent), ("env", env)):
