@@ -66,6 +66,7 @@ class Actor:
         if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
             raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
         self._stop, self._logger = threading.Event(), logger
+        self._has_run = threading.Event()  # `run` has returned
         given = handles.resolve(replay_buffer, "replay buffer", deadline=deadline, stop=self._stop)
 
         def specs() -> Any:
@@ -181,6 +182,7 @@ class Actor:
             finally:
                 if handles.program_stop() is not None:
                     self.close()
+                self._has_run.set()
 
     def warm_up(self) -> None:
         """Resets the environments and has the inferencer answer once, so that the first step compiles nothing.
@@ -223,6 +225,16 @@ class Actor:
             self._replay_buffer.close()
         elif isinstance(self._replay_buffer, BaseReplayBuffer):
             self._replay_buffer.end_waits(self.rank)
+
+    def end(self, seconds: float = 10.0) -> None:
+        """Stops `run()`, and closes the environments once it has returned. Any thread may call it.
+
+        Args:
+            seconds: that `run()` has to return; where it takes longer, the environments stay open.
+        """
+        self.stop()
+        if self._has_run.wait(seconds):
+            self.close()
 
     def close(self) -> None:
         """Stops, and closes the environments."""

@@ -14,7 +14,7 @@ from rlframe.envs.pool import stepping
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, as_inference
 from rlframe.interprocess.progress import STARTING
-from rlframe.types import LAST, Logs, global_env_ids
+from rlframe.types import LAST, Logs, TimeStep, global_env_ids
 
 # Ranks of actors are small; evaluation draws its environments' seeds from a rank that no actor has.
 EVALUATOR_RANK = 2**30
@@ -31,7 +31,7 @@ class Evaluator:
         inferencer: usually `Inferencer(InferencerConfig(greedy=True), agent, learner)`.
         episodes: how many to play.
         seed: of the whole run; the environments' seeds are ones that no actor of it uses.
-        max_episode_length: steps after which an episode that does not end is an error.
+        max_episode_length: the most steps of an episode; one that is longer is an error.
 
     Attributes:
         steps: that all environments together have taken, so far.
@@ -48,6 +48,8 @@ class Evaluator:
     ) -> None:
         if episodes < 1:
             raise UsageError(f"Evaluator.episodes must be at least 1, got {episodes}.")
+        if max_episode_length < 1:
+            raise UsageError(f"Evaluator.max_episode_length must be at least 1, got {max_episode_length}.")
         with STARTING:
             self._env = as_pool(env_builder, seed=env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:
@@ -56,7 +58,18 @@ class Evaluator:
         self._episodes = episodes
         self._max_episode_length = max_episode_length
         self._stop = threading.Event()
+        self._first: TimeStep | None = None  # of episodes that have begun, and are not played yet
         self.steps = 0
+
+    def reset(self) -> None:
+        """Begin the first episodes. `evaluate` does so itself; call this to see whether every environment starts."""
+        with stepping(self._env):
+            self._first = self._env.reset()
+
+    @property
+    def num_envs(self) -> int:
+        """How many environments there are."""
+        return self._env.num_envs
 
     def evaluate(self) -> Logs:
         """Plays the episodes, all by the version of the parameters that is the newest when it starts.
@@ -78,8 +91,10 @@ class Evaluator:
         done: list[tuple[float, int]] = []
         initial_state = state = self._inferencer.initial_state(num_envs)
         at_work = stepping(self._env)
-        with at_work:
-            timestep = self._env.reset()
+        if self._first is None:
+            self.reset()
+        assert self._first is not None
+        timestep, self._first = self._first, None
         while np.any(played < quota):
             if self._stop.is_set():
                 raise StoppedError("The evaluation was told to stop.")
@@ -96,11 +111,7 @@ class Evaluator:
                 played[i] += 1
                 # The next step ignores its action and resets: it counts for no episode.
                 returns[i], lengths[i] = 0.0, -1
-            if lengths.max() > self._max_episode_length:
-                raise EnvError(
-                    f"Evaluation: environment {int(lengths.argmax())} has run for {lengths.max()} steps without ending "
-                    "its episode. Give the environment a time limit, or raise max_episode_length."
-                )
+            self._check_lengths(np.where(played < quota, lengths, 0))
         values = np.array([value for value, _ in done])
         return {
             "return_mean": float(values.mean()),
@@ -110,6 +121,17 @@ class Evaluator:
             "params_version": output.params_version,
             "returns": values,
         }
+
+    def _check_lengths(self, lengths: np.ndarray) -> None:
+        """Raise EnvError for an episode that takes too long; `lengths` [num_envs] are those of episodes that count."""
+        if lengths.max() <= self._max_episode_length:
+            return
+        raise EnvError(
+            f"Evaluation: environment {int(lengths.argmax())} has run for {lengths.max():,} steps without ending its "
+            f"episode; the limit is {self._max_episode_length:,}. Give the environment a time limit, or raise this one:"
+            " Evaluator(max_episode_length=...), rlframe train --eval-max-episode-length, rlframe evaluate "
+            "--max-episode-length."
+        )
 
     def stop(self) -> None:
         """Ends `evaluate`, now or later. Any thread may call it."""

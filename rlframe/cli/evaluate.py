@@ -23,6 +23,8 @@ class EvaluateOptions:
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # the run's directory
     episodes: int = 20
+    num_envs: Union[int, None] = None  # environments to build; None: as the run's own evaluations do
+    max_episode_length: Union[int, None] = None  # most steps of an episode, more are an error; None: the run's limit
     seed: Union[int, None] = None  # of the environments; None: the run's, which repeats its own evaluation
     video: Union[str, None] = None  # write a video of one episode as well (.mp4, .mkv, .webm)
     json: bool = False  # print the result as one JSON object, the last line of stdout
@@ -32,8 +34,10 @@ class EvaluateOptions:
 def run(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
     options = parse(EvaluateOptions, arguments, PROG, DESCRIPTION)
-    if options.episodes < 1:
-        raise UsageError(f"--episodes must be at least 1, got {options.episodes}.")
+    for name in ("episodes", "num_envs", "max_episode_length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
     if options.video is not None:
         extras.require("--video", "gymnasium")
     from rlframe.programs.experiment import MAX_SEED
@@ -42,7 +46,14 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"--seed must be between 0 and {MAX_SEED}, got {options.seed}.")
     from rlframe.programs.evaluation import evaluate, record
 
-    result = evaluate(options.run_dir, episodes=options.episodes, seed=options.seed)
+    limit = options.max_episode_length
+    result = evaluate(
+        options.run_dir,
+        episodes=options.episodes,
+        seed=options.seed,
+        num_envs=options.num_envs,
+        max_episode_length=limit,
+    )
     names = ("return_mean", "return_std", "episodes", "length_mean", "params_version")
     values: dict[str, Any] = {name: result[name] for name in names}
     values["run_dir"] = options.run_dir
@@ -52,7 +63,7 @@ def run(arguments: list[str]) -> int:
         file=sys.stderr,
     )
     if options.video is not None:
-        filmed = record(options.run_dir, options.video, seed=options.seed)
+        filmed = record(options.run_dir, options.video, seed=options.seed, max_episode_length=limit)
         values["video"] = options.video
         print(f"{options.video}: return {filmed['return_mean']:.1f}, {filmed['frames']} frames", file=sys.stderr)
     if options.json:

@@ -39,8 +39,8 @@ INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + t
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 1: a run failed. 2: the input was wrong. 130: Ctrl-C (143: SIGTERM, 129: SIGHUP), with everything
-    saved where a run had begun; 1 where it is not.
+    0: done. 1: a run failed, or its evaluation after training did. 2: the input was wrong. 130: Ctrl-C (143: SIGTERM,
+    129: SIGHUP), with everything saved where a run had begun; 1 where it is not.
     """
     streams.prepare()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

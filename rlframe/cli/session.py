@@ -55,10 +55,12 @@ def run_session(experiment: Experiment, session: SessionOptions, preset: Preset 
     if profile is not None:
         _print_profile(profile)
     if not session.quiet:
-        _print_result(result, directory)
+        _print_result(experiment, result, directory)
     if session.json:
         print(json.dumps(result.to_json()), flush=True)
-    return 0 if result.signal is None else 128 + result.signal
+    if result.signal is not None:
+        return 128 + result.signal
+    return 0 if result.evaluation_error is None else 1
 
 
 def check_begins(experiment: Experiment, session: SessionOptions) -> None:
@@ -105,12 +107,17 @@ def _trackers(experiment: Experiment, session: SessionOptions, path: pathlib.Pat
     return loggers
 
 
-def _print_result(result: Result, directory: RunDir) -> None:
-    if result.evaluation is not None:
+def _print_result(experiment: Experiment, result: Result, directory: RunDir) -> None:
+    if result.evaluation is not None and experiment.topology.learns_from != "steps":
         values = ", ".join(f"{name} {value:.3f}" for name, value in result.evaluation.items()) or "nothing evaluated"
         text = (
             f"{values} after {result.learner_steps:,} learner steps from {result.env_steps:,} sequences, "
             f"{result.steps_per_second:,.1f} sequences/s, {result.wall_seconds:.1f} s; see {directory.learning_curve}"
+        )
+    elif result.return_mean is None and result.signal is None:
+        text = (
+            f"not evaluated, {result.env_steps:,} steps, {result.steps_per_second:,.0f} steps/s, "
+            f"{result.wall_seconds:.1f} s; see {directory.learning_curve}"
         )
     elif result.return_mean is None:
         text = f"stopped at {result.env_steps:,} steps; everything is saved. Go on: "

@@ -52,6 +52,7 @@ class CoordinatorConfig:
     cores: int | None = None  # that collectors share: no more of them than these, but by hand; None: this machine's
     max_staleness: float | None = None  # versions, on average, above which there are fewer collectors; None: no bound
     stop_within: float = 6.0  # seconds for tasks to close when the program is told to end
+    evaluates: bool = True  # the last version, once the job is over
     describes: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir, until: for its status
     limits: Limits = dataclasses.field(default_factory=Limits)
 

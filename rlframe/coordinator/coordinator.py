@@ -85,6 +85,7 @@ class Coordinator:
             wanted,
             by_key=bool(getattr(replay, "fetches_by_key", False)),
             now=self._clock(),
+            evaluates=cfg.evaluates,
             saved=saved,
         )
         if saved is None:
@@ -234,6 +235,8 @@ class Coordinator:
 
     def evaluate_now(self) -> None:
         """Evaluate the newest version."""
+        if not self._cfg.evaluates:
+            raise UsageError("This job evaluates nothing: it was started with eval_episodes=0.")
         with self._lock:
             if self._job.tasks.open("evaluate"):
                 raise UsageError("An evaluation is under way already.")
@@ -388,10 +391,9 @@ class Coordinator:
             _log.warning("Cannot write %s: %s.", path, error.strerror)
         if self._recorder is not None:
             ending = self._job.ending
-            evaluation = ending.evaluation if ending is not None else None
+            found = {name: getattr(ending, name, None) for name in ("evaluation", "evaluation_error")}
             by = ending.stopped_by if ending is not None else ""
-            summary = {**status["job"], "failed": over.failed, "reason": over.reason, "stopped_by": by}
-            summary["evaluation"] = evaluation
+            summary = {**status["job"], "failed": over.failed, "reason": over.reason, "stopped_by": by, **found}
             self._recorder.finish(summary)
         with self._lock:
             self._journal.write({**(self._journal.state or {}), "is_finished": True})

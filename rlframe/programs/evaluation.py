@@ -4,48 +4,87 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
+from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import STARTING
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.restored import restored
-from rlframe.programs.run_dir import RunDir, open_run
+from rlframe.programs.run_dir import open_run
 from rlframe.programs.topologies.parts import make_agent, make_pool
 from rlframe.programs.video import Film
 from rlframe.types import Logs
+
+_log = logging.getLogger(__name__)
+
+
+class Closable(Protocol):
+    """Something with a `close()`."""
+
+    def close(self) -> None: ...
+
+
+_Closable = TypeVar("_Closable", bound=Closable)
 
 
 class Evaluations:
     """A run's evaluations: greedy, in environments whose seeds training never used, and the same each time.
 
-    The inferencer is compiled once; the environments are built for each evaluation and closed after it.
+    The inferencer is compiled once. The environments are built for each evaluation and closed after it. Where not all
+    of them can be built or reset, those that can play all episodes.
+
+    Args:
+        experiment: the run's; its topology's `eval_episodes`, `eval_num_envs` and `eval_max_episode_length` count.
+        agent: the agent.
+        learner: where the parameters come from.
+        seed: of the environments; None: the run's.
     """
 
     _NEVER = 2**62  # calls: an evaluation is of one version, whatever the learner does meanwhile
 
-    def __init__(self, experiment: Experiment, agent: Agent, learner: Any) -> None:
-        self._experiment = experiment.synchronous
-        cfg = InferencerConfig(greedy=True, seed=experiment.seed, sync_interval=self._NEVER)
+    def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
+        self._experiment, self._seed = experiment.synchronous, experiment.seed if seed is None else seed
+        cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=self._NEVER)
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
+        self._num_envs = num_eval_envs(experiment)
         self._evaluator: Evaluator | None = None
         self._stopped = False
 
-    def evaluate(self) -> Logs:
-        """As `Evaluator.evaluate`, by the newest parameters."""
-        episodes, seed = self._experiment.topology.eval_episodes, self._experiment.seed
+    def evaluate(self, free_envs: Callable[[], Any] | None = None) -> Logs:
+        """As `Evaluator.evaluate`, by the newest parameters.
+
+        Args:
+            free_envs: closes the environments of training, where they are not needed any more. It is called where no
+                environment can be built beside them.
+        """
         self._inferencer.set_state(self._begin)
-        with contextlib.closing(_make_pool(self._experiment, episodes, seed)) as pool:
-            self._evaluator = Evaluator(pool, self._inferencer, episodes, seed=seed)
-            if self._stopped:
-                self._evaluator.stop()
-            return self._evaluator.evaluate()
+        wanted = self._num_envs
+        try:
+            evaluator, problem = most_of(self._ready, wanted)
+        except (EnvError, UsageError):
+            if free_envs is None:
+                raise
+            free_envs()
+            evaluator, problem = most_of(self._ready, wanted)
+        with contextlib.closing(evaluator):
+            if problem is not None:
+                self._num_envs = evaluator.num_envs
+                _log.warning(
+                    "The evaluation plays all its episodes in %d of %d environments; more did not start: %s",
+                    self._num_envs,
+                    wanted,
+                    problem,
+                )
+            return evaluator.evaluate()
 
     @property
     def steps(self) -> int:
@@ -58,29 +97,126 @@ class Evaluations:
         if self._evaluator is not None:
             self._evaluator.stop()
 
+    def _ready(self, num_envs: int) -> Evaluator:
+        """An evaluator whose environments have begun their first episodes."""
+        config = self._experiment.topology
+        pool = _make_pool(self._experiment, num_envs, self._seed)
+        try:
+            evaluator = self._evaluator = Evaluator(
+                pool,
+                self._inferencer,
+                config.eval_episodes,
+                seed=self._seed,
+                max_episode_length=config.eval_max_episode_length,
+            )
+            if self._stopped:
+                evaluator.stop()
+            evaluator.reset()
+        except BaseException:
+            pool.close()
+            raise
+        return evaluator
 
-def evaluate(run_dir: str | os.PathLike, *, episodes: int = 20, seed: int | None = None) -> Logs:
+
+def most_of(make: Callable[[int], _Closable], count: int) -> tuple[_Closable, Exception | None]:
+    """`make(count)`, or that of the largest smaller count that does not fail, and why the first try failed.
+
+    Raises:
+        EnvError, UsageError: what `make(count)` raised; `make(1)` fails too.
+    """
+    try:
+        return make(count), None
+    except (EnvError, UsageError) as error:
+        problem = error
+    works, fails = 0, count
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        try:
+            make(middle).close()
+        except (EnvError, UsageError):
+            fails = middle
+        else:
+            works = middle
+    if not works:
+        raise problem
+    return make(works), problem
+
+
+def num_eval_envs(experiment: Experiment) -> int:
+    """How many environments an evaluation builds: no more than it has episodes."""
+    config = experiment.topology
+    return min(config.eval_num_envs or config.eval_episodes, config.eval_episodes)
+
+
+def describe_evaluation(experiment: Experiment) -> str:
+    """A sentence about the evaluation after training, for a reader of the progress."""
+    config = experiment.topology
+    if not config.eval_episodes:
+        return "No evaluation (eval_episodes is 0)."
+    episodes, num_envs = config.eval_episodes, num_eval_envs(experiment)
+    return (
+        f"The evaluation after training: {episodes} episode{'s' * (episodes > 1)}, each of at most "
+        f"{config.eval_max_episode_length:,} steps, in {num_envs} more environment{'s' * (num_envs > 1)}."
+    )
+
+
+def explain(error: BaseException | str) -> str:
+    """Why an evaluation failed, in a sentence."""
+    is_sentence = isinstance(error, (RlframeError, str))
+    text = str(error).strip() if is_sentence else f"{type(error).__name__}: {error}".strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def warn_of_failure(step: int, problem: str) -> None:
+    """Warn that an evaluation failed during a run, which goes on."""
+    _log.warning("The evaluation at step %s failed; the run goes on. %s", f"{step:,}", problem)
+
+
+def evaluate(
+    run_dir: str | os.PathLike,
+    *,
+    episodes: int = 20,
+    seed: int | None = None,
+    num_envs: int | None = None,
+    max_episode_length: int | None = None,
+) -> Logs:
     """Plays episodes greedily with the latest checkpoint of a run, and writes nothing.
 
     Args:
         run_dir: the run's directory.
         episodes: how many to play.
         seed: of the environments; None: the run's own, whose evaluation this repeats.
+        num_envs: environments to build; None: as the run's own evaluations do.
+        max_episode_length: the most steps of an episode; None: as in the run's own evaluations.
 
     Returns:
         As `Evaluator.evaluate`.
 
     Raises:
-        UsageError: there is no run in the directory.
+        UsageError: there is no run in the directory, or a number is too small.
         CheckpointError: it has no checkpoint, or a damaged one.
+        EnvError: no environment could be built, one failed, or an episode was too long.
     """
     directory, experiment = open_run(run_dir)
-    seed = experiment.seed if seed is None else seed
-    with contextlib.closing(_make_pool(experiment.synchronous, episodes, seed)) as pool:
-        return _play(directory, experiment, pool, episodes, seed)
+    given = {"eval_num_envs": num_envs, "eval_max_episode_length": max_episode_length}
+    changes = {name: value for name, value in given.items() if value is not None}
+    for name, value in {"episodes": episodes, **changes}.items():
+        if value < 1:
+            raise UsageError(f"{name.removeprefix('eval_')} must be at least 1, got {value}.")
+    topology = dataclasses.replace(experiment.topology, eval_episodes=episodes, **changes)
+    experiment = dataclasses.replace(experiment, topology=topology)
+    agent = make_agent(experiment)
+    return Evaluations(experiment, agent, restored(agent, directory), seed).evaluate()
 
 
-def record(run_dir: str | os.PathLike, path: str | os.PathLike, *, episodes: int = 1, seed: int | None = None) -> Logs:
+def record(
+    run_dir: str | os.PathLike,
+    path: str | os.PathLike,
+    *,
+    episodes: int = 1,
+    seed: int | None = None,
+    max_episode_length: int | None = None,
+) -> Logs:
     """Plays episodes as `evaluate` does, one after another, and writes them as a video.
 
     Args:
@@ -88,6 +224,7 @@ def record(run_dir: str | os.PathLike, path: str | os.PathLike, *, episodes: int
         path: the video; its suffix (.mp4, .mkv, .webm) decides the format.
         episodes: how many to show.
         seed: of the environment; None: the run's own.
+        max_episode_length: the most steps of an episode; None: as in the run's own evaluations.
 
     Returns:
         As `Evaluator.evaluate`, and `frames`.
@@ -98,9 +235,12 @@ def record(run_dir: str | os.PathLike, path: str | os.PathLike, *, episodes: int
     """
     directory, experiment = open_run(run_dir)
     seed = experiment.seed if seed is None else seed
+    limit = experiment.topology.eval_max_episode_length if max_episode_length is None else max_episode_length
     with Film(experiment, path) as film:
         pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
-        result = _play(directory, experiment, pool, episodes, seed)
+        agent = make_agent(experiment, pool.codec)
+        inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, restored(agent, directory))
+        result = Evaluator(pool, inferencer, episodes, seed=seed, max_episode_length=limit).evaluate()
     return {**result, "frames": film.frames}
 
 
@@ -111,9 +251,3 @@ def _make_pool(experiment: Experiment, num_envs: int, seed: int) -> Any:
     experiment = dataclasses.replace(experiment, topology=dataclasses.replace(experiment.topology, clip_rewards=None))
     with STARTING:
         return make_pool(experiment, num_envs, env_kwargs, env_seed(seed, EVALUATOR_RANK))
-
-
-def _play(directory: RunDir, experiment: Experiment, pool: Any, episodes: int, seed: int) -> Logs:
-    agent = make_agent(experiment, pool.codec)
-    inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, restored(agent, directory))
-    return Evaluator(pool, inferencer, episodes, seed=seed).evaluate()

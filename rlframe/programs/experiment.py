@@ -237,7 +237,8 @@ def complete(experiment: Experiment) -> Experiment:
 # --- resuming
 
 # What a resumed run may change: none of it reaches the numbers, but `steps`, whose schedules are kept.
-_CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "eval_episodes", "log_every"}
+_CHANGEABLE = {"steps", "schedule_steps", "num_workers", "eval_every", "log_every"}
+_CHANGEABLE |= {"eval_episodes", "eval_num_envs", "eval_max_episode_length"}
 _CHANGEABLE |= {"engine", "operator", "ray_address", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"}
 _CHANGEABLE |= {"checkpoint_every", "replay_checkpoint_every", "answer_timeout", "check_finite"}
 _CHANGEABLE |= {"min_actors", "mean_staleness", "until_learner_steps", "until_seconds", "until_return"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import threading
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import handles
+from rlframe.errors import PeerError
 from rlframe.programs.evaluation import Evaluations
 from rlframe.programs.guests import GuestRegistry
 from rlframe.programs.monitor import Monitor
@@ -21,6 +24,7 @@ from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
 
+_ENDS_WITHIN = 15.0  # seconds that an actor has to close its environments
 _GUESTS_WITHIN = 3.0  # seconds that programs on other machines have to hear of the end
 
 
@@ -38,6 +42,7 @@ class GameMonitor(Monitor):
     def __init__(self, run: Run, learner: Any, actors: list[Any]) -> None:
         super().__init__(run, learner)
         self._actors = [_Led(actor) for actor in actors]
+        self._to_end = [handles.resolve(actor, "actor", deadline=_ENDS_WITHIN, stop=self._stop) for actor in actors]
         self._saved = SavedPolicy(run.agent, run.directory, self._learner)
         self._evaluations = Evaluations(self._experiment, run.agent, self._saved)
         self._evaluation: _Evaluation | None = None  # under way
@@ -95,19 +100,25 @@ class GameMonitor(Monitor):
             if (said := actor.lead(share)) is not None:
                 self._counts.add(said)
 
-    def _begin_evaluation(self) -> None:
-        self._evaluation = _Evaluation(self._evaluate_saved)
+    def _begin_evaluation(self, *, final: bool) -> None:
+        self._evaluation = _Evaluation(functools.partial(self._evaluate_saved, self._end_actors if final else None))
 
-    def _evaluate_saved(self) -> Logs:
+    def _evaluate_saved(self, free_envs: Callable[[], Any] | None) -> Logs:
         self._saved.update(self._stop)
-        return self._evaluations.evaluate()
+        return self._evaluations.evaluate(free_envs)
 
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
         assert self._evaluation is not None
         return self._evaluation.result() if self._evaluation.is_over else None
 
+    def _end_actors(self) -> None:
+        """Has the actors close their environments."""
+        for actor in self._to_end:
+            with contextlib.suppress(PeerError):
+                actor.end()
+
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
-        return rows.result(self.step, self._learned, evaluation, stopped_by)
+        return rows.result(self.step, self._learned, evaluation, stopped_by, evaluation_error=self._evaluation_error)
 
 
 class _Led:

@@ -17,6 +17,7 @@ from rlframe.metrics.evaluations import evaluation_row
 from rlframe.metrics.sums import Sums
 from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.ending import Ending
+from rlframe.programs.evaluation import explain, warn_of_failure
 from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
@@ -52,6 +53,7 @@ class Monitor(abc.ABC):
         self._ending = Ending(run, self._counts.ended)
         self._rows: RowWriter | None = None
         self._evaluates_at: int | None = None  # the step at which the evaluation under way began
+        self._evaluation_error: str | None = None  # why the final evaluation failed
 
     def run(self) -> None:
         """Watches until the session's last step (then the final policy is evaluated), or `stop()`."""
@@ -95,16 +97,12 @@ class Monitor(abc.ABC):
         """Whether the session's last step was taken."""
 
     @abc.abstractmethod
-    def _begin_evaluation(self) -> None:
-        """Has the newest policy evaluated, beside the training."""
+    def _begin_evaluation(self, *, final: bool) -> None:
+        """Has the newest policy evaluated; `final`: after the training, else beside it. Raises where that fails."""
 
     @abc.abstractmethod
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
-        """The values of the evaluation under way; None before it is done; nothing in them where it failed.
-
-        Raises:
-            EnvError: the `final` one failed.
-        """
+        """The values of the evaluation under way; None before it is done. Raises where it failed."""
 
     @abc.abstractmethod
     def _result(self, rows: RowWriter, evaluation: Logs | None, stopped_by: str) -> Result:
@@ -160,17 +158,19 @@ class Monitor(abc.ABC):
                 self._write_row(rows)
                 row_due = next_multiple(row_every, now)
             if self._evaluates_at is not None:
-                if (values := self._poll_evaluation(final=False)) is not None:
+                if (values := self._try(self._poll_evaluation, final=False)) is not None:
                     self._write_evaluation(rows, values)
             elif now >= evaluation_due:
-                self._evaluate()
+                self._evaluates_at = now
+                if self._try(self._begin_evaluation, final=False) is not None:
+                    self._evaluates_at = None
                 evaluation_due = next_multiple(eval_every, now)
         self._look()
         self._write_row(rows)
         return None
 
     def _finish(self, rows: RowWriter) -> Logs | None:
-        """Has the learner finish, and evaluates what it ends with, if that is wanted."""
+        """Has the learner finish, and evaluates what it ends with. None where that is not asked for, or failed."""
         self._learned = finish(self._learner, self._stop, self._hold)
         self._write_row(rows)
         if not self._ending.evaluates:
@@ -178,13 +178,17 @@ class Monitor(abc.ABC):
         self._say_what_is_missing()
         if self._evaluates_at is not None:
             self._write_evaluation(rows, self._wait_for_evaluation(final=False))
+        if not getattr(self._run.topology, "eval_episodes", True):
+            return None
         while True:
-            self._evaluate()
-            values = self._wait_for_evaluation(final=True)
+            self._evaluates_at, self._evaluation_error = self.step, None
+            values = self._try(self._begin_evaluation, final=True)
+            if values is None:
+                values = self._wait_for_evaluation(final=True)
             evaluated, self._learned = self._learned, finish(self._learner, self._stop, self._hold)
             if self._learned["learner_steps"] == evaluated["learner_steps"]:
                 self._write_evaluation(rows, values)
-                return values
+                return values if self._evaluation_error is None else None
             _log.warning("The learner came back during the evaluation, and learned on: its end is evaluated again.")
 
     def _say_what_is_missing(self) -> None:
@@ -195,12 +199,22 @@ class Monitor(abc.ABC):
                 self.step,
             )
 
-    def _evaluate(self) -> None:
-        self._evaluates_at = self.step
-        self._begin_evaluation()
+    def _try(self, do: Callable[..., Logs | None], *, final: bool) -> Logs | None:
+        """Do something for an evaluation. Where that fails, keep or tell why, and return {}."""
+        try:
+            return do(final=final)
+        except StoppedError:
+            raise
+        except (Exception, SystemExit) as error:
+            problem = explain(error)
+        if final:
+            self._evaluation_error = problem
+        else:
+            warn_of_failure(self._evaluates_at or self.step, problem)
+        return {}
 
     def _wait_for_evaluation(self, *, final: bool) -> Logs:
-        while (values := self._poll_evaluation(final=final)) is None:
+        while (values := self._try(self._poll_evaluation, final=final)) is None:
             self._tell_learner()  # it may die and come back meanwhile, and would learn on
             self._hold()
             self._pause("the final policy was evaluated")

@@ -12,6 +12,8 @@ from rlframe.metrics.sums import Sums, env_means
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
 
+_NUMBERS = ("return_mean", "return_std", "length_mean", "episodes")  # of `Evaluator.evaluate`
+
 
 class RowWriter:
     """Writes what happened since the row before, and keeps how fast it went.
@@ -91,20 +93,24 @@ class RowWriter:
         signal: int | None = None,
         steps_per_row_step: int = 1,
         metrics: dict[str, float] | None = None,
+        evaluation_error: str | None = None,
     ) -> Result:
         """How the session ended.
 
         Args:
             env_steps: of the whole run.
             learner: its `learner_steps` and `params_version`.
-            evaluation: what the final evaluation gave; None where there was none.
+            evaluation: what the final evaluation gave; None or empty where there was none.
             stopped_by: see `Result`.
             signal: the number of the one that stopped it.
             steps_per_row_step: environment steps in a step of the logs.
-            metrics: all of a language model's final evaluation.
+            metrics: all numbers of that evaluation; None: `return_mean`, `return_std`, `length_mean` and `episodes`.
+            evaluation_error: why the final evaluation failed.
         """
         (began, first), (ended, last) = self._first or self._last, self._last
         evaluation = evaluation or {}
+        if metrics is None and evaluation:
+            metrics = {name: evaluation[name] for name in _NUMBERS}
         return Result(
             env_steps=env_steps,
             learner_steps=learner.get("learner_steps", 0),
@@ -118,6 +124,7 @@ class RowWriter:
             stopped_by=stopped_by,
             signal=signal,
             evaluation=metrics,
+            evaluation_error=evaluation_error,
         )
 
 

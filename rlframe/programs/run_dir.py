@@ -145,6 +145,15 @@ class RunDir:
         newest = self.checkpoints / str(steps[-1])
         return f"What was saved last is {newest}. Go on from there: {self.resume_command}"
 
+    def say_not_evaluated(self, problem: str) -> str:
+        """Say that the evaluation after training failed, what was saved, and how to evaluate that."""
+        steps = Checkpointer(self.checkpoints).steps()
+        saved = f"The trained policy is saved in {self.checkpoints / str(steps[-1])}. " if steps else ""
+        return (
+            f"The evaluation after training failed: {problem} {saved}To evaluate it, correct the cause and run: "
+            f"rlframe evaluate {self.path}"
+        )
+
     def write_config(self, experiment: Experiment, notes: dict[str, Any]) -> None:
         """Writes `config.json` in one piece."""
         try:
@@ -227,7 +236,7 @@ class Result:
 
     env_steps: int  # of the whole run, the resumed parts included
     learner_steps: int
-    return_mean: float | None  # of the final evaluation; None where the run was interrupted before it
+    return_mean: float | None  # of the final evaluation; None where there was none, or it failed
     return_std: float | None
     episodes: int  # of the final evaluation
     steps_per_second: float  # environment steps of this session over its training time
@@ -238,7 +247,8 @@ class Result:
     # `rlframe stop`); error: a callback raised
     stopped_by: str = "interrupt"
     signal: int | None = None  # the number of the signal that stopped it
-    evaluation: dict[str, float] | None = None  # of a language model: all metrics of the final evaluation
+    evaluation: dict[str, float] | None = None  # all numbers of the final evaluation; None where return_mean is
+    evaluation_error: str | None = None  # why the final evaluation failed, and what was saved
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Result:
@@ -248,7 +258,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         values = dataclasses.asdict(self)
-        for name in ("signal", "evaluation"):
+        for name in ("signal", "evaluation", "evaluation_error"):
             if values[name] is None:
                 del values[name]
         return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import sys
@@ -21,6 +22,7 @@ from rlframe.programs import naming
 from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
+from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
 from rlframe.programs.guests import OPEN_GROUPS
 from rlframe.programs.profile import Profile
@@ -33,8 +35,10 @@ from rlframe.programs.run_status import StatusFile
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
 from rlframe.programs.topologies.parts import make_agent, read_codec
-from rlframe.programs.updates import say_updates
+from rlframe.programs.updates import check_updates
 from rlframe.programs.user_files import kept
+
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -113,8 +117,8 @@ def train(
         if progress is not None:
             for backend in backend_note(experiment).values():
                 print(f"The environment {experiment.env} is made by {backend}.", file=sys.stderr)
-        if not resume and config.learns_from == "steps":
-            say_updates(experiment, run.agent, progress)
+        if config.learns_from == "steps":
+            _say_what_comes(experiment, run.agent, resume, progress)
         engine = make_engine(experiment, directory.logs, listen)
         trackers = opened.enter_context(closing(open_loggers(directory.path) if open_loggers is not None else []))
         shown = [TolerantLogger(each) for each in ([progress] if progress else []) + trackers]
@@ -137,9 +141,13 @@ def train(
             except ProgramError as error:
                 raise ProgramError(f"{error}\n{directory.what_is_saved()}") from called.error or error
             result = _read_result(directory, run, number)
+            if result.evaluation_error is not None:
+                problem = directory.say_not_evaluated(result.evaluation_error)
+                result = dataclasses.replace(result, evaluation_error=problem)
+                _log.warning(problem)
             directory.write_result(result)
             if directory.metrics.exists():  # not where it was stopped at once
-                plot_learning_curve(directory.path, directory.learning_curve)
+                _draw(directory)
             if called.error is not None:
                 raise called.error
         status.end(result)
@@ -151,6 +159,21 @@ def backend_note(experiment: Experiment) -> dict[str, str]:
     if experiment.topology.learns_from != "steps" or naming.is_file_name(experiment.env):
         return {}
     return {"env_backend": describe_backend(experiment.env)}
+
+
+def _draw(directory: RunDir) -> None:
+    """Draw the learning curve. The run is over and saved: a picture that cannot be drawn is only warned of."""
+    try:
+        plot_learning_curve(directory.path, directory.learning_curve)
+    except Exception as error:
+        _log.warning("The learning curve was not drawn: %s Draw it later: rlframe plot %s", error, directory.path)
+
+
+def _say_what_comes(experiment: Experiment, agent: Any, resume: bool, progress: Logger | None) -> None:
+    """Say for a reader of the progress when updates and the evaluation come. Raise UsageError for a run without any."""
+    updates = "" if resume else f"{check_updates(experiment, agent)} "
+    if progress is not None:
+        print(f"{updates}{describe_evaluation(experiment)}", file=sys.stderr)
 
 
 def _check_place(config: Any, listen: int | None, profile: Profile | None) -> None:

@@ -18,7 +18,7 @@ from rlframe.learners.replay_files import ReplayFiles
 from rlframe.metrics import MultiLogger
 from rlframe.metrics.evaluations import evaluation_row
 from rlframe.programs.ending import Ending
-from rlframe.programs.evaluation import Evaluations
+from rlframe.programs.evaluation import Evaluations, explain, warn_of_failure
 from rlframe.programs.rows import RowWriter, next_multiple
 from rlframe.programs.run import Run
 from rlframe.programs.run_dir import CHECKPOINTS_KEPT, RunDir
@@ -56,6 +56,7 @@ class TrainingLoop:
         self._stop, self._ending = StopSignal(), Ending(run)
         spec = replay_buffer.spec
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
+        self._evaluation_error: str | None = None  # why the final evaluation failed
         self._learner_logs: Logs | None = None  # of the newest update since the last row
         self._resumed = run.resumes and bool(Checkpointer(self._directory.checkpoints).steps())
         if run.resumes and not self._resumed:
@@ -110,8 +111,15 @@ class TrainingLoop:
         finally:
             logger.close()
         learned = {"learner_steps": self.learner.learner_steps, "params_version": self.learner.params_version}
-        number = self._stop.number
-        result = self._rows.result(self.actor.env_steps, learned, evaluation, self._stopped_by, signal=number)
+        number, error = self._stop.number, self._evaluation_error if evaluation is None else None
+        result = self._rows.result(
+            self.actor.env_steps,
+            learned,
+            evaluation,
+            self._stopped_by,
+            signal=number,
+            evaluation_error=None if number else error,
+        )
         self._directory.write_result(result)
         return number
 
@@ -153,10 +161,7 @@ class TrainingLoop:
             return None
         if self.learner.learner_steps == 0:
             self._say_nothing_was_learned()
-        evaluation = self._evaluate(final=True)
-        if evaluation is None and self._stop.number is None:
-            raise KeyboardInterrupt
-        return evaluation
+        return self._evaluate(final=True) if self._experiment.topology.eval_episodes else None
 
     def _loop(self, until: int) -> None:
         actor, stop, progress = self.actor, self._stop, self._run.progress
@@ -227,13 +232,24 @@ class TrainingLoop:
         }
 
     def _evaluate(self, *, final: bool) -> Logs | None:
-        """Returns the evaluation of the policy, which is saved before its row is written; None where it was cut off."""
+        """Returns the evaluation of the policy, which is saved before its row is written.
+
+        None where it failed, or a signal ended it.
+        """
         if self._evaluated is not None and self._evaluated[0] == self.actor.env_steps:
             return self._evaluated[1]
         self._stop.interruptible(True)
         try:
-            values = self._evaluations.evaluate()
+            values = self._evaluations.evaluate(self.actor.close if final else None)
         except KeyboardInterrupt:
+            if self._stop.number is None:  # it came from elsewhere
+                raise
+            return None
+        except (Exception, SystemExit) as error:
+            if final:
+                self._evaluation_error = explain(error)
+            else:
+                warn_of_failure(self.actor.env_steps, explain(error))
             return None
         finally:
             self._stop.interruptible(False)

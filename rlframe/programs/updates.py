@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 
 from rlframe.agents import Agent
 from rlframe.errors import UsageError
-from rlframe.metrics import Logger
 from rlframe.programs.experiment import Experiment
 from rlframe.replay.rate_limiter import RUN_AHEAD, samples_of_rounds
 from rlframe.types import ReplaySpec, Sequence
@@ -49,13 +47,6 @@ def first_update(spec: ReplaySpec, num_envs: int) -> int:
     item = spec.item
     steps = item.length + (rounds - 1) * item.period if isinstance(item, Sequence) else rounds + item.n_step - 1
     return steps * num_envs
-
-
-def say_updates(experiment: Experiment, agent: Agent, progress: Logger | None) -> None:
-    """`check_updates`, for a reader where there is progress to be read."""
-    sentence = check_updates(experiment, agent)
-    if progress is not None:
-        print(sentence, file=sys.stderr)
 
 
 def check_updates(experiment: Experiment, agent: Agent) -> str:

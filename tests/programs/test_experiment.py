@@ -54,7 +54,7 @@ def test_a_missing_config_is_explained(tmp_path):
         load_experiment(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("field", ["steps", "num_envs", "eval_episodes"])
+@pytest.mark.parametrize("field", ["steps", "num_envs", "eval_num_envs", "eval_max_episode_length"])
 def test_counts_are_at_least_one(field):
     with pytest.raises(UsageError, match=f"{field} must be at least 1, got 0"):
         make_experiment(**{field: 0})

@@ -33,6 +33,7 @@ class JobEnding:
     step: str = "collectors"  # then learner, evaluation, disconnect
     evaluation: dict[str, Any] | None = None  # what the evaluation of the last version gave
     task_id: str | None = None  # of that
+    evaluation_error: str | None = None  # why that failed
 
     @property
     def wants_learner(self) -> bool:
@@ -55,7 +56,7 @@ class JobEnding:
 
     def to_json(self) -> dict[str, Any]:
         """For the journal. Deadlines begin anew with the next coordinator."""
-        names = ("failed", "evaluates", "stopped_by", "step", "evaluation", "task_id")
+        names = ("failed", "evaluates", "stopped_by", "step", "evaluation", "task_id", "evaluation_error")
         return {name: getattr(self, name) for name in names}
 
 
@@ -89,6 +90,7 @@ class TrainingJob:
         wanted: how many workers of each role.
         by_key: whether the learner is told which items to learn from; else it draws them itself.
         now: the time in seconds, which rises across restarts.
+        evaluates: whether the last version is evaluated.
         saved: what `to_json` gave, for a coordinator that was restarted.
 
     Attributes:
@@ -120,10 +122,11 @@ class TrainingJob:
         *,
         by_key: bool,
         now: float,
+        evaluates: bool = True,
         saved: dict[str, Any] | None = None,
     ) -> None:
         self.commander, self.limits, self.by_key, self.now, self.began = commander, limits, by_key, now, now
-        self.state, self.reason = JobState.INIT, ""
+        self.state, self.reason, self.evaluates = JobState.INIT, "", evaluates
         self.wanted: dict[Role, int] = {role: wanted.get(role, 0) for role in ROLES}
         self.manual = self.paused = self.saves = False
         self.operator_answered, self.operator_problem = False, ""

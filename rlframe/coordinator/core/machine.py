@@ -43,7 +43,7 @@ def _check_stop(job: TrainingJob) -> None:
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
-        job.end(False, reason, evaluates=True, by=getattr(reason, "by", "commander"))
+        job.end(False, reason, evaluates=job.evaluates, by=getattr(reason, "by", "commander"))
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
         policy_id = job.commander.evaluation(view)
         if policy_id is not None:
@@ -136,10 +136,10 @@ def _is_evaluated(job: TrainingJob, ending: JobEnding, waited: float) -> bool:
         return True
     if task.is_over:
         if task.state is not TaskState.SUCCEEDED:
-            job.end(True, f"the last evaluation ({task.task_id}) did not succeed")
+            results.note_failed_evaluation(job, f"{task.task_id} was cancelled")
         return True
     if waited > deadline:
-        job.end(True, f"the last evaluation was not done within {deadline:g} s")
+        results.note_failed_evaluation(job, f"it was not done within {deadline:g} s")
         return True
     return False
 

@@ -109,8 +109,10 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
     task.failures += counts
     if for_good or task.failures > job.limits.max_failures:
         _end(job, task, TaskState.FAILED)
-        if task.kind == "evaluate" and job.ending is None:
+        if task.kind == "evaluate":
             job.note("evaluation", f"{task.task_id} was given up: {why}.")
+            if job.ending is not None and task.task_id == job.ending.task_id:
+                note_failed_evaluation(job, why)
         else:
             times = "" if for_good else f" {task.failures} times"
             job.end(True, f"{task.task_id} failed{times}: {why}")
@@ -308,6 +310,13 @@ def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluate
     job.emit(ev.Row(job.accounts.env_steps, evaluation_row(reply.values)))
     task.has_result = True
     task.become(TaskState.CLOSING)
+
+
+def note_failed_evaluation(job: TrainingJob, why: str) -> None:
+    """The evaluation of the last version failed. What was learned is saved: the job ends well; the first why counts."""
+    if job.ending is not None and job.ending.evaluation_error is None:
+        job.ending.evaluation_error = why
+        job.reason = f"{job.reason}; but the last evaluation failed: {why}"
 
 
 def _unpin(job: TrainingJob, task: Task) -> None:

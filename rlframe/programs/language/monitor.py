@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from rlframe import handles
-from rlframe.errors import EnvError, PeerError
+from rlframe.errors import EnvError, PeerError, StoppedError
 from rlframe.metrics.sums import Sums
 from rlframe.programs.monitor import Monitor
 from rlframe.programs.rows import RowWriter
@@ -18,8 +17,6 @@ from rlframe.programs.run import Run
 from rlframe.programs.run_dir import Result
 from rlframe.programs.save_point import SavePoint
 from rlframe.types import Logs
-
-_log = logging.getLogger(__name__)
 
 _EVALUATE_WITHIN = 600.0  # seconds for an evaluation; the environment may be started again meanwhile
 _REFRESH_WITHIN = 600.0  # seconds that the policy server has for the learner's last version
@@ -71,7 +68,7 @@ class LanguageMonitor(Monitor):
             if (stats := ask()) is not None:
                 self._collected[stats["rank"]] = stats["metrics"]
 
-    def _begin_evaluation(self) -> None:
+    def _begin_evaluation(self, *, final: bool) -> None:
         deadline = time.monotonic() + _REFRESH_WITHIN
         while self._learned.get("finished") and self._policy.stats()["version"] < self._learned["params_version"]:
             if time.monotonic() > deadline:
@@ -86,19 +83,16 @@ class LanguageMonitor(Monitor):
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
         try:
             answer = self._evaluator.evaluate(self._number)
-        except PeerError:
-            if final:
-                raise
-            answer = self._number, "the environment did not answer"
+        except StoppedError:
+            raise
+        except PeerError:  # after the training there is time for it to be started again
+            answer = None if final else (self._number, "the environment did not answer")
         if answer is None and time.monotonic() - self._asked_at < _EVALUATE_WITHIN:
             return None
         found = answer[1] if answer is not None else f"it took more than {_EVALUATE_WITHIN:g} s"
         if not isinstance(found, str):
             return found if final or self._is_saved() else None
-        if final:
-            raise EnvError(f"The final policy could not be evaluated: {found}")
-        _log.warning("The evaluation at step %d failed: %s", self._evaluates_at, found)
-        return {}
+        raise EnvError(found)
 
     def _is_saved(self) -> bool:
         """Whether what the learner had learned at the end of the evaluation is in a checkpoint."""
@@ -134,6 +128,7 @@ class LanguageMonitor(Monitor):
             stopped_by,
             steps_per_row_step=sequences,
             metrics=evaluation,
+            evaluation_error=self._evaluation_error,
         )
 
 

@@ -29,10 +29,10 @@ ENGINE_OPTIONS = ("accelerators", "max_restarts", "hang_timeout", "grace_seconds
 
 # The least value of fields, where they are not None.
 _AT_LEAST = {
-    1: "steps num_envs eval_episodes num_actors num_inferencers num_pools min_actors num_workers slots replay_shards "
-    "frame_stack action_repeat",
-    0: "eval_every checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts hang_timeout "
-    "grace_seconds max_staleness",
+    1: "steps num_envs num_actors num_inferencers num_pools min_actors num_workers slots replay_shards frame_stack "
+    "action_repeat eval_num_envs eval_max_episode_length",
+    0: "eval_every eval_episodes checkpoint_every replay_checkpoint_every schedule_steps log_every max_restarts "
+    "hang_timeout grace_seconds max_staleness",
 }
 
 
@@ -170,7 +170,9 @@ class GameConfig(TopologyConfig):
     action_repeat: int = 1  # how often each action is taken, up to an episode's end; counts as one environment step
     clip_rewards: Union[float, None] = None  # to between minus this and this, in training; None: as they are
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to env_kwargs for evaluation
-    eval_episodes: int = 20
+    eval_episodes: int = 20  # episodes of an evaluation; 0: no evaluation, neither after training nor during it
+    eval_num_envs: Union[int, None] = None  # environments of an evaluation; None: one for each of its episodes
+    eval_max_episode_length: int = 108_000  # most steps of an episode of an evaluation; more are an error
     until_learner_steps: Union[int, None] = None  # updates at which the run ends, if not before
     until_seconds: Union[float, None] = None  # wall time of this session at which the run ends, if not before
     until_return: Union[float, None] = None  # mean return of an evaluation (--eval-every) at which the run ends
@@ -220,6 +222,11 @@ class GameConfig(TopologyConfig):
         if self.until_return is not None and not experiment.eval_every:
             raise UsageError(
                 "until_return is of evaluations during the run: say by eval_every how often there are some."
+            )
+        if experiment.eval_every and not self.eval_episodes:
+            raise UsageError(
+                f"eval_every={experiment.eval_every} asks for evaluations during the run, and eval_episodes=0 turns "
+                "evaluations off. Set eval_every=0 as well, or give a number of episodes."
             )
         num_actors, num_pools = self.shares
         if experiment.num_envs % (num_actors * num_pools):

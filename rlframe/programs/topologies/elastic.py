@@ -27,7 +27,7 @@ from rlframe.params import FileParamStore, ParamStore
 from rlframe.params.shared import SharedParamStore
 from rlframe.programs import naming
 from rlframe.programs.actor_counts import ActorCounts
-from rlframe.programs.evaluation import Evaluations
+from rlframe.programs.evaluation import Evaluations, explain
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.rows import RowWriter
 from rlframe.programs.run import Run
@@ -201,6 +201,7 @@ def make_coordinator(
         max_collectors=config.max_actors,
         cores=config.max_actors if config.crosses_machines else None,
         max_staleness=config.mean_staleness,
+        evaluates=config.eval_episodes > 0,
         stop_within=max(1.0, config.grace_seconds - 2.0),  # and then the workers have to end
         describes={
             "id": run.path.name,
@@ -278,5 +279,8 @@ class _Records:
         if not summary["failed"]:
             by = summary["stopped_by"]
             by = self._run.last_step_is if by == "steps" else by
-            result = self._rows.result(summary["env_steps"], summary, summary["evaluation"], by)
+            evaluation, error = summary["evaluation"], summary["evaluation_error"]
+            result = self._rows.result(
+                summary["env_steps"], summary, evaluation, by, evaluation_error=error and explain(error)
+            )
             self._run.directory.write_result(result)

@@ -19,6 +19,7 @@ from rlframe.coordinator.messages import (
     Alive,
     Collected,
     Evaluated,
+    Failed,
     Learn,
     Learned,
     NotReady,
@@ -392,9 +393,26 @@ def test_each_step_of_the_ending_has_a_deadline(what: str) -> None:
     why = {
         "collectors": "400 of 400 environment steps were taken",
         "learner": "; but learn/1 did not close within 30 s",
-        "evaluation": "; but the last evaluation was not done within 120 s",
+        "evaluation": "; but the last evaluation failed: it was not done within 120 s",
     }[what]
-    assert over.failed == (what != "collectors") and why in over.reason
+    assert over.failed == (what == "learner") and why in over.reason
+
+
+def test_a_last_evaluation_that_fails_does_not_fail_the_job(monkeypatch) -> None:
+    world = running(1, commander=TrainOne(env_steps=400))
+    monkeypatch.setattr(SimWorker, "_evaluate", lambda worker: Failed("EnvError", "no license", for_good=True))
+    assert world.run(400.0, lambda: world.is_over)
+    (over,) = world.over
+    assert not over.failed and over.reason.endswith("; but the last evaluation failed: EnvError: no license")
+    assert world.m.ending is not None and world.m.ending.evaluation_error == "EnvError: no license"
+
+
+def test_a_job_without_evaluations_ends_after_its_learner() -> None:
+    world = running(1, commander=TrainOne(env_steps=400))
+    world.m.evaluates = False
+    assert world.run(400.0, lambda: world.is_over)
+    (over,) = world.over
+    assert not over.failed and not any("return_mean" in row.values for row in world.rows)
 
 
 def test_who_is_in_a_hurry_waits_no_longer_than_that() -> None:
