@@ -151,7 +151,7 @@ def _objects(processes: int, threads: int, env: str) -> tuple[Any, Any, Any, Any
 
     described = make_experiment("impala", env, num_workers=threads, steps=FOREVER)
     pool = make_pool(described, described.num_envs // processes, described.env_kwargs, seed=0)
-    agent = make_agent(described, pool.observation_spec, pool.action_spec)
+    agent = make_agent(described, pool.codec)
     learner = Learner(LearnerConfig(), agent, None)
     return agent, pool, learner, Inferencer(InferencerConfig(), agent, learner)
 
