@@ -139,7 +139,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("train --resume", "--resume needs --run-dir"),
         ("train --resume --run-dir nothing", "There is no run in nothing"),
         ("evaluate", "RUN_DIR"),
-        ("evaluate nothing", "There is no run in nothing"),
+        ("evaluate nothing", "/nothing: it has no config.json."),
         ("evaluate nothing --episodes 0", "--episodes must be at least 1, got 0."),
         ("evaluate nothing --seed -1", "--seed must be between 0 and 2147483647, got -1."),
         ("plot", "Name one run directory or several."),
