@@ -39,6 +39,8 @@ def check_of_several(experiment: Experiment, session: SessionOptions, by: str) -
         raise UsageError(f"--at-once must be at least 1, got {session.at_once}.")
     if experiment.topology.learns_from != "steps":
         raise UsageError(f"{by} compares returns, and a run of --agent {experiment.agent} has none.")
+    if not experiment.topology.eval_episodes:
+        raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
 def lock(directory: RunDir, experiment: Experiment, session: SessionOptions) -> RunLock:

@@ -199,3 +199,10 @@ def test_the_command_ends_with_1_where_only_the_evaluation_failed(env, tmp_path,
     assert "has run for 21 steps" in capsys.readouterr().err
     assert main(["evaluate", f"{tmp_path}/run", "--num-envs", "0"]) == 2
     assert "--num-envs must be at least 1" in capsys.readouterr().err
+
+
+def test_several_runs_without_evaluations_cannot_be_compared(tmp_path, capsys):
+    assert main(["train", "--eval-episodes", "0", "--seeds", "1,2", "--run-dir", f"{tmp_path}/run"]) == 2
+    assert (
+        "--seeds compares the returns of evaluations, and --eval-episodes 0 turns them off" in capsys.readouterr().err
+    )
