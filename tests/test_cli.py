@@ -224,8 +224,9 @@ def test_the_last_line_of_stdout_is_the_result(capsys, tmp_path):
     result = json.loads(out.splitlines()[-1])
     assert list(result) == [
         *("env_steps", "learner_steps", "return_mean", "return_std", "episodes", "steps_per_second", "wall_seconds"),
-        *("params_version", "run_dir"),
+        *("params_version", "run_dir", "stopped_by", "evaluation"),
     ]
+    assert set(result["evaluation"]) == {"return_mean", "return_std", "length_mean", "episodes"}
     assert result["env_steps"] >= 64 and result["episodes"] == 1 and result["run_dir"] == f"{tmp_path}/run"
 
 
