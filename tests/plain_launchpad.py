@@ -104,7 +104,7 @@ class Program:
     def output(self) -> str:
         return self._log.decode(errors="replace")
 
-    def wait_for(self, is_there: Callable[[], bool], seconds: float = 120.0) -> None:
+    def wait_for(self, is_there: Callable[[], bool], seconds: float = 240.0) -> None:
         end = time.monotonic() + seconds
         while not is_there():
             assert time.monotonic() < end, self.output()[-5000:]
