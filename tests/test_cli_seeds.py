@@ -94,6 +94,15 @@ def test_four_seeds_have_an_interquartile_mean_and_its_interval(both, tmp_path, 
     assert f"4 seeds: interquartile mean 25.0 (95%: {low:.1f} to {high:.1f}), mean 40.0 ± 35.4 over seeds" in err
 
 
+def test_one_seed_has_no_spread(both, tmp_path, capfd):
+    folder = tmp_path / "one"
+    shutil.copytree(both, folder)
+    assert main(["train", "--resume", "--seeds", "3", "--run-dir", str(folder)]) == 0
+    err = capfd.readouterr().err
+    returned = json.loads((folder / "seed-3" / "result.json").read_text())["return_mean"]
+    assert f"1 seed: return {returned:.1f}; see" in err and "± 0.0" not in err
+
+
 def test_runs_that_are_gone_on_with_keep_their_options(both, capfd):
     assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both), "--steps", "400"]) == 2
     assert "Runs that are gone on with keep their options" in capfd.readouterr().err

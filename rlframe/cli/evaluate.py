@@ -11,6 +11,7 @@ import tyro
 
 from rlframe import extras
 from rlframe.cli.parsing import parse
+from rlframe.cli.tables import plus_minus
 from rlframe.errors import UsageError
 
 PROG = "rlframe evaluate"
@@ -58,8 +59,8 @@ def run(arguments: list[str]) -> int:
     values: dict[str, Any] = {name: result[name] for name in names}
     values["run_dir"] = options.run_dir
     print(
-        f"return {values['return_mean']:.1f} ± {values['return_std']:.1f} over {values['episodes']} episodes "
-        f"of {values['length_mean']:.1f} steps",
+        f"return {values['return_mean']:.1f}{plus_minus(values['return_std'], values['episodes'])} "
+        f"over {values['episodes']} episodes of {values['length_mean']:.1f} steps",
         file=sys.stderr,
     )
     if options.video is not None:

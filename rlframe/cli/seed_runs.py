@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from rlframe.cli.tables import plus_minus
 from rlframe.cli.train import SessionOptions
 from rlframe.engines.base import GRACE
 from rlframe.engines.stopping import StopSignal
@@ -152,7 +153,8 @@ class SeedRun:
             return "stopped"
         if self.code or result is None:
             return f"ended with exit code {self.code}; see {self.log}: {self._last_words()}"
-        return f"return {result.return_mean:.1f} ± {result.return_std:.1f}, {result.wall_seconds:.0f} s"
+        spread = plus_minus(result.return_std, result.episodes)
+        return f"return {result.return_mean:.1f}{spread}, {result.wall_seconds:.0f} s"
 
     def _last_words(self) -> str:
         """The last line that it printed."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from rlframe.cli.seed_runs import SeedRun, check_of_several, lock, run_all
 from rlframe.cli.session import check_begins
+from rlframe.cli.tables import plus_minus
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
@@ -166,8 +167,10 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
             *(f"{number:,.0f}" for number in numbers),
         )
     console(sys.stderr).print(table)
-    text = f"mean {summary['return_mean']:.1f} ± {summary['return_std']:.1f} over seeds"
-    if len(done) >= ENOUGH:
+    text = f"mean {summary['return_mean']:.1f}{plus_minus(summary['return_std'], len(done))} over seeds"
+    if len(done) == 1:
+        text = f"return {summary['return_mean']:.1f}"
+    elif len(done) >= ENOUGH:
         low, high = summary["return_iqm_interval"]
         text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
     else:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from rlframe import extras
+from rlframe.cli.tables import plus_minus
 from rlframe.cli.train import SessionOptions
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TrackioLogger, WandbLogger
@@ -124,7 +125,8 @@ def _print_result(experiment: Experiment, result: Result, directory: RunDir) -> 
         text += f"rlframe train --resume --run-dir {directory.path}"
     else:
         text = (
-            f"return {result.return_mean:.1f} ± {result.return_std:.1f} over {result.episodes} episodes, "
+            f"return {result.return_mean:.1f}{plus_minus(result.return_std, result.episodes)} "
+            f"over {result.episodes} episodes, "
             f"{result.env_steps:,} steps, {result.steps_per_second:,.0f} steps/s, {result.wall_seconds:.1f} s; "
             f"see {directory.learning_curve}"
         )

@@ -35,6 +35,11 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     console(file).print(table)
 
 
+def plus_minus(std: float, count: int) -> str:
+    """Return " ± std", or nothing for a single value, which has no spread."""
+    return f" ± {std:.1f}" if count > 1 else ""
+
+
 def console(file: TextIO) -> Any:
     """A rich console that does not cut lines where nobody looks at them."""
     from rich.console import Console

@@ -217,7 +217,8 @@ class Trials:
         for row in rows:
             value = ["failed", ""]
             if row["returns"]:
-                value = [f"{row['value']:.1f}", f"{np.std(row['returns']):.1f}"]
+                several = len(row["returns"]) > 1
+                value = [f"{row['value']:.1f}", f"{np.std(row['returns']):.1f}" if several else ""]
             table.add_row(str(row["trial"]), *value, *(_short(row["options"].get(each.name)) for each in self._varied))
         console(sys.stderr).print(table)
 
