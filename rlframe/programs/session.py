@@ -81,7 +81,7 @@ def train(
         control: where the run is shown, and can be told what to do, over HTTP; None: nowhere.
 
     Returns:
-        See `Result`.
+        See `Result`. If a resumed run has reached its last step already, its result of before.
 
     Raises:
         UsageError: the experiment or the directory cannot be.
@@ -96,6 +96,14 @@ def train(
         experiment, directory = opened.enter_context(
             open_session(experiment, run_dir, resume, stop_at, take_over, resume_from)
         )
+        if resume and resume_from is None and (finished := _finished(directory, experiment)) is not None:
+            if progress is not None:
+                print(
+                    f"Nothing is left to do: {directory.path} reached its {experiment.steps:,} steps. To train more, "
+                    "resume it with more --steps.",
+                    file=sys.stderr,
+                )
+            return finished
         opened.enter_context(logs.kept(directory.logs, "launcher" if is_program else "train"))
         if not resume:
             undo.callback(directory.remove)  # until its nodes are made
@@ -152,6 +160,14 @@ def train(
                 raise called.error
         status.end(result)
         return result
+
+
+def _finished(directory: RunDir, experiment: Experiment) -> Result | None:
+    """Return the result of a run that reached its last step with these options; None if there is more to do."""
+    if not directory.result.exists() or load_experiment(directory.config) != experiment:
+        return None
+    result = Result.read(directory.result)
+    return result if result.stopped_by == "steps" and result.evaluation_error is None else None
 
 
 def backend_note(experiment: Experiment) -> dict[str, str]:

@@ -223,15 +223,20 @@ def test_more_steps_on_resume_do_not_move_the_schedules(tmp_path):
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 
 
-def test_a_finished_run_that_is_resumed_is_only_evaluated(tmp_path):
+def test_nothing_is_left_to_do_in_a_finished_run(tmp_path, capsys):
     first = train(ppo(), run_dir=tmp_path / "run", notes={"preset": "ppo/cartpole"})
-    again = train(ppo(), run_dir=tmp_path / "run", resume=True)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["notes"]["preset"] == "ppo/cartpole"
-    assert (again.env_steps, again.learner_steps, again.return_mean) == (
-        first.env_steps,
-        first.learner_steps,
-        first.return_mean,
-    )
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
+    progress = CallbackLogger(lambda step, values: None)
+    assert train(ppo(), run_dir=tmp_path / "run", resume=True, progress=progress) == first
+    assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
+    assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
+
+
+def test_a_finished_run_is_evaluated_again_with_other_options_of_the_evaluation(tmp_path):
+    first = train(ppo(), run_dir=tmp_path / "run")
+    again = train(ppo(eval_episodes=3), run_dir=tmp_path / "run", resume=True)
+    assert (again.env_steps, again.learner_steps, again.episodes) == (first.env_steps, first.learner_steps, 3)
 
 
 def test_a_directory_with_a_run_in_it_is_not_touched(tmp_path):
