@@ -16,6 +16,7 @@ from rlframe.actors import Actor
 from rlframe.agents import DQN, PPO, Agent, DQNConfig, PPOConfig
 from rlframe.agents.networks import MLPConfig
 from rlframe.envs import SyncEnv
+from rlframe.envs.codec import Codec
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.params.packing import PackedParams
@@ -84,7 +85,7 @@ def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv, batch: int) ->
     source = NewestParams()
     version, params = learner.get_params()
     source.put(version, PackedParams.of(params))
-    policy = TrainedPolicy(agent, source)
+    policy = TrainedPolicy(agent, Codec.of_specs(agent.observation_spec, agent.action_spec), source)
     observation = env.reset().observation
     for greedy in (True, False):
         for each in (observation[0], observation, observation[0]):

@@ -27,6 +27,7 @@ from rlframe.programs.user_files import forget_changed
 CHECKPOINTS_KEPT = 3
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"  # the file that says what a directory holds
 
+_LONGEST_ROW = 1 << 16  # bytes
 _NAMED = 5  # of the runs of a set, in an error
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
 
@@ -196,8 +197,14 @@ def open_run(run_dir: str | os.PathLike[str]) -> tuple[RunDir, Experiment]:
 
 
 def rows_after(path: pathlib.Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields the complete rows of a `metrics.jsonl` after a position in bytes, each with the position behind it."""
+    """Yield the complete rows of a `metrics.jsonl` after a position in bytes, each with the position behind it.
+
+    A position inside a row counts as the start of that row: a restarted monitor may have replaced the row before it.
+    """
     with path.open("rb") as file:
+        start = max(0, position - _LONGEST_ROW)
+        file.seek(start)
+        position = start + file.read(position - start).rfind(b"\n") + 1
         file.seek(position)
         for line in file:
             if not line.endswith(b"\n"):

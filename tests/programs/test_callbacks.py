@@ -14,7 +14,7 @@ import rlframe
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
-from rlframe.programs.run_dir import Result, RunDir
+from rlframe.programs.run_dir import Result, RunDir, rows_after
 from tests.extras import needs
 
 PLACES = [("single_process", None), ("heavy_env", "threads"), ("light_env", "threads")]
@@ -220,3 +220,14 @@ def test_a_signal_is_an_interrupt(tmp_path):
 
         result = train(tmp_path / place[0], *place, callbacks=[callback])
         assert (result.stopped_by, result.signal, result.return_mean) == ("interrupt", signal.SIGINT, None)
+
+
+def test_rows_that_replace_others_are_read_from_their_start(tmp_path):
+    """A restarted monitor takes back its last rows: a reader's position may then be inside a new one."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    (_, first), (_, second) = rows_after(path, 0)
+    path.write_text('{"step": 1}\n{"step": 2, "loss": 0.5}\n{"step": 3}\n{"step"')
+    assert [row for row, _ in rows_after(path, second)] == [{"step": 2, "loss": 0.5}, {"step": 3}]
+    assert [row["step"] for row, _ in rows_after(path, first)] == [2, 3]
+    assert [row["step"] for row, _ in rows_after(path, 0)] == [1, 2, 3]
