@@ -35,9 +35,9 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     console(file).print(table)
 
 
-def plus_minus(std: float, count: int) -> str:
+def plus_minus(std: float | None, count: int) -> str:
     """Return " ± std", or nothing for a single value, which has no spread."""
-    return f" ± {std:.1f}" if count > 1 else ""
+    return f" ± {std:.1f}" if std is not None and count > 1 else ""
 
 
 def console(file: TextIO) -> Any:
