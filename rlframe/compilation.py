@@ -27,6 +27,12 @@ from rlframe.interprocess.progress import COMPILING
 if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+# JAX puts the paths of the code that it compiles into the result, and fails where these are not UTF-8. It removes what
+# this expression matches.
+_REMOVED = "jax_hlo_source_file_canonicalization_regex"
+if getattr(jax.config, _REMOVED) is None:
+    jax.config.update(_REMOVED, "[\udc80-\udcff]")
+
 _Options = dict[str, bool | str]
 
 # Options that this version of XLA does not have are left out.

@@ -158,5 +158,5 @@ class SeedRun:
 
     def _last_words(self) -> str:
         """The last line that it printed."""
-        lines = self.log.read_text(errors="replace").split("\n")
+        lines = self.log.read_text(encoding="utf-8", errors="backslashreplace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

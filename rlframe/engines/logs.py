@@ -14,6 +14,11 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
+_ENCODING = {
+    "encoding": "utf-8",
+    "errors": "backslashreplace",
+}  # of the files: paths of which a line is may be any bytes
+
 
 def set_up(node: str) -> None:
     """Has what this process logs written to stderr, with time, level and the name of the node that it is."""
@@ -51,7 +56,7 @@ class NodeLogs:
                 return
             if node not in self._files:
                 self._directory.mkdir(exist_ok=True)
-                self._files[node] = log_file(self._directory, node).open("a", buffering=1)
+                self._files[node] = log_file(self._directory, node).open("a", 1, **_ENCODING)
             self._files[node].write(f"{line}\n")
 
     def warn(self, node: str, text: str) -> None:
@@ -76,7 +81,7 @@ def kept(logs: pathlib.Path, node: str) -> Iterator[None]:
     if not logger.hasHandlers() and logging.lastResort is not None:  # which is for loggers without any
         added.append(logging.lastResort)
     logs.mkdir(exist_ok=True)
-    file = _LogFile(log_file(logs, node), delay=True)
+    file = _LogFile(log_file(logs, node), delay=True, **_ENCODING)
     file.setFormatter(logging.Formatter(_format(node)))
     for handler in (*added, file):
         logger.addHandler(handler)

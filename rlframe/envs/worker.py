@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import setproctitle
 
+from rlframe import streams
 from rlframe.envs.codec import Codec
 from rlframe.envs.frames import Frame, frame_shapes
 from rlframe.envs.group import EnvGroup, build_group, env_error
@@ -108,6 +109,7 @@ class Descriptors(NamedTuple):
 
 def main(descriptors: Descriptors) -> None:
     """Runs until told to close or until the parent is gone."""
+    streams.prepare()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes its workers
     die_soon_after_parent()
     connection = Connection(descriptors.connection)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import json
 import re
 import zlib
 from collections.abc import Callable
@@ -32,7 +33,15 @@ _DROPPED = 16  # times the limit: of a body that is too large, so much is read s
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A small JSON answer."""
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
+    return Response(encoded(content), status, headers, "application/json")
+
+
+def encoded(content: Any) -> bytes:
+    """Return a value as JSON. Paths in it need not be UTF-8: their other bytes become escapes, `"\\udcff"`."""
+    try:
+        return msgspec.json.encode(content)
+    except UnicodeEncodeError:
+        return json.dumps(content).encode()
 
 
 Refusal = Callable[[str, int, dict[str, str] | None], Response]  # (error, status, headers) -> what the client sees

@@ -187,7 +187,7 @@ def command_of(pid: int) -> list[str]:
     """The command line of a process; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().decode(errors="replace").rstrip("\0").split("\0")
+            return os.fsdecode(file.read()).rstrip("\0").split("\0")
     except OSError:
         return []
 

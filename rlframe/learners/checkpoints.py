@@ -19,6 +19,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.paths import NativePath
 from rlframe.types import Tree
 
 # Versions are reserved in a file, so many at a time that writing it takes 1 part in 200 of the time: one where updates
@@ -43,6 +44,7 @@ class Checkpointer:
         self.directory = pathlib.Path(directory).absolute()
         self._keep = keep
         self._open_manager: Any = None
+        self._native: NativePath | None = None  # the directory's, for Orbax, while the manager is open
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, oldest first."""
@@ -118,10 +120,12 @@ class Checkpointer:
             return leaves, pickle.loads(pickled.tobytes())
 
     def close(self) -> None:
-        """Ends Orbax's threads."""
-        if self._open_manager is not None:
-            self._open_manager.close()
-            self._open_manager = None
+        """End Orbax's threads."""
+        manager, native = self._open_manager, self._native
+        self._open_manager = self._native = None
+        with contextlib.ExitStack() as closing:
+            for each in filter(None, (native, manager)):  # the manager first
+                closing.callback(each.close)
 
     def _manager(self) -> Any:
         if self._open_manager is None:
@@ -131,7 +135,8 @@ class Checkpointer:
             logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
             self.directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
-            self._open_manager = ocp.CheckpointManager(self.directory, options=options)
+            self._native = NativePath(self.directory)
+            self._open_manager = ocp.CheckpointManager(self._native.path, options=options)
         return self._open_manager
 
     def _check(self, template: Tree, leaves: list[np.ndarray], step: int) -> None:
@@ -162,7 +167,6 @@ class Checkpointer:
                 self._remove_unfinished()
                 with contextlib.suppress(Exception):  # the next try has a new manager: this one may be in any state
                     self.close()
-                self._open_manager = None
             others = [self.directory / str(other) for other in self.steps() if other != step]
             kept = f" The last good checkpoint is {others[-1]}." if others else ""
             if what == "read":

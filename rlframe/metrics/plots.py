@@ -13,6 +13,7 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import replacing
+from rlframe.interprocess.paths import printable
 from rlframe.metrics.curves import Over, RunCurve, SeedGroup, group_runs, load_run
 from rlframe.metrics.statistics import ENOUGH
 
@@ -70,6 +71,7 @@ def draw_curves(runs: Sequence[RunCurve], out: pathlib.Path, target: float | Non
     """Draw what `plot_learning_curve` does, of curves that are read already."""
     panels: dict[str, list[SeedGroup]] = {}
     for group in group_runs(runs):
+        group = dataclasses.replace(group, label=_plain(group.label), env=_plain(group.env))
         panels.setdefault(group.env, []).append(group)
     width = _WIDTHS[len(panels) > 1]
     below = [_LINE * _lines_below(groups, width) for groups in panels.values()]
@@ -102,14 +104,14 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
         title: of the picture.
     """
     figure, axes = _canvas(len(panels))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
     ended = [(value, i) for i, value in enumerate(returns) if value is not None]
     highest, best = max(ended, key=lambda one: one[0])
     colours = [_COLOURS[1] if i == best else _COLOURS[0] for _, i in ended]
     for axis, panel in zip(axes, panels, strict=True):
         at = [panel.words.index(str(value)) if panel.words else value for value in panel.values]
         if panel.words:
-            axis.set_xticks(range(len(panel.words)), panel.words)
+            axis.set_xticks(range(len(panel.words)), [_plain(word) for word in panel.words])
             axis.set_xlim(-0.5, len(panel.words) - 0.5)
         elif panel.log:
             axis.set_xscale("log")
@@ -242,6 +244,11 @@ def _title(env: str, groups: list[SeedGroup]) -> str:
     if len(groups) > 1:
         return env
     return f"{groups[0].label} on {env}" if env else groups[0].label
+
+
+def _plain(text: str) -> str:
+    """Return a text that matplotlib draws as it is: the name of a file may hold any bytes and dollar signs."""
+    return printable(text).replace("$", r"\$")
 
 
 def _steps(value: float) -> str:

@@ -309,7 +309,7 @@ def load_experiment(path: str | os.PathLike[str]) -> Experiment:
     path = pathlib.Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}. Name the config.json of a run directory.") from error
     except ValueError as error:

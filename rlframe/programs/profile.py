@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+
+from rlframe.interprocess.paths import NativePath
 
 if TYPE_CHECKING:
     from rlframe.programs.training_loop import TrainingLoop
@@ -38,7 +41,7 @@ class Profile:
         self._compiling = 0.0
         self._began = 0.0
         self._total = 0.0
-        self._tracing = False
+        self._native: NativePath | None = None  # the directory of the trace that is being written
 
     def attach(self, loop: TrainingLoop) -> None:
         """Puts a clock around what the run calls."""
@@ -52,14 +55,16 @@ class Profile:
         self._clock(loop.learner, "step", "learner", wait=True)
         self._began = time.perf_counter()
         if self._trace_dir is not None:
-            jax.profiler.start_trace(self._trace_dir)
-            self._tracing = True
+            os.makedirs(self._trace_dir, exist_ok=True)
+            self._native = NativePath(self._trace_dir)
+            jax.profiler.start_trace(self._native.path)
 
     def stop(self) -> None:
         """Ends the trace and the clock."""
-        if self._tracing:
-            self._tracing = False
+        if self._native is not None:
             jax.profiler.stop_trace()
+            self._native.close()
+            self._native = None
         self._total = time.perf_counter() - self._began
 
     def lines(self) -> list[Line]:

@@ -75,13 +75,8 @@ class RunDir:
         """Makes the directory.
 
         Raises:
-            UsageError: there is something in it already, or it cannot be made, or its path is not UTF-8.
+            UsageError: there is something in it already, or it cannot be made.
         """
-        if not _is_utf8(self.path):
-            raise UsageError(
-                f"The run directory {os.fsencode(self.path)!r} is not UTF-8, which the library that writes checkpoints "
-                "(tensorstore) needs: choose another --run-dir."
-            )
         try:
             if self.path.exists() and (not self.path.is_dir() or self._holds_anything()):
                 raise UsageError(
@@ -172,14 +167,6 @@ class RunDir:
             write_atomically(self.result, json.dumps(result.to_json()), "\n")
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
-
-
-def _is_utf8(path: pathlib.Path) -> bool:
-    try:
-        os.fspath(path).encode()
-    except UnicodeEncodeError:  # Python keeps other bytes as surrogates
-        return False
-    return True
 
 
 def open_run(run_dir: str | os.PathLike[str]) -> tuple[RunDir, Experiment]:

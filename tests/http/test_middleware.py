@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
+import os
 
 import pytest
 import zstandard
 
-from rlframe.http.middleware import ReadBody, _gunzip, _unzstd
+from rlframe.http.middleware import ReadBody, _gunzip, _unzstd, answer
 
 LIMIT = 1_000_000
 DEADLINE = 60.0
@@ -62,3 +64,9 @@ def test_a_body_is_compressed_twice_at_most():
     twice = gzip.compress(gzip.compress(b"a"))
     assert asked(twice, "gzip, identity, gzip") == (200, [b"a"])
     assert asked(gzip.compress(twice), "gzip, gzip, gzip") == (415, [])
+
+
+def test_bytes_that_are_not_utf_8_are_escapes_in_an_answer():
+    path = os.fsdecode(b"/a\xff")
+    answered = answer({"run_dir": path, "steps": 3})
+    assert answered.body == b'{"run_dir": "/a\\udcff", "steps": 3}' and json.loads(answered.body)["run_dir"] == path

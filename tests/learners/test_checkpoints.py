@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 
@@ -37,6 +39,23 @@ def test_the_last_n_are_kept(checkpointer):
     for step in (1, 2, 3):
         checkpointer.save(step, tree(step))
     assert checkpointer.steps() == [2, 3]
+
+
+@pytest.mark.parametrize("name", [b"a\xff", "é".encode()])
+def test_a_directory_need_not_be_utf_8(name, tmp_path):
+    directory = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
+    opened = [Checkpointer(directory, keep=2) for _ in range(2)]
+    for step in (1, 2, 3):
+        opened[0].save(step, tree(step), extras=step)
+    assert opened[1].steps() == [2, 3] and sorted(os.listdir(directory)) == ["2", "3"]
+    assert opened[1].restore(tree(0.0))[0]["w"][0, 0] == 3.0
+    for data in (opened[1].directory / "3" / "default").rglob("*"):
+        if data.is_file():
+            data.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(directory)}/3 is damaged: "):
+        opened[1].restore(tree(0.0))
+    for each in opened:
+        each.close()
 
 
 def test_a_second_save_at_one_step_replaces_nothing(checkpointer):

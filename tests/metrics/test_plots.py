@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from matplotlib import image
 
@@ -37,6 +39,13 @@ def test_one_run_shows_training_and_its_evaluation(tmp_path, figures):
     raw, line = axis.get_lines()[:2]
     assert raw.get_ydata().tolist() == [10.0, 20.0, 30.0]
     assert line.get_ydata().tolist() == [15.0, 20.0, 25.0]
+
+
+def test_a_name_of_any_bytes_and_dollar_signs_is_drawn_as_it_is(tmp_path, figures):
+    env = os.fsdecode(b"a\xff$x_$.py:Env")
+    run = make_run(tmp_path / "run", {0: 10.0, 9: 20.0}, {}, agent="ppo", env=env, seed=1)
+    plot_learning_curve(run)
+    assert figures[0].axes[0].get_title(loc="left") == r"PPO on a\xff\$x_\$.py:Env"
 
 
 def test_several_runs_get_a_panel_per_environment_and_a_line_per_agent(tmp_path, figures):

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
-
 from rlframe.errors import PeerError, RlframeError, UnavailableError
+from rlframe.http.middleware import encoded
 
 STATUS_AGE = 0.2  # seconds for which a status is good enough for whoever asks
 STATUS_DEADLINE = 3.0  # seconds for one
@@ -172,4 +171,4 @@ class EventLog:
 
 
 def _encode(event: dict[str, Any]) -> bytes:
-    return b"id: %d\ndata: %s\n\n" % (event["number"], msgspec.json.encode(event))
+    return b"id: %d\ndata: %s\n\n" % (event["number"], encoded(event))

@@ -151,7 +151,7 @@ def load_templates(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any
     paths = sorted(pathlib.Path(directory).glob("*.yaml"))
     if not paths:
         raise UsageError(f"{directory} has no ROLE.yaml: it must hold a Pod's manifest for each role.")
-    return {path.stem: yaml.safe_load(path.read_text()) for path in paths}
+    return {path.stem: yaml.safe_load(path.read_bytes()) for path in paths}
 
 
 def labels_of(run: str) -> dict[str, str]:

@@ -230,6 +230,6 @@ class LogTail:
             return
         self._offset += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
-        for text in (line.decode(errors="replace") for line in lines):
+        for text in (line.decode(errors="backslashreplace") for line in lines):
             show(self._output, self._name, text)
             self.last_line = text if text.strip() else self.last_line

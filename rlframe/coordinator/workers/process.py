@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+from rlframe import streams
 from rlframe.coordinator.messages import Role
 from rlframe.coordinator.workers.records import Records, load_maker, record_of
 from rlframe.engines import logs
@@ -161,6 +162,7 @@ def run(state_dir: str, role: Role, index: int, incarnation: int, life: Life, ad
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one worker; the process's exit code says how it ended."""
+    streams.prepare()
     options = _parse(arguments)
     faulthandler.enable()
     set_title(f"{options.role}/{options.index}")

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from rlframe import streams
 from rlframe.engines import logs
 from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
@@ -71,6 +72,7 @@ def pickle_node(label: str, node: Any) -> bytes:
 
 def main() -> None:
     """Runs one node; the process's exit code says how it ended."""
+    streams.prepare()
     descriptor, index, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     del sys.argv[1:]
     faulthandler.enable()

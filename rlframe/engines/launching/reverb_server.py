@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlframe import extras
+from rlframe.interprocess.paths import NativePath
 from rlframe.interprocess.progress import SAVING
 from rlframe.program_end import stopped_by_program
 from rlframe.replay.checkpoint import save_now_and_then
@@ -47,7 +48,8 @@ class ReverbServer:
         self._stop = threading.Event()
         self._directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(self._directory)
-        checkpointer = reverb.checkpointers.DefaultCheckpointer(str(self._directory))
+        self._native = NativePath(self._directory)  # open as long as the server is
+        checkpointer = reverb.checkpointers.DefaultCheckpointer(self._native.path)
         self._server = reverb.Server(tables(), port, checkpointer)
 
     def run(self) -> None:

@@ -173,7 +173,7 @@ class RunningProcess(RunningNode):
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._take(line.decode(errors="replace").rstrip("\n"))
+            self._take(line.decode(errors="backslashreplace").rstrip("\n"))
 
     def _wait(self, has_ended: HasEnded) -> None:
         self.wait()

@@ -81,7 +81,7 @@ def read_addresses(path: str) -> dict[Any, list[str]]:
     """
     form = 'It must hold {"learner": ["HOST:PORT"], "collector": ["HOST:PORT", ...], "evaluator": [...]}.'
     try:
-        read = json.loads(pathlib.Path(path).read_text())
+        read = json.loads(pathlib.Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(f"--workers {path} cannot be read: {error}. {form}") from error
     if not isinstance(read, dict) or not all(isinstance(each, list) for each in read.values()):
