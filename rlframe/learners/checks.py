@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import NonFiniteLossError, UsageError
@@ -25,15 +24,29 @@ def check_are_numbers(logs: Logs) -> None:
             )
 
 
-def check_loss(logs: Logs, step: int, keys: np.ndarray, last_good: Callable[[], str]) -> None:
-    """Raises NonFiniteLossError for the loss of learner step `step`, on the items `keys` [B, 3]."""
+def check_update(logs: Logs, is_finite: Any, step: int, keys: np.ndarray, last_good: Callable[[], str]) -> None:
+    """Raise NonFiniteLossError if the loss of an update, or a parameter after it, is not finite.
+
+    Args:
+        logs: of the update.
+        is_finite: [] bool: whether the parameters are.
+        step: number of the learner step.
+        keys: [B, 3], of the batch's items.
+        last_good: names the last checkpoint.
+    """
     loss = logs.get("loss")
     if loss is not None and not math.isfinite(loss):
-        raise NonFiniteLossError(
-            f"The loss of learner step {step} is {float(loss)}, on a batch of {len(keys)} items whose first is "
-            f"(rank, incarnation, number) {tuple(int(part) for part in keys[0])}. {last_good()} "
-            "Look for NaN in its rewards and observations, or lower the learning rate."
-        )
+        wrong = f"The loss of learner step {step} is {float(loss)}"
+    elif not is_finite:
+        wrong = f"A parameter is NaN or infinite after learner step {step}"
+    else:
+        return
+    raise NonFiniteLossError(
+        f"{wrong}, on a batch of {len(keys)} items whose first is (rank, incarnation, number) "
+        f"{tuple(int(part) for part in keys[0])}. {last_good()} "
+        "Look for NaN and very large numbers in its rewards (scores, advantages) and observations, or lower the "
+        "learning rate."
+    )
 
 
 def check_params(params: Tree, step: int, last_good: Callable[[], str]) -> None:
@@ -42,20 +55,6 @@ def check_params(params: Tree, step: int, last_good: Callable[[], str]) -> None:
         if not np.all(np.isfinite(leaf)):
             name = jax.tree_util.keystr(path)
             raise NonFiniteLossError(f"Parameter {name} is not finite after learner step {step}. {last_good()}")
-
-
-def check_published(params: Tree, step: int, last_good: Callable[[], str]) -> None:
-    """Raises NonFiniteLossError for parameters that are not finite, before anyone gets them."""
-    if not _are_finite(params):
-        raise NonFiniteLossError(
-            f"The parameters are not finite after learner step {step}, and are not published. {last_good()} "
-            "Look for very large scores or advantages, or lower the learning rate."
-        )
-
-
-@jax.jit
-def _are_finite(params: Tree) -> jax.Array:
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
 
 
 def not_a_batch(*given: Any) -> UsageError:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rlframe import compilation, handles
+from rlframe import handles
 from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
-from rlframe.learners.checks import check_are_numbers, check_loss, check_params, check_published, not_a_batch
+from rlframe.learners.checks import check_are_numbers, check_params, check_update, not_a_batch
 from rlframe.learners.config import DataConfig, LearnerConfig
 from rlframe.learners.freed_memory import keep_freed_memory
 from rlframe.learners.saver import Saver
 from rlframe.learners.snapshot import Snapshot
 from rlframe.learners.staleness import StalenessLimit, mean_version
+from rlframe.learners.update import Update, copied
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.publication import Publication
 from rlframe.params.store import PolicySource
@@ -78,7 +78,8 @@ class Learner:
         self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
         self._learner_steps = 0
         self._logs: Logs = {}  # of the newest update that is known to be done
-        self._unchecked: tuple[int, Logs, Any] | None = None  # (learner step, logs, keys) of the update before
+        # Of the update before: learner step, logs, keys, whether its parameters are finite.
+        self._unchecked: tuple[int, Logs, Any, Any] | None = None
         self._update_lock = threading.RLock()
         buffer = self._replay_buffer
         self._is_buffer = isinstance(buffer, BaseReplayBuffer)
@@ -90,14 +91,11 @@ class Learner:
         if "rng" in getattr(self._learner_state, "_fields", ()):
             self._learner_state = self._learner_state._replace(rng=learner_rng)
         # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
-        self._params, self._learner_state = _copy((self._params, self._learner_state))
-        self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
-        self._copy_for_actors = jax.jit(self._pack_for_actors)
-        self._update: Callable[..., Any] = self._update_and_copy
-        if agent.jit_learner_step:
-            self._update = compilation.jit(self._update_and_copy, donate_argnums=(0, 1), differentiates=True)
-        published = self._copy_for_actors(self._params, self._learner_state)
-        self._publication = Publication(self._packing, self._versions.value, published)
+        self._params, self._learner_state = copied((self._params, self._learner_state))
+        packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
+        self._update = Update(agent, packing)
+        self._published = self._packed()
+        self._publication = Publication(packing, self._versions.value, self._published)
         self._replay_stats = Snapshot(self._replay_buffer.stats if self._is_buffer else dict)
         self.saver: Saver | None = None
         if cfg.checkpoint_dir:
@@ -129,7 +127,8 @@ class Learner:
             `max_staleness` allows: it is dropped.
 
         Raises:
-            NonFiniteLossError: the loss of the update before this one was NaN or infinite.
+            NonFiniteLossError: the loss or a parameter was NaN or infinite after the update before this one. Actors
+                never get such parameters: the version after that update holds those of the version before.
             UsageError: the agent logs something that is no number, or the argument is no batch.
         """
         if others or not (batch is None or isinstance(batch, Batch)):
@@ -140,27 +139,28 @@ class Learner:
             return self._step(batch)
 
     def _step(self, batch: Batch) -> Logs:
-        self._check_loss()
+        self._check_update()
         keys, staleness = batch.keys, self.params_version - mean_version(batch.params_version)
         batch = batch._replace(keys=(), params_version=())
-        self._params, self._learner_state, logs, published = self._update(self._params, self._learner_state, batch)
+        self._params, self._learner_state, logs, self._published, is_finite = self._update(
+            self._params, self._learner_state, batch, self._published
+        )
         self._learner_steps += 1
-        if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
-            check_loss(logs, self._learner_steps, keys, self._last_good)
-            check_published(self._params, self._learner_steps, self._last_good)
-        version = self._versions.next()
-        if self._staleness.is_set:
-            jax.block_until_ready(published)  # actors wait for it, and a call of theirs must not
-            self._staleness.forget(version)
-            self._staleness.resumed_from = None
-        self._publication.publish(version, published)
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
-        self._unchecked = (self._learner_steps, logs, keys)
+        self._unchecked = (self._learner_steps, logs, keys, is_finite)
+        if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
+            self._check_update()
+        version = self._versions.next()
+        if self._staleness.is_set:
+            jax.block_until_ready(self._published)  # actors wait for it, and a call of theirs must not
+            self._staleness.forget(version)
+            self._staleness.resumed_from = None
+        self._publication.publish(version, self._published)
         if self._is_buffer:
             self._replay_buffer.note_update(keys, version)
         if priorities is not None:
-            self._check_loss()  # they are fetched here in any case, and a buffer takes no NaN
+            self._check_update()  # they are fetched here in any case, and a buffer takes no NaN
             self._needed("update_priorities", "The agent logs priorities")(keys, np.asarray(priorities))
         return logs
 
@@ -238,10 +238,10 @@ class Learner:
         """Waits for the newest update, and gives its logs as numbers: none before the first.
 
         Raises:
-            NonFiniteLossError: its loss was NaN or infinite.
+            NonFiniteLossError: its loss or a parameter after it was NaN or infinite.
         """
         with self._update_lock:
-            self._check_loss()
+            self._check_update()
         return {name: float(np.asarray(value).reshape(())) for name, value in self._logs.items()}
 
     def finish(self) -> None:
@@ -306,7 +306,7 @@ class Learner:
         if self._checkpointer is None:
             raise UsageError("Learner.save needs LearnerConfig.checkpoint_dir.")
         with self._update_lock:
-            self._check_loss()
+            self._check_update()
             tree = jax.tree.map(np.asarray, (self._params, self._learner_state))
             check_params(tree[0], self._learner_steps, self._last_good)
             counters = {"learner_steps": self._learner_steps, "version": self.params_version}
@@ -339,7 +339,7 @@ class Learner:
         if self._checkpointer is None:
             raise UsageError("Learner.restore needs LearnerConfig.checkpoint_dir.")
         tree, saved = self._checkpointer.restore((self._params, self._learner_state), step)
-        self._params, self._learner_state = _copy(tree)
+        self._params, self._learner_state = copied(tree)
         self._learner_steps = saved["counters"]["learner_steps"]
         self._unchecked = None
         self._staleness.resumed_from = saved["counters"]["version"]
@@ -358,7 +358,12 @@ class Learner:
         self._publish()
 
     def _publish(self) -> None:
-        self._publication.publish(self._versions.value, self._copy_for_actors(self._params, self._learner_state))
+        self._published = self._packed()
+        self._publication.publish(self._versions.value, self._published)
+
+    def _packed(self) -> list[jax.Array]:
+        check_params(self._params, self._learner_steps, self._last_good)
+        return self._update.pack(self._params, self._learner_state)
 
     def close(self) -> None:
         """Ends the threads that checkpointing and publishing opened."""
@@ -367,20 +372,12 @@ class Learner:
             self._checkpointer.close()
         self._publication.close()
 
-    def _update_and_copy(self, params: Tree, learner_state: Tree, batch: Batch) -> tuple[Tree, Tree, Logs, Tree]:
-        params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
-        return params, learner_state, dict(logs), self._copy_for_actors(params, learner_state)
-
-    def _pack_for_actors(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
-        # Copies: what actors read must outlive the update that the learner's own arrays are donated to.
-        return _copy(self._packing.pack(self._agent.actor_params(params, learner_state)))
-
-    def _check_loss(self) -> None:
+    def _check_update(self) -> None:
         # One update late: reading the newest loss here would make acting wait for learning.
         if self._unchecked is None:
             return
-        (step, logs, keys), self._unchecked = self._unchecked, None
-        check_loss(logs, step, keys, self._last_good)
+        (step, logs, keys, is_finite), self._unchecked = self._unchecked, None
+        check_update(logs, is_finite, step, keys, self._last_good)
         self._logs = logs
 
     def _last_good(self) -> str:
@@ -388,7 +385,3 @@ class Learner:
         if self._checkpointer is None or not steps:
             return "Nothing was saved before."
         return f"The last good checkpoint is {self._checkpointer.directory / str(steps[-1])}."
-
-
-def _copy(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.copy, tree)

@@ -15,7 +15,7 @@ from rlframe.agents.grpo import GRPO
 from rlframe.errors import UsageError
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model.tokenizers import Tokenizer
-from rlframe.learners.checks import check_loss, check_params
+from rlframe.learners.checks import check_params, check_update
 from rlframe.types import Batch, Params, TokenBatch
 
 Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]
@@ -65,7 +65,7 @@ def warm_up(
         batch = demonstration_batch(tokenizer, pairs, cfg.max_tokens)
         params, state, logs = update(params, state, batch)
         if step % log_every == 0 or step == cfg.supervised_steps:
-            check_loss(logs, step, np.asarray(batch.keys), lambda: _NOTHING)
+            check_update(logs, True, step, np.asarray(batch.keys), lambda: _NOTHING)
             if logger is not None:
                 logger.write(step, {"supervised_loss": float(logs["loss"])})
     check_params(params, cfg.supervised_steps, lambda: _NOTHING)

@@ -149,7 +149,9 @@ def test_a_version_that_is_not_finite_is_never_published(spoilt):
             before = learner.params_version
         version, params = learner.get_params()
         assert version == before and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
-    with pytest.raises(NonFiniteLossError, match=r"(loss of learner step \d is nan|not finite after learner step \d)"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"(loss of learner step \d is nan|NaN or infinite after learner step \d)"
+    ):
         learner.step(batch)
     learner.close()
 

@@ -1,0 +1,199 @@
+"""No version that a learner publishes, and no checkpoint, holds NaN or infinity."""
+
+from __future__ import annotations
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.actors import Actor
+from rlframe.agents import DQN, PPO, SAC, DQNConfig, PPOConfig, SACConfig
+from rlframe.envs import SyncEnv
+from rlframe.errors import NonFiniteLossError
+from rlframe.inferencers import Inferencer, InferencerConfig
+from rlframe.learners import Checkpointer, Learner, LearnerConfig
+from rlframe.replay import ReplayBuffer
+from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingAgent, CountingConfig, RecordingBuffer, reward_batch
+
+GOOD, NAN, INFINITE = [1.0] * 4, [np.nan] * 4, [np.inf] * 4
+
+
+class Counting(CountingAgent):
+    """Its loss stays finite, and actors get statistics of the learner state beside the parameters."""
+
+    def learner_step(self, params, learner_state, batch):
+        params, learner_state, logs = super().learner_step(params, learner_state, batch)
+        return params, learner_state, {**logs, "loss": jnp.zeros(())}
+
+    def actor_params(self, params, learner_state):
+        return {**params, "updates": learner_state.steps, "table": params["w"] * jnp.ones((200, 200))}
+
+
+class Eager(Counting):
+    jit_learner_step = False
+
+
+class LossOnly(Counting):
+    """Parameters stay finite when its loss is not."""
+
+    def learner_step(self, params, learner_state, batch):
+        params, learner_state, logs = super().learner_step(params, learner_state, batch)
+        loss, params = params["w"], jax.tree.map(jnp.nan_to_num, params)
+        return params, learner_state, {**logs, "loss": loss}
+
+
+class Statistics(Counting):
+    """What actors get is not finite, although the parameters are."""
+
+    def actor_params(self, params, learner_state):
+        return {**super().actor_params(params, learner_state), "scale": 1.0 / (params["w"] - 1.0)}
+
+
+def make(agent_cls=Counting, checkpoint_dir=None, **config) -> Learner:
+    agent = agent_cls(CountingConfig(**config), OBSERVATION_SPEC, ACTION_SPEC)
+    directory = None if checkpoint_dir is None else str(checkpoint_dir)
+    return Learner(LearnerConfig(checkpoint_dir=directory), agent, RecordingBuffer())
+
+
+def published(learner) -> list[np.ndarray]:
+    """Everything that actors of this process, of this machine and of other machines get."""
+    trees = [learner.get_params()[1], learner.get_packed()[1].unpack()]
+    return [np.asarray(leaf) for tree in trees for leaf in jax.tree.leaves(tree)]
+
+
+def is_finite(arrays) -> bool:
+    return all(np.isfinite(array).all() for array in arrays)
+
+
+@pytest.mark.parametrize("wrong", [NAN, INFINITE, [1.0, 1.0, -np.inf, 1.0]])
+@pytest.mark.parametrize("agent_cls", [Counting, Eager])
+def test_parameters_that_are_not_finite_are_never_published(agent_cls, wrong):
+    learner = make(agent_cls)
+    learner.step(reward_batch(GOOD))
+    learner.step(reward_batch(wrong))
+    version, params = learner.get_params()
+    assert (version, params["w"], params["updates"], params["table"][7, 7]) == (3, 0.5, 1, 0.5)
+    assert is_finite(published(learner))
+    with pytest.raises(
+        NonFiniteLossError, match=r"parameter is NaN or infinite after learner step 2, on a batch of 4.*Nothing was"
+    ):
+        learner.step(reward_batch(GOOD))
+    assert is_finite(published(learner))
+    learner.step(reward_batch(GOOD))  # by a caller that goes on all the same
+    assert is_finite(published(learner)) and learner.params_version == 4
+    learner.close()
+
+
+@pytest.mark.parametrize("ask", [Learner.settle, Learner.save])
+def test_whoever_waits_for_the_update_hears_of_it_and_nothing_is_saved(ask, tmp_path):
+    learner = make(checkpoint_dir=tmp_path)
+    learner.step(reward_batch(GOOD))
+    learner.save()
+    learner.step(reward_batch(NAN))
+    with pytest.raises(NonFiniteLossError, match=r"after learner step 2.* checkpoint is .*1\."):
+        ask(learner)
+    with pytest.raises(NonFiniteLossError, match="'w'"):
+        learner.save()
+    assert Checkpointer(str(tmp_path)).steps() == [1]
+    resumed = make(checkpoint_dir=tmp_path)
+    resumed.restore()
+    assert resumed.get_params()[1]["w"] == 0.5
+    for each in (learner, resumed):
+        each.close()
+
+
+def test_what_processes_of_the_machine_read_is_never_nan():
+    learner = make()
+    shared = learner.shared_params()
+    learner.step(reward_batch(GOOD))
+    learner.step(reward_batch(NAN))
+    version, packed = -1, None
+    while version < learner.params_version:
+        version, packed = shared.get_packed()
+    assert packed.unpack()["w"] == 0.5
+    learner.close()
+
+
+def test_statistics_that_are_not_finite_are_not_published_either():
+    learner = make(Statistics, learning_rate=1.0)  # w becomes the reward
+    learner.step(reward_batch([3.0] * 4))
+    learner.step(reward_batch([1.0] * 4))
+    assert learner.get_params()[1]["scale"] == 0.5
+    with pytest.raises(NonFiniteLossError, match="after learner step 2"):
+        learner.settle()
+    learner.close()
+
+
+def test_a_loss_that_is_nan_beside_finite_parameters_still_ends_learning():
+    learner = make(LossOnly)
+    learner.step(reward_batch(NAN))
+    assert is_finite(published(learner))
+    with pytest.raises(NonFiniteLossError, match="loss of learner step 1 is nan"):
+        learner.settle()
+    learner.close()
+
+
+def test_parameters_that_are_not_finite_at_first_are_refused():
+    class Bad(Counting):
+        def initial_params(self, rng):
+            return {"w": jnp.full((), jnp.nan)}
+
+    with pytest.raises(NonFiniteLossError, match="'w'.* after learner step 0"):
+        make(Bad)
+
+
+class Spoils(gymnasium.Wrapper):
+    """Its rewards are NaN from a step on."""
+
+    def __init__(self, env: gymnasium.Env, good: int) -> None:
+        super().__init__(env)
+        self._good = good
+
+    def step(self, action):
+        self._good -= 1
+        observation, reward, *rest = self.env.step(action)
+        return observation, reward if self._good >= 0 else float("nan"), *rest
+
+
+AGENTS = {
+    "dqn": (DQN, DQNConfig(batch_size=4, min_replay_size=8, update_period=4), "CartPole-v1"),
+    "dqn_prioritised": (
+        DQN,
+        DQNConfig(batch_size=4, min_replay_size=8, update_period=4, prioritised=True),
+        "CartPole-v1",
+    ),
+    "ppo": (PPO, PPOConfig(unroll_length=4, num_epochs=2, num_minibatches=2), "CartPole-v1"),
+    "sac": (SAC, SACConfig(batch_size=4, min_replay_size=8), "Pendulum-v1"),
+}
+
+
+@pytest.mark.parametrize("name", ["dqn", "dqn_prioritised", "ppo", pytest.param("sac", marks=pytest.mark.system)])
+def test_no_agent_acts_by_parameters_that_are_not_finite(name, tmp_path):
+    agent_cls, cfg, env_name = AGENTS[name]
+
+    def env_builder():
+        return SyncEnv(lambda: Spoils(gymnasium.make(env_name), good=40), 2, "loop", check_finite=False)
+
+    env = env_builder()
+    agent = agent_cls(cfg, env.observation_spec, env.action_spec)
+    env.close()
+    buffer = ReplayBuffer(agent)
+    learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), agent, buffer)
+    inferencer = Inferencer(InferencerConfig(), agent, learner)
+    actor = Actor(env_builder, inferencer, buffer)
+    with pytest.raises(NonFiniteLossError):
+        for _ in range(400):
+            actor.step()
+            if learner.step(buffer.sample()) is not None and learner.learner_steps == 3:
+                learner.save()
+            assert is_finite(published(learner))
+    assert is_finite(published(learner)) and inferencer.params_version > 3
+    with pytest.raises(NonFiniteLossError):
+        learner.save()
+    resumed = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), agent, ReplayBuffer(agent))
+    resumed.restore()
+    assert resumed.learner_steps == 3 and is_finite(published(resumed))
+    for each in (actor, learner, resumed):
+        each.close()
