@@ -7,7 +7,9 @@ The command line prints the message of a `RlframeError` alone, without a traceba
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Iterable
+from typing import Any
 
 
 class RlframeError(Exception):
@@ -81,7 +83,7 @@ class JobFailedError(ProgramError):
 def check_at_least(config: object, least: float, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is below `least`. None is left alone."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(config, name)
         if value is not None and not value >= least:
             raise UsageError(f"{type(config).__name__}.{name} must be at least {least}, got {value}.")
 
@@ -89,7 +91,7 @@ def check_at_least(config: object, least: float, *names: str) -> None:
 def check_above(config: object, bound: float, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is not above `bound`. None is left alone."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(config, name)
         if value is not None and not value > bound:
             raise UsageError(f"{type(config).__name__}.{name} must be above {bound}, got {value}.")
 
@@ -97,9 +99,17 @@ def check_above(config: object, bound: float, *names: str) -> None:
 def check_share(config: object, *names: str) -> None:
     """Raise `UsageError` for the first of these fields that is not between 0 and 1. None is left alone."""
     for name in names:
-        value = getattr(config, name)
+        value = _number(config, name)
         if value is not None and not 0.0 <= value <= 1.0:  # NaN is not
             raise UsageError(f"{type(config).__name__}.{name} must be in [0, 1], got {value}.")
+
+
+def _number(config: object, name: str) -> Any:
+    """A field that is a number, or None. Raise `UsageError` for anything else."""
+    value = getattr(config, name)
+    if value is None or isinstance(value, numbers.Number) or getattr(value, "shape", None) == ():
+        return value
+    raise UsageError(f"{type(config).__name__}.{name} must be a number, got {value!r}.")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from rlframe.cli.tables import plus_minus
-from rlframe.cli.train import SessionOptions
+from rlframe.cli.train import TrainOptions
 from rlframe.engines.base import GRACE
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
@@ -25,10 +25,10 @@ _REFUSED = ("resume_from", "listen", "token_file", "stop_at", "profile", "profil
 _LOOKS = 0.1  # seconds between two looks at the runs
 
 
-def check_of_several(experiment: Experiment, session: SessionOptions, by: str) -> None:
+def check_of_several(experiment: Experiment, session: TrainOptions, by: str) -> None:
     """Raises UsageError for what is of one run, where `by`, as a user knows it, makes several."""
     for name in _REFUSED:
-        if getattr(session, name) != getattr(SessionOptions, name):
+        if getattr(session, name) != getattr(TrainOptions, name):
             raise UsageError(f"--{name.replace('_', '-')} is of one run; {by} makes several.")
     if session.take_over and not session.resume:
         raise UsageError("--take-over is of runs to go on with: it needs --resume.")
@@ -44,7 +44,7 @@ def check_of_several(experiment: Experiment, session: SessionOptions, by: str) -
         raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
 
 
-def lock(directory: RunDir, experiment: Experiment, session: SessionOptions) -> RunLock:
+def lock(directory: RunDir, experiment: Experiment, session: TrainOptions) -> RunLock:
     """The lock of a directory of several runs, whose holder lets them save before it ends."""
     grace = getattr(experiment.topology, "grace_seconds", GRACE)
     return RunLock(directory.path, session.take_over, ends_within=grace + 30.0)
@@ -94,7 +94,7 @@ class SeedRun:
         told: whether it was told to stop.
     """
 
-    def __init__(self, directory: pathlib.Path, seed: int, session: SessionOptions) -> None:
+    def __init__(self, directory: pathlib.Path, seed: int, session: TrainOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
         self.log = directory / "logs" / f"seed-{seed}.log"  # not beside the run: `rlframe plot DIRECTORY/seed-*`
         self._session = session
@@ -116,7 +116,7 @@ class SeedRun:
             command += ["--resume", *["--take-over"] * self._session.take_over]
         else:
             command += ["--config", str(self.path.parent / "config.json"), "--seed", str(self.seed)]
-        for field in dataclasses.fields(SessionOptions):
+        for field in dataclasses.fields(TrainOptions):
             value = getattr(self._session, field.name)
             if field.name not in _ONE_RUN and value != field.default:
                 name = f"--{field.name.replace('_', '-')}"

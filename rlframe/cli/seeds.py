@@ -12,7 +12,7 @@ import numpy as np
 from rlframe.cli.seed_runs import SeedRun, check_of_several, lock, run_all
 from rlframe.cli.session import check_begins
 from rlframe.cli.tables import plus_minus
-from rlframe.cli.train import SessionOptions
+from rlframe.cli.train import TrainOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.statistics import ENOUGH, interquartile_mean, interval
@@ -42,7 +42,7 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def run_seeds(experiment: Experiment, session: SessionOptions) -> int:
+def run_seeds(experiment: Experiment, session: TrainOptions) -> int:
     """Train once for each seed, in processes of their own, and print and draw what they say together.
 
     The runs are RUN_DIR/seed-1 and so on; what each prints is in RUN_DIR/logs. With `--resume`, those that are over
@@ -92,7 +92,7 @@ def _note(directory: RunDir, text: str, seeds: list[int]) -> None:
     write_atomically(path, json.dumps({"seeds": text.replace(" ", "")}), "\n")
 
 
-def _check_free(runs: list[SeedRun], session: SessionOptions) -> None:
+def _check_free(runs: list[SeedRun], session: TrainOptions) -> None:
     """Raise UsageError for a run that goes on already: a killed `--seeds` leaves such, or it is gone on with alone."""
     for run in runs:
         if not session.take_over and (holder := holder_of(run.path)) is not None:
@@ -102,7 +102,7 @@ def _check_free(runs: list[SeedRun], session: SessionOptions) -> None:
             )
 
 
-def _run(runs: list[SeedRun], session: SessionOptions) -> int | None:
+def _run(runs: list[SeedRun], session: TrainOptions) -> int | None:
     """Run those that are not over. Return the number of the signal that ended them, or None."""
     waiting = [run for run in runs if run.result is None]
 
@@ -119,7 +119,7 @@ def _run(runs: list[SeedRun], session: SessionOptions) -> int | None:
     return run_all(next_run, lambda run: say(run, run.said()), session.at_once)
 
 
-def _report(directory: pathlib.Path, runs: list[SeedRun], session: SessionOptions) -> int:
+def _report(directory: pathlib.Path, runs: list[SeedRun], session: TrainOptions) -> int:
     done = [(run.seed, run.result) for run in runs if run.result is not None]
     failed = next((run for run in runs if run.result is None), None)
     if done:
@@ -153,7 +153,7 @@ def _summary(directory: pathlib.Path, done: list[tuple[int, Result]]) -> dict[st
 def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], picture: pathlib.Path) -> None:
     from rich.table import Table
 
-    from rlframe.cli.tables import console
+    from rlframe.metrics.terminal import console
 
     table = Table(box=None, pad_edge=False)
     for column in ("seed", "return", "± of its episodes", "steps", "updates", "steps/s", "seconds"):

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlframe.cli.control import RunOptions, check_names_one_run, connected, is_steered, status_by_files
 from rlframe.cli.parsing import parse
-from rlframe.cli.tables import console
 from rlframe.errors import PeerError, UnavailableError, UsageError
+from rlframe.metrics.terminal import console
 
 PROG = "rlframe status"
 DESCRIPTION = "Show how a run is: its state, its progress, and every process."

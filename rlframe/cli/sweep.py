@@ -13,7 +13,7 @@ import tyro
 from rlframe import extras
 from rlframe.cli.seed_runs import check_of_several, lock, run_all
 from rlframe.cli.seeds import parse_seeds
-from rlframe.cli.train import SessionOptions, print_start, read_arguments, set_title
+from rlframe.cli.train import TrainOptions, print_start, read_arguments, set_title
 from rlframe.cli.trials import Trials
 from rlframe.cli.varied import Varied, parse_varied
 from rlframe.errors import UsageError
@@ -35,7 +35,7 @@ _FIXED = ("agent", "env", "seed")  # of the experiment, and not to be varied
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepOptions(SessionOptions):
+class SweepOptions(TrainOptions):
     """Options of `rlframe sweep` beside those of an experiment."""
 
     seeds: Union[str, None] = None  # 1-3 or 1,2,7: each trial is a run for each; None: one run, of --seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
+from rlframe.metrics.terminal import console
 from rlframe.programs.experiment import flat
 from rlframe.programs.presets import Preset
 
@@ -38,13 +39,6 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
 def plus_minus(std: float | None, count: int) -> str:
     """Return " ± std", or nothing for a single value, which has no spread."""
     return f" ± {std:.1f}" if std is not None and count > 1 else ""
-
-
-def console(file: TextIO) -> Any:
-    """A rich console that does not cut lines where nobody looks at them."""
-    from rich.console import Console
-
-    return Console(file=file, highlight=False, width=None if file.isatty() else 120)
 
 
 def _used(experiment: Any, key: str) -> Any:

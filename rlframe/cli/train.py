@@ -15,17 +15,16 @@ from rlframe.errors import UsageError
 from rlframe.programs import naming
 from rlframe.programs.experiment import (
     Experiment,
+    agents_with,
     complete,
     config_classes,
-    default_env,
     field_names,
     flat,
     from_flat,
-    load_experiment,
     with_fields,
-    with_preset,
 )
-from rlframe.programs.presets import Preset, find_preset
+from rlframe.programs.presets import Preset
+from rlframe.programs.session_options import SessionOptions, starting_point
 
 PROG = "rlframe train"
 DESCRIPTION = (
@@ -35,30 +34,12 @@ DESCRIPTION = (
 
 
 @dataclasses.dataclass(frozen=True)
-class SessionOptions:
-    """What does not reach the numbers of a run."""
+class TrainOptions(SessionOptions):
+    """Options of the command line beside those of an experiment; those of its own are not for a script."""
 
-    preset: str = "auto"  # auto: the one that fits the agent and environment; none; or a name (`rlframe agents`)
-    config: Union[str, None] = None  # repeat the run of this config.json; other options change it
-    run_dir: Union[str, None] = None  # where everything is written; None: a new directory under runs/
     seeds: Union[str, None] = None  # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
     at_once: int = 1  # with --seeds: how many runs go on beside each other
-    resume: bool = False  # go on with the run in --run-dir from its latest checkpoint
-    resume_from: Union[int, None] = None  # with --resume: go on from this one of RUN_DIR/checkpoints, not the newest
-    take_over: bool = False  # with --resume: end the process that still writes to --run-dir, and go on in its place
-    listen: Union[int, None] = None  # distributed: the first of 3 ports at which `rlframe join` reaches this run
-    # port of /status, /metrics, /healthz and a live page; 0: a free one; None: nowhere; auto: 0 for elastic, else None
-    http: Union[Literal["auto"], int, None] = "auto"
-    http_host: str = "127.0.0.1"  # address that these listen at
-    token_file: Union[str, None] = None  # the token of these; None: one that is made, RUN_DIR/token
-    stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
     json: bool = False  # print the result as one JSON object, the last line of stdout
-    quiet: bool = False  # show no progress
-    profile: bool = False  # measure where the time goes and print it
-    profile_trace: bool = False  # --profile, and a trace of JAX in RUN_DIR/trace
-    wandb: bool = False  # log to Weights & Biases as well
-    trackio: bool = False  # log to Trackio as well
-    project: str = "rlframe"  # the project's name there
     traceback: bool = False  # show where an error came from
 
 
@@ -84,10 +65,10 @@ def run(arguments: list[str]) -> int:
 
 def read_arguments(
     arguments: list[str],
-    session_cls: type[SessionOptions] = SessionOptions,
+    session_cls: type[TrainOptions] = TrainOptions,
     prog: str = PROG,
     description: str = DESCRIPTION,
-) -> tuple[Experiment, SessionOptions, Preset | None]:
+) -> tuple[Experiment, TrainOptions, Preset | None]:
     """What the command line asks for, and the preset that it is based on.
 
     The options depend on the agent and network, and their defaults on the preset, so those few are
@@ -118,18 +99,11 @@ def read_arguments(
 
 def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     """What the command line changes: a saved experiment, or the defaults of the agent and environment named in it."""
-    saved = _saved(arguments)
-    agent, env = peek(arguments, "agent"), peek(arguments, "env")
-    preset = None
-    if saved is not None:
-        if agent is not None and naming.absolute_name(agent) != saved.agent:
-            raise UsageError(f"The config is of the agent {saved.agent!r}: --agent {agent} cannot replace it.")
-        defaults = saved
-    else:
-        agent = naming.absolute_name(agent or Experiment.agent)
-        env = naming.absolute_name(env or "") or default_env(agent)
-        preset = find_preset(peek(arguments, "preset") or "auto", agent, env)
-        defaults = with_preset(preset, agent, env)
+    config, run_dir, preset_name = peek(arguments, "config"), peek(arguments, "run-dir"), peek(arguments, "preset")
+    session = SessionOptions(
+        preset_name or "auto", config, run_dir, resume="--resume" in arguments and run_dir is not None
+    )
+    defaults, preset = starting_point(peek(arguments, "agent"), peek(arguments, "env"), session)
     network, topology = peek(arguments, "network"), defaults.topology
     if network is not None and network != getattr(topology, "network", network):
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
@@ -137,24 +111,11 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
 
 
 def _agents_with(option: str) -> str:
-    """Which agents have an option that the one in question has not; "" where none has."""
-    name = option.removeprefix("--").replace("-", "_").removeprefix("no_")
-    agents = [each for each in naming.AGENTS if name in field_names(naming.agent_class(each).config_cls)]
-    return f" Agents that have it: {', '.join(agents)}." if agents else ""
+    """As `agents_with`, of an option as it is written: `--x-y`."""
+    return agents_with(option.removeprefix("--").replace("-", "_").removeprefix("no_"))
 
 
-def _saved(arguments: list[str]) -> Experiment | None:
-    config, run_dir = peek(arguments, "config"), peek(arguments, "run-dir")
-    if "--resume" not in arguments or run_dir is None:
-        return load_experiment(config) if config is not None else None
-    if config is not None:
-        raise UsageError("--resume goes on with the run's own config.json: leave --config out.")
-    if not (pathlib.Path(run_dir) / "config.json").is_file():
-        raise UsageError(f"There is no run in {run_dir}: it has no config.json. Start it without --resume.")
-    return load_experiment(run_dir)
-
-
-def _start(defaults: Experiment, arguments: list[str], session_cls: type[SessionOptions]) -> Any:
+def _start(defaults: Experiment, arguments: list[str], session_cls: type[TrainOptions]) -> Any:
     """What tyro parses, with its defaults: an experiment, a session, the agent's config, the network's with prefix."""
     flat_options: Any = tyro.conf.OmitArgPrefixes
     config_cls: Any = type(defaults.agent_config)
@@ -232,7 +193,7 @@ def set_title(role: str) -> None:
     setproctitle.setproctitle(f"rlframe: {role}")
 
 
-def print_start(session: SessionOptions, experiment: Any, preset: Preset | None) -> None:
+def print_start(session: TrainOptions, experiment: Any, preset: Preset | None) -> None:
     """Prints what is about to run, and the preset's table."""
     if session.quiet:
         return

@@ -209,7 +209,7 @@ class Trials:
     def _print(self, rows: list[dict[str, Any]]) -> None:
         from rich.table import Table
 
-        from rlframe.cli.tables import console
+        from rlframe.metrics.terminal import console
 
         table = Table(box=None, pad_edge=False)
         for column in ("trial", "return", "± over seeds", *(each.name for each in self._varied)):

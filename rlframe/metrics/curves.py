@@ -13,12 +13,12 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.metrics.files import read_jsonl
+from rlframe.metrics.labels import labels
 from rlframe.metrics.statistics import interquartile_mean, interval
 
 Over = Literal["steps", "seconds"]  # what a curve is drawn over: environment steps, or the wall time of the session
 
 _GRID_POINTS = 400
-_MAX_LABEL_DIFFERENCES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +103,14 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
         raise UsageError(
             f"{directory} has no metrics.jsonl ({error.strerror}). Name the directory of a run."
         ) from error
-    experiment = _read_experiment(directory / "config.json")
+    # A curve can be drawn without a config, and is then like no other.
+    experiment = _read_experiment(directory / "config.json") or {"directory": str(directory.resolve())}
     at = _positions(rows, over)
     trained = [i for i, row in enumerate(rows) if row.get("episode_return") is not None]
     evaluated = [i for i, row in enumerate(rows) if row.get("return_mean") is not None]
     return RunCurve(
-        agent=_plain(experiment.pop("agent")) if "agent" in experiment else directory.resolve().name,
-        env=_plain_env(experiment.pop("env", "")),
+        agent=_plain(experiment["agent"]) if "agent" in experiment else directory.resolve().name,
+        env=_plain_env(experiment.get("env", "")),
         config=experiment,
         steps=at[trained],
         returns=np.array([rows[i]["episode_return"] for i in trained], np.float64),
@@ -136,7 +137,12 @@ def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
         key = json.dumps([run.agent, run.env, run.config], sort_keys=True, default=str)
         grouped.setdefault(key, []).append(run)
     groups = list(grouped.values())
-    return [SeedGroup(_label(members[0], groups), members[0].env, tuple(members)) for members in groups]
+    named: dict[int, str] = {}
+    for agent, env in {(members[0].agent, members[0].env) for members in groups}:  # others differ by their names
+        alike = [i for i, (run, *_) in enumerate(groups) if (run.agent, run.env) == (agent, env)]
+        for i, text in zip(alike, labels([groups[i][0].config for i in alike]), strict=True):
+            named[i] = f"{agent} ({text})" if text else agent
+    return [SeedGroup(named[i], members[0].env, tuple(members)) for i, members in enumerate(groups)]
 
 
 def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
@@ -153,7 +159,7 @@ def _read_experiment(path: pathlib.Path) -> dict[str, Any]:
     try:
         experiment = json.loads(path.read_text())["experiment"]
     except (OSError, ValueError, KeyError, TypeError):
-        return {}  # a curve can be drawn without knowing what it is of
+        return {}
     experiment.pop("seed", None)
     return _flat(experiment)
 
@@ -164,23 +170,15 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):  # of an empty one there is nothing to tell
             result.update(_flat(value, f"{prefix}{name}."))
         else:
-            result[prefix + name] = value
+            result[prefix + name] = _whole(value)
     return result
 
 
-def _label(run: RunCurve, groups: list[list[RunCurve]]) -> str:
-    """The agent's name, and those fields of its config in which it differs from the same agent's other groups."""
-    others = [members[0] for members in groups if (members[0].agent, members[0].env) == (run.agent, run.env)]
-    names = sorted({name for other in others for name in other.config})
-    differing = [name for name in names if len({repr(other.config.get(name)) for other in others}) > 1]
-    said = {name: name.removesuffix(".name").rpartition(".")[2] for name in differing[:_MAX_LABEL_DIFFERENCES]}
-    shown = [f"{said[name]} {_short(run.config[name])}" for name in said if name in run.config]
-    more = [f"+{len(differing) - len(said)} more"] if len(differing) > len(said) else []
-    return f"{run.agent} ({', '.join(shown + more)})" if shown + more else run.agent
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _whole(value: Any) -> Any:
+    """1 for 1.0, which is the same setting."""
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def run_name(agent: str, env: str) -> str:

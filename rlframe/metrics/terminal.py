@@ -28,6 +28,13 @@ _SECONDS_BETWEEN_DRAWINGS = 0.4  # one takes about 2 ms
 _SPEED_WINDOW_SECONDS = 15.0
 
 
+def console(file: TextIO) -> Any:
+    """A rich console that does not cut lines where nobody looks at them."""
+    from rich.console import Console
+
+    return Console(file=file, highlight=False, width=None if file.isatty() else 120)
+
+
 class TerminalLogger:
     """Shows steps, steps/s, return, loss, staleness and the time left. Drawn within `write`: it has no thread.
 

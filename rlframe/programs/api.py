@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from rlframe import streams
-from rlframe.errors import UsageError, suggest
-from rlframe.metrics import TerminalLogger
+from rlframe import extras, streams
+from rlframe.errors import UsageError
+from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import session
 from rlframe.programs.callbacks import Callback
-from rlframe.programs.experiment import Experiment, flat, load_experiment, make_experiment, with_fields
-from rlframe.programs.run_dir import Result
+from rlframe.programs.control import Control
+from rlframe.programs.experiment import Experiment, changed, field_names
+from rlframe.programs.jsonable import to_jsonable
+from rlframe.programs.presets import Preset
+from rlframe.programs.profile import Profile
+from rlframe.programs.run_dir import Result, RunDir, default_path
+from rlframe.programs.session_options import SessionOptions, read_session, starting_point
 from rlframe.programs.user_files import forget_changed
+
+# Options of `rlframe train` that are of the command line alone, and what a script does.
+COMMAND_ONLY = {
+    "seeds": "call it once for each seed, train(seed=1) and so on, or run `rlframe train --seeds`",
+    "at_once": "it is of several seeds: run `rlframe train --seeds`",
+    "json": "the result is returned: result.to_json() is what --json prints",
+    "traceback": "an exception has its traceback",
+}
 
 
 def train(
-    agent: str = "ppo",
+    agent: str | None = None,
     env: str | None = None,
     *,
     run_dir: str | os.PathLike[str] | None = None,
@@ -30,46 +44,87 @@ def train(
     """Train an agent to its last step, and evaluate what it has learned: `rlframe train`, from Python.
 
     Args:
-        agent: a name that `rlframe agents` lists, or `file.py:Class`.
+        agent: a name that `rlframe agents` lists, or `file.py:Class`; None: ppo.
         env: a name that `rlframe envs` lists, or `file.py:make_env`; None: the agent's default, as CartPole-v1.
         run_dir: where everything is written; None: a new directory under `runs/`.
-        resume: go on with the run in `run_dir`, whatever agent and environment that has, from its newest checkpoint.
+        resume: go on with the run in `run_dir` from its newest checkpoint. Its agent and environment need not be given.
         stop_at: the step at which to stop and save; schedules still end at `steps`.
         callbacks: each is called as `callback(info)` with each row of the logs: `info.step`, `info.values` (name ->
             number), `info.stop()`, which ends the run early. If one raises, the run saves everything and ends, and the
             exception is raised from here. See docs/api.md.
-        quiet: show no progress.
+        quiet: print nothing: no progress, no warning, no output of nodes. The files in `RUN_DIR/logs` and handlers of
+            `logging` get everything.
         **options: those of `rlframe train`, with underscores: `steps=50_000`, `seed=2`, `num_envs=16`,
-            `topology="heavy_env"`, `preset="none"`, `learning_rate=1e-3`. What is not given is the preset's.
+            `topology="heavy_env"`, `preset="none"`, `learning_rate=1e-3`, `network_hidden=(64, 64)` (`--network.hidden
+            64 64`), `wandb=True`. `--async` is `async_envs=True`, and `--no-NAME` is `NAME=False`. Not taken, as a
+            script has no use for them: `seeds` and `at_once` (call this function for each seed), `json` (the result is
+            returned) and `traceback`. What is not given is the preset's.
 
     Returns:
         How it ended: `return_mean`, `run_dir`, `env_steps` and others.
 
     Raises:
-        UsageError: an option is unknown or does not fit.
+        UsageError: an option is unknown, has a value of a wrong type, or does not fit.
         RlframeError: the run failed; what was saved is kept.
     """
     streams.prepare()
-    if run_dir is not None:
-        run_dir = os.path.abspath(run_dir)  # before any code of the user's, which may change the directory
+    forget_changed()
     for name, given in (("agent", agent), ("env", env)):
-        if given is not None and not isinstance(given, str):
+        if given is not None and not isinstance(given, (str, os.PathLike)):
             raise UsageError(f"{name} is a name, or file.py:NAME of what is in a file of yours; got {given!r}.")
-    if not resume:
-        experiment = make_experiment(agent, env, **options)
-    elif run_dir is None:
-        raise UsageError("resume needs run_dir: the directory of the run to go on with.")
-    else:
-        forget_changed()
-        experiment = _changed(load_experiment(run_dir), options)
-    progress = None if quiet else progress_of(experiment, stop_at)
+    for name, instead in COMMAND_ONLY.items():
+        if name in options:
+            raise UsageError(f"{name} is an option of the command line, and not of rlframe.train: {instead}.")
+    of_session = {name: options.pop(name) for name in field_names(SessionOptions) if name in options}
+    asked = read_session({**of_session, "run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet})
+    agent, env = (each if each is None else os.fspath(each) for each in (agent, env))
+    defaults, preset = starting_point(agent, env, asked)
+    if env is not None:
+        options["env"] = env
+    return run_session(changed(defaults, options), asked, preset, callbacks)
+
+
+def run_session(
+    experiment: Experiment, options: SessionOptions, preset: Preset | None, callbacks: Iterable[Callback] = ()
+) -> Result:
+    """Train as the options say, show the progress, and print the profile that is asked for.
+
+    Args:
+        experiment: what to run.
+        options: how.
+        preset: what the experiment is based on; None: none.
+        callbacks: see `train`.
+    """
+    if options.profile and options.quiet:
+        raise UsageError("profile prints a table, and quiet prints nothing: leave one of them out.")
+    check_trackers(options)
+    directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
+    profile = None
+    if options.profile or options.profile_trace:
+        profile = Profile(os.fspath(directory.path / "trace") if options.profile_trace else None)
+    progress = None if options.quiet else progress_of(experiment, options.stop_at)
     try:
-        return session.train(
-            experiment, run_dir=run_dir, resume=resume, stop_at=stop_at, callbacks=callbacks, progress=progress
+        result = session.train(
+            experiment,
+            run_dir=directory.path,
+            resume=options.resume,
+            resume_from=options.resume_from,
+            take_over=options.take_over,
+            stop_at=options.stop_at,
+            callbacks=callbacks,
+            open_loggers=lambda path: open_trackers(experiment, options, path),
+            progress=progress,
+            profile=profile,
+            notes={"preset": preset.name if preset is not None else None},
+            listen=options.listen,
+            control=control_of(experiment, options),
         )
     finally:
         if progress is not None:
             progress.close()
+    if profile is not None and not options.quiet:
+        profile.print()
+    return result
 
 
 def progress_of(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
@@ -79,9 +134,32 @@ def progress_of(experiment: Experiment, stop_at: int | None) -> TerminalLogger:
     return TerminalLogger(until + experiment.topology.steps_before(experiment), title=title)
 
 
-def _changed(saved: Experiment, options: dict[str, Any]) -> Experiment:
-    known = flat(saved)
-    for name in options:
-        if name not in known:
-            raise UsageError(f"{name} cannot be changed in a run that goes on.{suggest(name, known)}")
-    return with_fields(saved, **options)
+def check_trackers(options: SessionOptions) -> None:
+    """Raise UsageError for a tracker that is not installed."""
+    for tracker in ("wandb", "trackio"):
+        if getattr(options, tracker):
+            extras.require(f"--{tracker}", tracker)
+
+
+def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib.Path) -> list[Logger]:
+    """The trackers that are asked for, of the run in the directory `path`."""
+    config: dict[str, Any] = to_jsonable(experiment)
+    loggers: list[Logger] = []
+    if options.wandb:
+        loggers.append(WandbLogger(path, project=options.project, config=config))
+    if options.trackio:
+        loggers.append(TrackioLogger(path, project=options.project, config=config))
+    return loggers
+
+
+def control_of(experiment: Experiment, options: SessionOptions) -> Control | None:
+    """Where the run is shown over HTTP; None: nowhere."""
+    port = options.http
+    if port == "auto":
+        port = None if experiment.topology.control is None else 0
+    if port is not None:
+        return Control(options.http_host, port, options.token_file)
+    for name in ("http_host", "token_file"):
+        if getattr(options, name) != getattr(SessionOptions, name):
+            raise UsageError(f"{name} is of the HTTP service of the run, and there is none: give it a port by --http.")
+    return None

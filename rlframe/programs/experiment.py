@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from rlframe.envs.names import backend, registration
 from rlframe.envs.registered import restore
-from rlframe.errors import UsageError, suggest
+from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs import naming
-from rlframe.programs.jsonable import from_jsonable, to_jsonable
+from rlframe.programs.jsonable import convert, from_jsonable, hints_of, to_jsonable
+from rlframe.programs.options import option_names, resolved, with_options
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least
 from rlframe.programs.user_files import forget_changed
 
 MAX_SEED = 2**31 - 1
+_PARTS = ("name", "agent", "agent_config", "network_config")  # fields that are no options, or are given otherwise
 
 
 def _single_process() -> Any:
@@ -107,6 +111,11 @@ def flat(experiment: Experiment) -> dict[str, Any]:
     return {"topology": of_topology.pop("name"), **values, **of_topology}
 
 
+def flat_fields(config: Any) -> dict[str, Any]:
+    """The values of a dataclass's fields, by name."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+
+
 def field_names(cls: Any) -> list[str]:
     """The names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(cls)]
@@ -175,30 +184,61 @@ def make_experiment(
         preset: "auto" (the one that fits, if any), "none", or a preset's name.
         agent_config: the agent's whole config; then no preset is applied to it.
         network_config: the named network's whole config.
-        **fields: fields of `Experiment`, of its topology's config, and of the agent's config, that differ from the
-            preset. `topology` is a name, or `file.py:function`.
+        **fields: what differs from the preset: fields of `Experiment`, of its topology's config and of the agent's
+            config. Those of the network's config, and of configs in the agent's, are `network_hidden`, or
+            `**{"network.hidden": ...}`. `topology` is a name, or `file.py:function`.
 
     Raises:
-        UsageError: a name or field is unknown.
+        UsageError: a name or field is unknown, or a value is of a wrong type.
     """
     forget_changed()
     fields = _absolute(fields)  # before the files are loaded: a file may change the directory
     agent, env = naming.absolute_name(agent), naming.absolute_name(env or "") or default_env(agent)
     defaults = with_preset(find_preset(preset, agent, env), agent, env)
-    of_topologies = config_classes(agent, fields.get("topology")).values()
-    own = set(field_names(Experiment)).union(*map(field_names, of_topologies)) - {"name"}
-    known = own.union(field_names(defaults.agent_config))
-    for name in fields:
-        if name not in known:
-            raise UsageError(f"There is no field {name!r} in an experiment with {agent}.{suggest(name, known)}")
-    values = {name: value for name, value in fields.items() if name in own}
-    if "network" in values and values["network"] != defaults.topology.network:
-        values["network_config"] = None
-    changes = {name: value for name, value in fields.items() if name not in own}
-    values["agent_config"] = dataclasses.replace(agent_config or defaults.agent_config, **changes)
-    if network_config is not None:
-        values["network_config"] = network_config
-    return complete(with_fields(defaults, **values))
+    configs = {"agent_config": agent_config, "network_config": network_config}
+    return changed(defaults, {**fields, **{name: each for name, each in configs.items() if each is not None}})
+
+
+def changed(defaults: Experiment, options: Mapping[str, Any]) -> Experiment:
+    """The experiment with other values of some options: those of `rlframe train`, with underscores.
+
+    Raises:
+        UsageError: an option is unknown, or its value is of a wrong type.
+    """
+    options, agent = _absolute(options), defaults.agent
+    own = _own_hints(agent, convert(str, options.get("topology", defaults.topology.name), "topology"))
+    if "network" in own and "network" in options:
+        network = convert(own["network"], options["network"], "network")
+        if network != defaults.topology.network:
+            defaults = with_fields(defaults, network=network, network_config=None)
+    defaults = complete(defaults)
+    parts = {"agent_config": "", "network_config": "network."}
+    configs = {part: value for part in parts if (value := flat(defaults).get(part)) is not None}
+    for part in parts.keys() & options.keys():
+        given = options[part]
+        configs[part] = given if part not in configs else convert(type(configs[part]), given, part)
+    in_parts = {part: option_names(config, parts[part]) for part, config in configs.items()}
+    known = [*own, *parts, *itertools.chain(*in_parts.values())]
+    found = resolved(options, known, f"an experiment with {agent}", agents_with)
+    values = {name: convert(own[name], value, name) for name, value in found.items() if name in own}
+    for part, names in in_parts.items():
+        told = {name.removeprefix(parts[part]): found[name] for name in names if name in found and name not in own}
+        whole = flat_fields(configs[part]) if part in found else {}
+        values[part] = with_options(configs[part], {**whole, **told}, parts[part])
+    return with_fields(defaults, **values)
+
+
+def _own_hints(agent: str, topology: str) -> dict[str, Any]:
+    """The annotations of the options of an experiment and of all topologies for its agent."""
+    classes = (*config_classes(agent, topology).values(), Experiment)
+    hints = {name: hint for cls in classes for name, hint in hints_of(cls).items()}
+    return {name: hint for name, hint in hints.items() if name not in _PARTS} | {"topology": str}
+
+
+def agents_with(option: str) -> str:
+    """A sentence on which agents have an option, for one that lacks it; "" if none has."""
+    agents = [each for each in naming.AGENTS if option in field_names(naming.agent_class(each).config_cls)]
+    return f" Agents that have it: {', '.join(agents)}." if agents else ""
 
 
 def default_env(agent: str) -> str:
@@ -283,10 +323,10 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 _NAMES = ("agent", "env", "network", "topology", "engine", "operator", "replay")  # of what may be a file's
 
 
-def _absolute(values: dict[str, Any]) -> dict[str, Any]:
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     """The options with absolute paths in the names of files."""
-    names = {name: values[name] for name in _NAMES if isinstance(values.get(name), str)}
-    return {**values, **{name: naming.absolute_name(value) for name, value in names.items()}}
+    names = {name: values[name] for name in _NAMES if isinstance(values.get(name), (str, os.PathLike))}
+    return {**values, **{name: naming.absolute_name(os.fspath(value)) for name, value in names.items()}}
 
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from rlframe.interprocess.paths import NativePath
+from rlframe.metrics.terminal import console
 
 if TYPE_CHECKING:
     from rlframe.programs.training_loop import TrainingLoop
@@ -77,6 +79,19 @@ class Profile:
             Line(name, calls[name], seconds, 1e6 * seconds / max(calls[name], 1), seconds / max(self._total, 1e-9))
             for name, seconds in sorted(rows.items(), key=lambda row: -row[1])
         ]
+
+    def print(self) -> None:
+        """Print the table for a person, on stderr."""
+        from rich.table import Table
+
+        table = Table(title="where the time went", title_justify="left", box=None, pad_edge=False)
+        table.add_column("part")
+        for column in ("calls", "seconds", "us per call", "share"):
+            table.add_column(column, justify="right")
+        for line in self.lines():
+            numbers = f"{line.seconds:.2f}", f"{line.microseconds_per_call:.0f}", f"{line.share:.1%}"
+            table.add_row(line.name, f"{line.calls:,}", *numbers)
+        console(sys.stderr).print(table)
 
     def _clock(self, owner: Any, method: str, name: str, wait: bool = False) -> None:
         function: Callable[..., Any] = getattr(owner, method)

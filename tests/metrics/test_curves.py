@@ -99,6 +99,96 @@ def test_options_that_a_run_was_not_given_are_not_said(tmp_path):
     assert [group.label for group in group_runs([load_run(run) for run in runs])] == ["PPO", "PPO (gravity 1.2)"]
 
 
+def labels_of(tmp_path: pathlib.Path, *configs: dict) -> list[str]:
+    """The labels of runs with these configs, in their order; each of them is a curve."""
+    runs = [load_run(make_run(tmp_path / str(i), {1: 1.0}, **config)) for i, config in enumerate(configs)]
+    groups = group_runs(runs)
+    assert [len(group.runs) for group in groups] == [1] * len(runs)
+    labels = [group.label for group in groups]
+    assert len(set(labels)) == len(labels), labels
+    return labels
+
+
+def test_a_label_has_every_option_that_differs(tmp_path):
+    options = [{"agent": "ppo", "env": "X", "agent_config": dict.fromkeys("edcba", i)} for i in range(2)]
+    assert labels_of(tmp_path, *options) == ["PPO (a 0, b 0, c 0, d 0, e 0)", "PPO (a 1, b 1, c 1, d 1, e 1)"]
+
+
+def test_runs_that_differ_in_a_late_option_alone_have_labels_of_their_own(tmp_path):
+    several = [{"a": a, "b": a, "c": a, "z": z} for a, z in ((0, 0), (0, 1), (1, 1))]
+    runs = [{"agent": "ppo", "env": "X", "agent_config": config} for config in several]
+    assert labels_of(tmp_path, *runs)[:2] == ["PPO (a 0, b 0, c 0, z 0)", "PPO (a 0, b 0, c 0, z 1)"]
+
+
+def test_options_of_one_name_are_named_with_what_they_are_of(tmp_path):
+    runs = [{"agent": "ppo", "env": "X", "env_kwargs": {"size": a}, "topology": {"network_config": {"size": b}},
+             "num_envs": a, "agent_config": {"num_envs": b}} for a, b in ((1, 2), (2, 1))]  # fmt: skip
+    first, _ = labels_of(tmp_path, *runs)
+    assert first == "PPO (agent_config.num_envs 2, env_kwargs.size 1, num_envs 1, network.size 2)"
+
+
+def test_numbers_have_as_many_digits_as_set_them_apart(tmp_path):
+    rates = (0.12345678, 0.12345679, 0.3)
+    runs = [{"agent": "ppo", "env": "X", "agent_config": {"rate": rate, "cost": rate / 3}} for rate in rates[:2]]
+    assert labels_of(tmp_path, *runs)[0] == "PPO (cost 0.04115226, rate 0.12345678)"
+
+
+def test_numbers_that_differ_early_are_short(tmp_path):
+    runs = [{"agent": "ppo", "env": "X", "rate": rate} for rate in (1e-5, 1 / 3)]
+    assert labels_of(tmp_path, *runs) == ["PPO (rate 1e-05)", "PPO (rate 0.333333)"]
+
+
+def test_a_whole_number_and_the_same_float_are_one_setting(tmp_path):
+    runs = [make_run(tmp_path / str(i), {1: 1.0}, agent="ppo", env="X", rate=rate) for i, rate in enumerate((1, 1.0))]
+    assert len(group_runs([load_run(run) for run in runs])) == 1
+
+
+def test_values_that_read_the_same_are_quoted(tmp_path):
+    values = (None, "None", True, "True", 1, "1", "a, b 2", [1, 2], "[1, 2]")
+    labels = labels_of(tmp_path, *({"agent": "ppo", "env": "X", "env_kwargs": {"mode": value}} for value in values))
+    assert labels[:2] == ["PPO (mode None)", "PPO (mode 'None')"]
+
+
+def test_files_of_one_name_are_shown_with_their_folders(tmp_path):
+    agents = [{"agent": f"/home/me/{name}/agent.py:Mine", "env": "X"} for name in "ab"]
+    assert labels_of(tmp_path, *agents) == ["Mine (agent a/agent.py:Mine)", "Mine (agent b/agent.py:Mine)"]
+
+
+def test_environments_of_one_name_from_two_places_are_two_curves(tmp_path):
+    envs = [{"agent": "ppo", "env": env} for env in ("gymnasium:X-v1", "X-v1")]
+    assert labels_of(tmp_path, *envs) == ["PPO (env gymnasium:X-v1)", "PPO (env X-v1)"]
+
+
+def test_options_that_another_topology_or_network_lacks_are_said_by_its_name(tmp_path):
+    topologies = [
+        {"name": "single_process", "replay_every": 1, "network": None, "network_config": None},
+        {"name": "heavy_env", "num_actors": 2, "network": "mlp", "network_config": {"hidden": [64, 64]}},
+        {"name": "heavy_env", "num_actors": 4, "network": "mlp", "network_config": {"hidden": [64, 64]}},
+    ]
+    labels = labels_of(tmp_path, *({"agent": "ppo", "env": "X", "topology": each} for each in topologies))
+    assert labels == [
+        "PPO (topology single_process, network None)",
+        "PPO (topology heavy_env, network mlp, num_actors 2)",
+        "PPO (topology heavy_env, network mlp, num_actors 4)",
+    ]
+
+
+def test_options_of_an_environment_are_shown_whatever_the_topology(tmp_path):
+    runs = [{"agent": "ppo", "env": "X", "topology": {"name": name, "eval_env_kwargs": kwargs}}
+            for name, kwargs in (("a", {}), ("b", {"wind": 3}))]  # fmt: skip
+    assert labels_of(tmp_path, *runs) == ["PPO (topology a)", "PPO (wind 3, topology b)"]
+
+
+def test_runs_without_a_config_are_each_a_curve_of_its_own(tmp_path):
+    runs = []
+    for parent in "ab":
+        (tmp_path / parent).mkdir()
+        runs.append(make_run(tmp_path / parent / "run", {1: 1.0}))
+        (runs[-1] / "config.json").unlink()
+    labels = [group.label for group in group_runs([load_run(run) for run in runs])]
+    assert labels == ["run (directory a/run)", "run (directory b/run)"]
+
+
 def test_a_run_without_a_config_is_named_after_its_directory(tmp_path):
     directory = make_run(tmp_path / "mine", {1: 1.0})
     (directory / "config.json").unlink()

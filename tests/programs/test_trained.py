@@ -256,10 +256,10 @@ def test_bad_input_to_train_is_named(tmp_path):
         rlframe.train(rlframe.Agent)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="resume needs run_dir"):
         rlframe.train(resume=True)
-    with pytest.raises(UsageError, match=r"There is no field 'stepz' in an experiment with ppo\. .*steps"):
+    with pytest.raises(UsageError, match=r"There is no option 'stepz' of an experiment with ppo\. .*steps"):
         rlframe.train("ppo", stepz=3)
     directory = RunDir(tmp_path / "run")
     directory.create()
     directory.write_config(make_experiment("ppo"), {})
-    with pytest.raises(UsageError, match="stepz cannot be changed in a run that goes on"):
+    with pytest.raises(UsageError, match="There is no option 'stepz' of an experiment with ppo"):
         rlframe.train(run_dir=tmp_path / "run", resume=True, stepz=3)

@@ -1,0 +1,213 @@
+"""`rlframe.train` takes the options of `rlframe train`, converts their values, and names those that do not fit."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import rlframe
+from rlframe.agents import PPOConfig
+from rlframe.cli.main import main
+from rlframe.cli.train import TrainOptions, read_arguments
+from rlframe.errors import UsageError
+from rlframe.programs import api, make_experiment, session
+from rlframe.programs.experiment import config_classes, field_names, flat, flat_fields
+from rlframe.programs.run_dir import Result
+from rlframe.programs.session_options import SessionOptions
+
+OTHERS = ("dqn", "impala", "pqn", "r2d2", "sac", "td3")
+NETWORKS = {"grpo": []}  # of agents that take no network; all others take mlp
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Calls of `session.train`, which runs nothing here: (the experiment, the options)."""
+    calls = []
+
+    def train(experiment, **options):
+        calls.append((experiment, options))
+        return Result(0, 0, None, None, 0, 0.0, 0.0, 0, str(options["run_dir"]))
+
+    monkeypatch.setattr(session, "train", train)
+    return calls
+
+
+def flags(capsys, agent: str) -> list[str]:
+    """The options that `rlframe train --help` lists."""
+    assert main(["train", "--agent", agent, *network(agent), "--help"]) == 0
+    lines = re.findall(r"^(?:│ |  )((?:--?[a-z][\w.-]*,? ?)+)", capsys.readouterr().out, re.MULTILINE)
+    return re.findall(r"--([\w.-]+)", "\n".join(lines))
+
+
+def network(agent: str) -> list[str]:
+    return NETWORKS.get(agent, ["--network", "mlp"])
+
+
+def defaults(agent: str) -> dict[str, object]:
+    """Every option by its flag's name, and its default."""
+    experiment, options, _ = read_arguments(["--agent", agent, *network(agent)])
+    values = {name: each for cls in config_classes(agent).values() for name, each in flat_fields(cls()).items()}
+    values.update(flat(experiment))
+    agent_config, network_config = values.pop("agent_config"), values.pop("network_config", None)
+    values.update(flat_fields(agent_config), **flat_fields(options))
+    values["async"] = values.pop("async_envs", None)
+    for prefix, config in (("network", network_config), ("model", getattr(agent_config, "model", None))):
+        values.update(
+            {f"{prefix}.{name}": each for name, each in ({} if config is None else flat_fields(config)).items()}
+        )
+    return values
+
+
+@pytest.mark.parametrize("agent", ["ppo", "grpo", *(pytest.param(each, marks=pytest.mark.system) for each in OTHERS)])
+def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(agent, asked, capsys):
+    values = defaults(agent)
+    found = set()
+    for flag in flags(capsys, agent):
+        name = flag.replace("-", "_")
+        if name in ("help", "agent"):
+            continue
+        if name not in values:  # --no-NAME, of a switch NAME, or of one in a group
+            name = name.replace("no_", "", 1)
+            assert isinstance(values[name], bool), flag
+        found.add(name)
+        value = values[name]
+        if name in api.COMMAND_ONLY:
+            with pytest.raises(UsageError, match=f"^{name} is an option of the command line, and not of rlframe.train"):
+                rlframe.train(agent, **{name: value})
+            assert f"`{name}`" in rlframe.train.__doc__
+            continue
+        chosen = {} if agent in NETWORKS or name == "network" else {"network": "mlp"}
+        for spelled in {name, name.replace(".", "_")}:
+            asked.clear()
+            rlframe.train(agent, **{**chosen, spelled: value})
+            assert len(asked) == 1, spelled
+    assert {"steps", "seeds", "wandb", "profile", "discount" if agent != "grpo" else "model.head_dim"} <= found
+
+
+def test_what_the_command_line_and_a_script_ask_for_is_the_same(asked):
+    words = "--agent dqn --env Acrobot-v1 --network mlp --network.hidden 32 16 --network.no-orthogonal --seed 3 --async"
+    words += ' --env-type process --learning-rate 1 --no-double --eval-env-kwargs {"a":1} --run-dir run --listen 5'
+    words += " --profile-trace --project mine --take-over"
+    experiment, options, _ = read_arguments(words.split())
+    rlframe.train("dqn", "Acrobot-v1", network="mlp", **{"network.hidden": [32, 16]}, network_orthogonal=False, seed=3,
+                  async_envs=True, env_type="process", learning_rate=1, double=False, eval_env_kwargs={"a": 1},
+                  run_dir="run", listen=5, profile_trace=True, project="mine", take_over=True)  # fmt: skip
+    ((same, told),) = asked
+    assert same == experiment
+    assert (str(told["run_dir"]), told["listen"], told["take_over"]) == (options.run_dir, 5, True)
+    assert told["profile"] is not None and told["notes"] == {"preset": "dqn/acrobot"}
+
+
+def test_a_word_of_python_is_written_with_an_underscore_or_in_a_dict(asked):
+    for spelled in ("async_envs", "async_", "async"):
+        rlframe.train("dqn", **{spelled: True})
+    assert [experiment.topology.async_envs for experiment, _ in asked] == [True] * 3
+
+
+def test_a_saved_config_is_run_again_with_other_options(asked, tmp_path):
+    (tmp_path / "run").mkdir()
+    from rlframe.programs.experiment import save_experiment
+
+    saved = make_experiment("dqn", "Acrobot-v1", seed=7, learning_rate=0.5)
+    save_experiment(saved, tmp_path / "run" / "config.json", {})
+    rlframe.train(config=tmp_path / "run" / "config.json", seed=8, learning_rate=0.25)
+    ((experiment, _),) = asked
+    assert experiment == make_experiment("dqn", "Acrobot-v1", seed=8, learning_rate=0.25)
+    with pytest.raises(UsageError, match="The config is of the agent 'dqn': agent 'ppo' cannot replace it"):
+        rlframe.train("ppo", config=tmp_path / "run")
+    with pytest.raises(UsageError, match="resume goes on with the run's own config.json: leave config out"):
+        rlframe.train(config=tmp_path / "run", run_dir=tmp_path / "run", resume=True)
+    with pytest.raises(UsageError, match="The config is of the agent 'dqn'"):
+        rlframe.train("ppo", run_dir=tmp_path / "run", resume=True)
+
+
+def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
+    small = {"num_envs": 2, "steps": 64, "unroll_length": 16, "num_minibatches": 2, "eval_episodes": 0, "quiet": True}
+    rlframe.train("ppo", "gymnasium:CartPole-v1", run_dir=tmp_path / "run", learning_rate=0.5, network="mlp",
+                  network_hidden=(8,), preset="none", **small)  # fmt: skip
+    more = rlframe.train("ppo", "gymnasium:CartPole-v1", run_dir=tmp_path / "run", resume=True, learning_rate=0.5,
+                         network_hidden=[8], **{**small, "steps": 96})  # fmt: skip
+    assert more.env_steps == 96
+    with pytest.raises(UsageError, match=r"started with learning_rate = 0\.5; a resumed run cannot change it to 0\.25"):
+        rlframe.train(run_dir=tmp_path / "run", resume=True, learning_rate=0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": lambda step: 1e-3}, "learning_rate: expected float, got the function <lambda>."),
+        ({"learning_rate": "1e-3"}, "learning_rate: expected float, got '1e-3' (str)."),
+        ({"learning_rate": True}, "learning_rate: expected float, got True."),
+        ({"learning_rate": float}, "learning_rate: expected float, got the class float."),
+        ({"num_envs": "8"}, "num_envs: expected int, got '8' (str)."),
+        ({"num_envs": 8.5}, "num_envs: expected int, got 8.5."),
+        ({"num_envs": None}, "num_envs: expected int, got None."),
+        ({"num_envs": np.array([8])}, "num_envs: expected int, got [8] (list)."),
+        ({"seed": "one"}, "seed: expected int, got 'one' (str)."),
+        ({"env_kwargs": [("a", 1)]}, "env_kwargs: expected dict, got [('a', 1)] (list)."),
+        ({"env_kwargs": {1: 2}}, "a name in env_kwargs: expected str, got 1 (int)."),
+        ({"check_finite": "no"}, "check_finite: expected bool or None, got 'no' (str)."),
+        ({"topology": 3}, "topology: expected str, got 3 (int)."),
+        ({"engine": len}, "engine: expected str, got the builtin_function_or_method len."),
+        ({"env_type": "threads"}, "env_type: expected 'auto' or 'loop' or 'thread' or 'process' or 'envpool', got "
+         "'threads' (str)."),
+        ({"accelerators": "learner"}, "accelerators: expected tuple of 'learner' or 'inferencer' or 'policy', got "
+         "'learner' (str)."),
+        ({"network": "mlp", "network_hidden": 64}, "network.hidden: expected tuple of int, got 64 (int)."),
+        ({"network": "mlp", "network_hidden": [64, "64"]}, "network.hidden: expected int, got '64' (str)."),
+        ({"agent_config": 3}, "agent_config: expected an object with the fields of PPOConfig, got 3 (int)."),
+        ({"quiet": "yes"}, "quiet: expected bool, got 'yes' (str)."),
+        ({"resume": 1}, "resume: expected bool, got 1 (int)."),
+        ({"run_dir": 5}, "run_dir: expected str or None, got 5 (int)."),
+        ({"stop_at": "10"}, "stop_at: expected int or None, got '10' (str)."),
+        ({"http": "on"}, "http: expected 'auto' or int or None, got 'on' (str)."),
+        ({"wandb": "yes"}, "wandb: expected bool, got 'yes' (str)."),
+        ({"stepz": 3}, "There is no option 'stepz' of an experiment with ppo. Did you mean 'steps'?"),
+        ({"no_async": True}, "There is no option 'no_async' of an experiment with ppo. Turn a switch off by "
+         "async_envs=False."),
+        ({"double": True}, "There is no option 'double' of an experiment with ppo. Agents that have it: dqn."),
+        ({"network_hidden": (8,)}, "There is no option 'network_hidden' of an experiment with ppo. It is an option of "
+         "some networks: name one that has it by network, as network='mlp'."),
+        ({"async_": True, "async_envs": True}, "The option async_envs is given twice, once as async_envs: give it "
+         "once."),
+        ({"profile": True, "quiet": True}, "profile prints a table, and quiet prints nothing: leave one of them out."),
+    ],
+)  # fmt: skip
+def test_an_option_that_does_not_fit_is_named_with_what_is_expected_and_what_came(options, message, asked):
+    with pytest.raises(UsageError) as raised:
+        rlframe.train("ppo", **options)
+    assert str(raised.value) == message
+    assert not asked
+
+
+def test_values_of_numpy_and_paths_are_taken(asked, tmp_path):
+    rlframe.train(
+        env=pathlib.Path("CartPole-v1"), run_dir=tmp_path / "run", num_envs=np.int64(4), learning_rate=np.float32(0.5),
+        steps=np.int32(500), normalise_rewards=np.bool_(True), network="mlp", network_hidden=np.array([8, 8]),
+        discount=np.array(0.5), env_type=np.str_("loop"),
+    )  # fmt: skip
+    ((experiment, told),) = asked
+    config, topology = experiment.agent_config, experiment.topology
+    assert (experiment.num_envs, experiment.steps, config.learning_rate, config.discount) == (4, 500, 0.5, 0.5)
+    assert (config.normalise_rewards, topology.network_config.hidden, topology.env_type) == (True, (8, 8), "loop")
+    assert {type(each) for each in (experiment.num_envs, experiment.steps)} == {int}
+    assert {type(each) for each in (config.learning_rate, config.discount)} == {float}
+    assert (config.normalise_rewards is True, type(topology.env_type)) == (True, str)
+    assert pathlib.Path(told["run_dir"]) == tmp_path / "run"
+
+
+def test_the_values_of_a_whole_config_are_checked_too():
+    with pytest.raises(UsageError, match=r"^agent_config\.gae_lambda: expected float, got 'high' \(str\)\.$"):
+        make_experiment("ppo", agent_config={"gae_lambda": "high"})
+    with pytest.raises(UsageError, match=r"PPOConfig\.num_epochs must be a number, got '8'"):
+        PPOConfig(num_epochs="8")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^network_config\.hidden: expected tuple of int, got 8 \(int\)\.$"):
+        make_experiment("ppo", network="mlp", network_config={"hidden": 8})
+    assert make_experiment("ppo", agent_config={"num_epochs": 2}).agent_config == PPOConfig(num_epochs=2)
+
+
+def test_options_of_several_runs_are_the_commands_alone():
+    assert set(field_names(TrainOptions)) - set(field_names(SessionOptions)) == set(api.COMMAND_ONLY)
