@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import pathlib
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +24,23 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(20_000)
         gc.enable()
+
+
+_MUCH = 1.5e9  # bytes; each compiled function takes some, and three of these processes share the machine
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Forgets compiled functions between two files once they take much memory."""
+    try:
+        return (yield)
+    finally:
+        jax = sys.modules.get("jax")
+        if jax is not None and (nextitem is None or nextitem.path != item.path) and _memory() > _MUCH:
+            jax.clear_caches()
+            gc.collect()
+
+
+def _memory() -> int:
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -22,12 +22,8 @@ def act_and_learn(**case: Any) -> None:
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr)
 
 
-def test_one_environment_of_large_images_acts_with_the_default_network():
-    act_and_learn(shape=[210, 160, 3], batches=[1], learns=False)
-
-
-def test_a_policy_that_learned_from_eight_environments_acts_on_one_observation():
-    act_and_learn(shape=[210, 160, 3], batches=[8])
+def test_one_environment_of_large_images_acts_and_so_does_a_policy_that_learned_from_eight():
+    act_and_learn(shape=[210, 160, 3], batches=[1, 8])
 
 
 def test_a_layer_of_150528_inputs_acts_and_learns():

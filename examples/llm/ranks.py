@@ -15,7 +15,8 @@ SETTINGS = {"batch_size": 4, "max_token_len": 512, "num_steps": STEPS}  # every 
 
 def train(rank, step, batch):
     share = batch[rank::NUM_RANKS]  # this rank's groups; learn from them here
-    print(f"rank {rank}, step {step}: {sum(len(group.tokens) for group in share)} sequences", flush=True)
+    line = f"rank {rank}, step {step}: {sum(len(group.tokens) for group in share)} sequences\n"
+    print(line, end="", flush=True)  # one write: the other rank prints as well
 
 
 def rank_0(url, others):

@@ -123,7 +123,7 @@ def check(folder, observation_space, action_space, frame_stack):
     node.stop()
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(**cases)
 def test_an_environment_that_trains_takes_what_the_policy_gives(tmp_path_factory, **case):
     check(tmp_path_factory.mktemp("run"), **case)
