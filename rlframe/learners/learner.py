@@ -12,6 +12,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
+from rlframe.interprocess.arenas import use_one_arena
 from rlframe.interprocess.progress import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, VersionCounter
 from rlframe.learners.checks import check_are_numbers, check_params, check_update, not_a_batch
@@ -59,6 +60,7 @@ class Learner:
         may_write: Callable[[], None] | None = None,
         above_version: int = -1,
     ) -> None:
+        use_one_arena()  # an engine's process has done so at its start; others do it here, before JAX's first call
         keep_freed_memory()
         self._cfg = cfg
         self._agent = agent

@@ -43,3 +43,10 @@ def test_memory_that_was_freed_is_used_again_without_faults():
 def test_what_the_environment_says_of_malloc_holds():
     kept, _, _ = faults_in_a_process_of_its_own(MALLOC_TOP_PAD_="0")
     assert not kept
+
+
+@pytest.mark.system
+def test_memory_is_kept_where_the_environment_sets_only_the_number_of_arenas():
+    kept, usual, after = faults_in_a_process_of_its_own(MALLOC_ARENA_MAX="2")
+    assert kept
+    assert after <= usual / 10

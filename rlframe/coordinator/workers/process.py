@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import faulthandler
 import functools
 import os
 import signal
@@ -23,7 +22,7 @@ from rlframe import streams
 from rlframe.coordinator.messages import Role
 from rlframe.coordinator.workers.records import Records, load_maker, record_of
 from rlframe.engines import logs
-from rlframe.engines.launching.node_main import command_of, run_to_exit, set_title
+from rlframe.engines.launching.node_main import begin_process, command_of, run_to_exit
 from rlframe.errors import UsageError
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.transport import DEFAULT, Transport
@@ -164,8 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one worker; the process's exit code says how it ended."""
     streams.prepare()
     options = _parse(arguments)
-    faulthandler.enable()
-    set_title(f"{options.role}/{options.index}")
+    begin_process(f"{options.role}/{options.index}")
     logs.set_up(f"{options.role}-{options.index}")
     owner = None
     if options.owner:

@@ -22,6 +22,7 @@ from rlframe.engines import logs
 from rlframe.engines.launching.running import FOR_GOOD, GroupPolicy, NodeProcess
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
+from rlframe.interprocess.arenas import use_one_arena
 from rlframe.interprocess.processes import die_with_parent
 from rlframe.interprocess.progress import ENDING
 
@@ -75,10 +76,9 @@ def main() -> None:
     streams.prepare()
     descriptor, index, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     del sys.argv[1:]
-    faulthandler.enable()
+    begin_process(name)
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     heartbeat.begin()
-    set_title(name)
     logs.set_up(name)
     sys.path.append(os.getcwd())
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:  # opened anew: the offset is shared with the other nodes
@@ -117,8 +117,15 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
         os._exit(code)
 
 
-def set_title(name: str) -> None:
-    """`rlframe: actor 1` for the node `actor/1`."""
+def begin_process(name: str) -> None:
+    """Set up the process of a node or worker. Call it before anything starts a thread or imports JAX.
+
+    Args:
+        name: the process title for `actor/1` is `rlframe: actor 1`.
+    """
     import setproctitle
 
+    if name.partition("/")[0] == "learner":
+        use_one_arena()
+    faulthandler.enable()
     setproctitle.setproctitle(f"rlframe: {name.replace('/', ' ')}")

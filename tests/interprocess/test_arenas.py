@@ -1,0 +1,90 @@
+"""The threads of a learner's process allocate from one malloc arena."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+COUNT_ARENAS = """
+import ctypes, json, os, threading
+
+libc = ctypes.CDLL(None)
+
+def arenas():
+    read, write = os.pipe()
+    libc.fdopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fdopen(write, b"w"))
+    assert libc.malloc_info(0, file) == 0
+    libc.fclose(file)
+    with open(read) as lines:
+        return lines.read().count("<heap nr=")
+
+def arenas_of_six_threads():
+    together = threading.Barrier(7)
+    def allocate():
+        kept = bytearray(100_000)
+        together.wait()
+    threads = [threading.Thread(target=allocate) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    together.wait()
+    for thread in threads:
+        thread.join()
+    return arenas()
+"""
+
+
+def in_a_new_process(code: str, **env: str) -> list[object]:
+    """What the last line of `code`, which prints JSON, says."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", COUNT_ARENAS + code]
+    everything = {**environment, "JAX_PLATFORMS": "cpu", **env}
+    return json.loads(subprocess.check_output(command, env=everything, cwd=ROOT).splitlines()[-1])
+
+
+def test_threads_share_one_arena():
+    code = """
+from rlframe.interprocess.arenas import use_one_arena
+print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
+"""
+    assert in_a_new_process(code) == [True, 1]
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4:glibc.malloc.tcache_count=7")],
+)
+def test_a_number_of_arenas_that_the_environment_sets_holds(name, value):
+    code = """
+from rlframe.interprocess.arenas import use_one_arena
+print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
+"""
+    assert in_a_new_process(code, **{name: value}) == [False, 4]
+
+
+@pytest.mark.parametrize("name, several", [("learner", False), ("learner/0", False), ("actor/0", True)])
+def test_the_process_of_a_learner_has_one_arena_and_other_nodes_have_several(name, several):
+    code = f"""
+from rlframe.engines.launching.node_main import begin_process
+begin_process({name!r})
+print(json.dumps([arenas_of_six_threads()]))
+"""
+    (arenas,) = in_a_new_process(code)
+    assert arenas > 1 if several else arenas == 1
+
+
+def test_a_learner_of_a_users_own_program_has_one_arena_when_jax_computes():
+    code = """
+from rlframe.learners import Learner, LearnerConfig
+from tests.fakes import RecordingBuffer, counting_agent
+learner = Learner(LearnerConfig(), counting_agent(), RecordingBuffer())
+print(json.dumps([arenas_of_six_threads()]))
+"""
+    assert in_a_new_process(code) == [1]
