@@ -146,7 +146,7 @@ class BatchMeta:
 class Learn:
     """Batches to learn from: by their keys, or so many as the learner draws itself."""
 
-    count: int  # updates at most
+    count: int  # updates at most; 0: it only saves
     batches: tuple[BatchMeta, ...] | None = None  # `count` of them; None: a grant, the learner draws and reports
     seconds: float = 0.25  # after which no further update is begun
     save: bool = False  # write a checkpoint as well

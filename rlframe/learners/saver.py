@@ -49,7 +49,7 @@ class Saver:
         self._carries_replay = isinstance(replay_buffer, BaseReplayBuffer) and replay_buffer.is_saved_by_learner
         self._files = ReplayFiles(pathlib.Path(cfg.checkpoint_dir) / "replay", cfg.checkpoints_kept)
         self._large_due = self._tried_at = time.monotonic()
-        self._saved_step = learner.learner_steps
+        self._saved_step: int | None = None  # nothing is saved yet
         self._starting = threading.Lock()
         self._thread = threading.Thread()  # of `save_soon`; this one never ran
         self._failure: Exception | None = None

@@ -184,11 +184,15 @@ class FakeWorker:
         return Demand(4)
 
     def _learn(self, header: Header, request: Learn) -> WorkerReply:
-        assert request.batches is not None and len(request.batches) == request.count
-        self.scene.version += 1
-        self.scene.steps += request.count
-        self.scene.store.put(self.scene.version)
-        updates = tuple(Update(batch.keys) for batch in request.batches)
+        batches = request.batches or ()
+        assert len(batches) == request.count and (batches or request.save)
+        if batches:
+            self.scene.version += 1
+            self.scene.steps += request.count
+            self.scene.store.put(self.scene.version)
+        if request.save:
+            self.scene.saved = self.scene.version
+        updates = tuple(Update(batch.keys) for batch in batches)
         return Learned(self.scene.version, self.scene.steps, updates)
 
     def _get_data(self, header: Header, request: GetData) -> WorkerReply:

@@ -270,6 +270,7 @@ def test_evaluations_are_of_one_version_and_never_write_to_the_buffer(stage: Sta
     started = next(c for c in stage.scene.trace if c[:2] == ("evaluator/0", "start_task"))
     assert started.header is not None
     assert job(coordinator)["evaluated_version"] == stage.scene.worker("evaluator/0").start.options["params_version"]
+    assert job(coordinator)["evaluated_version"] == stage.scene.saved  # the learner saved it first
     assert set(stage.scene.replay.writers) == {"collector/0"}
     wait_until(lambda: not stage.scene.store.pins, "its version to be let go")
 

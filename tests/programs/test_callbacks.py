@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 import rlframe
+from rlframe.coordinator.journal import Journal
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
-from rlframe.programs.run_dir import Result, RunDir, rows_after
+from rlframe.programs.evaluation import Evaluations
+from rlframe.programs.restored import restored
+from rlframe.programs.run_dir import Result, RunDir, open_run, rows_after
+from rlframe.programs.topologies.parts import make_agent
 from tests.extras import needs
 
 PLACES = [("single_process", None), ("heavy_env", "threads"), ("light_env", "threads")]
@@ -167,6 +171,26 @@ def test_a_row_with_an_evaluation_comes_after_the_checkpoint_of_the_evaluated_po
     options = {"steps": 600, "eval_every": 200, "checkpoint_every": 0, "log_every": 1_000}
     train(tmp_path / "run", "single_process", None, callbacks=[callback], **options)
     assert len(seen) == 3 and all(logged == of_checkpoint for logged, of_checkpoint in seen)
+
+
+@pytest.mark.system
+def test_in_elastic_a_callback_finds_the_evaluated_policy_in_a_checkpoint(tmp_path):
+    logged, saved = [], {}
+
+    def callback(info):
+        if "return_mean" in info.values and not logged:
+            logged.append(info.values["return_mean"])
+            directory, experiment = open_run(tmp_path / "run")
+            agent = make_agent(experiment)
+            steps = Checkpointer(directory.checkpoints).steps()  # two, if the next evaluation has begun
+            for policy in [restored(agent, directory, step) for step in steps]:
+                saved[policy.version] = Evaluations(experiment, agent, policy).evaluate()["return_mean"]
+            info.stop()
+
+    train(tmp_path / "run", "elastic", "local", callbacks=[callback], eval_every=20_000, checkpoint_every=NEVER)
+    notes = Journal(tmp_path / "run/coordinator/journal.jsonl").notes
+    evaluated = next(note for note in notes if note["kind"] == "evaluated")
+    assert saved[evaluated["params_version"]] == logged[0] == evaluated["return_mean"]
 
 
 def test_a_run_that_stops_with_an_evaluation_does_not_repeat_it(tmp_path):

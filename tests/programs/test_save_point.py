@@ -50,6 +50,12 @@ def test_a_checkpoint_that_is_there_is_not_written_again(agent, learner, tmp_pat
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
 
 
+def test_a_policy_that_has_not_been_updated_yet_is_saved_too(agent, learner, tmp_path, caplog):
+    SavedPolicy(agent, RunDir(tmp_path), learner).update(threading.Event())
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
+    assert not caplog.records
+
+
 def test_a_learner_that_went_back_is_held_to_what_it_has(agent, learner, tmp_path, monkeypatch):
     point = SavePoint(learner, tmp_path / "checkpoints")
     monkeypatch.setattr(learner, "save_soon", lambda: None)  # the request that is lost with the learner

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rlframe.coordinator.core import evaluations, results, work, workers
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core import results, work, workers
 from rlframe.coordinator.core.job import JobEnding, TrainingJob
 from rlframe.coordinator.core.tasks import Task
 from rlframe.coordinator.messages import ROLES
@@ -47,7 +47,7 @@ def _check_stop(job: TrainingJob) -> None:
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
         policy_id = job.commander.evaluation(view)
         if policy_id is not None:
-            results.evaluate(job, policy_id)
+            evaluations.evaluate(job, policy_id)
 
 
 def _derive_state(job: TrainingJob) -> None:
@@ -91,7 +91,7 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
     if ending.step == "evaluation":
         job.write_row()  # the last one of the training: it took no more time than that did
         if is_evaluated and job.tasks.get(ending.task_id) is None:
-            ending.task_id = results.evaluate(job, job.commander.final_policy()).task_id
+            ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
     elif ending.step == "disconnect":
         for task in job.tasks:
             results.give_up(job, task)
@@ -136,10 +136,10 @@ def _is_evaluated(job: TrainingJob, ending: JobEnding, waited: float) -> bool:
         return True
     if task.is_over:
         if task.state is not TaskState.SUCCEEDED:
-            results.note_failed_evaluation(job, f"{task.task_id} was cancelled")
+            evaluations.note_failure(job, f"{task.task_id} was cancelled")
         return True
     if waited > deadline:
-        results.note_failed_evaluation(job, f"it was not done within {deadline:g} s")
+        evaluations.note_failure(job, f"it was not done within {deadline:g} s")
         return True
     return False
 
@@ -191,6 +191,7 @@ def _operator_broke(job: TrainingJob, event: ev.OperatorBroke) -> None:
 
 def _ticked(job: TrainingJob, event: ev.Ticked) -> None:
     workers.look(job)
+    evaluations.end_overdue_waits(job)
     why = workers.why_nobody_comes(job)
     if why and job.ending is None:
         job.end(True, why)
@@ -241,7 +242,7 @@ def _ended(job: TrainingJob, event: ev.Ended) -> None:
 
 def _evaluation_asked(job: TrainingJob, event: ev.EvaluationAsked) -> None:
     if job.ending is None and not job.tasks.open("evaluate"):
-        results.evaluate(job, job.commander.final_policy())
+        evaluations.evaluate(job, job.commander.final_policy())
 
 
 def _checkpoint_asked(job: TrainingJob, event: ev.CheckpointAsked) -> None:
@@ -262,7 +263,7 @@ _TAKES: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Replied: work.replied,
     ev.Unanswered: work.unanswered,
     ev.BatchesDrawn: results.drawn,
-    ev.Pinned: results.pinned,
+    ev.Pinned: evaluations.pinned,
     ev.Scaled: _scaled,
     ev.Paused: _paused,
     ev.Resumed: _resumed,

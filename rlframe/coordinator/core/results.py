@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rlframe.coordinator.core import evaluations
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.accounts import COUNTERS
 from rlframe.coordinator.core.job import TrainingJob
@@ -23,7 +24,6 @@ from rlframe.coordinator.messages import (
     Learn,
     Learned,
     Started,
-    StartTask,
 )
 from rlframe.coordinator.states import TaskState, WorkerState
 from rlframe.metrics.evaluations import evaluation_row
@@ -112,7 +112,7 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, for_good: boo
         if task.kind == "evaluate":
             job.note("evaluation", f"{task.task_id} was given up: {why}.")
             if job.ending is not None and task.task_id == job.ending.task_id:
-                note_failed_evaluation(job, why)
+                evaluations.note_failure(job, why)
         else:
             times = "" if for_good else f" {task.failures} times"
             job.end(True, f"{task.task_id} failed{times}: {why}")
@@ -150,7 +150,9 @@ def release(job: TrainingJob, worker: KnownWorker) -> None:
 
 def _end(job: TrainingJob, task: Task, state: TaskState) -> None:
     task.become(state)
-    _unpin(job, task)
+    evaluations.unpin(job, task)
+    if task.kind == "learn" and job.ending is None:  # closed: saved; else no learner comes any more
+        evaluations.saved(job, task.start.policy_id)
 
 
 # --- collecting
@@ -234,6 +236,10 @@ def learned(job: TrainingJob, worker: KnownWorker, task: Task, reply: Learned) -
     """Takes what came of a grant."""
     accounts = job.accounts
     job.learner_waits.note(None, job.now)
+    if not task.granted:  # it was asked to save, for an evaluation
+        accounts.reach(reply.learner_steps, reply.params_version)
+        evaluations.saved(job, task.start.policy_id)
+        return
     accounts.learn(reply)
     told = len(reply.updates) + reply.dropped
     if task.batches:
@@ -263,37 +269,13 @@ def _lose_grant(job: TrainingJob, task: Task) -> None:
 # --- evaluating
 
 
-def evaluate(job: TrainingJob, policy_id: str) -> Task:
-    """Begin an evaluation of the newest version of a policy."""
-    job.evaluated_at = job.accounts.env_steps
-    if job.wanted["evaluator"] < 1:
-        job.want("evaluator", 1)
-    task = job.tasks.add(StartTask("evaluate", policy_id, {"params_version": -1}))
-    job.emit(ev.Pin(task.task_id, policy_id))
-    job.note("evaluation", f"The newest version of {policy_id} is to be evaluated ({task.task_id}).")
-    return task
-
-
 def take_up_evaluations(job: TrainingJob) -> None:
     """Goes on with those that a coordinator that was killed had begun."""
     for task in job.tasks.open("evaluate"):
         if task.has_result:
             _end(job, task, TaskState.SUCCEEDED)
-        elif task.start.options["params_version"] < 0:  # which version was kept is not known
-            job.emit(ev.Pin(task.task_id, task.start.policy_id))
-
-
-def pinned(job: TrainingJob, event: ev.Pinned) -> None:
-    """Now it is known which version the evaluation is of."""
-    task = job.tasks.get(event.task_id)
-    if task is None or task.is_over:
-        if event.params_version >= 0:
-            job.emit(ev.Unpin(event.policy_id, event.params_version))
-    elif event.params_version < 0:
-        task.become(TaskState.CANCELLED)
-    else:
-        task.start = dataclasses.replace(task.start, options={"params_version": event.params_version})
-        job.wake(*job.roster.of("evaluator"))
+        elif not evaluations.has_version(task):  # one may be pinned, but the journal does not name it
+            evaluations.choose_version(job, task)
 
 
 def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluated) -> None:
@@ -310,16 +292,3 @@ def evaluated(job: TrainingJob, worker: KnownWorker, task: Task, reply: Evaluate
     job.emit(ev.Row(job.accounts.env_steps, evaluation_row(reply.values)))
     task.has_result = True
     task.become(TaskState.CLOSING)
-
-
-def note_failed_evaluation(job: TrainingJob, why: str) -> None:
-    """The evaluation of the last version failed. What was learned is saved: the job ends well; the first why counts."""
-    if job.ending is not None and job.ending.evaluation_error is None:
-        job.ending.evaluation_error = why
-        job.reason = f"{job.reason}; but the last evaluation failed: {why}"
-
-
-def _unpin(job: TrainingJob, task: Task) -> None:
-    """Lets go of the version that an evaluation is of."""
-    if task.kind == "evaluate" and task.start.options["params_version"] >= 0:
-        job.emit(ev.Unpin(task.start.policy_id, task.start.options["params_version"]))

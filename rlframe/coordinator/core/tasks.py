@@ -27,6 +27,7 @@ class Task:
     batches: tuple[BatchMeta, ...] = ()  # the same, by their keys
     drawing: Header | None = None  # batches are being drawn for the learner
     has_result: bool = False  # of an evaluation: only its worker has still to be told that it is over
+    save_by: float | None = None  # of an evaluation that waits until the learner has saved: for how long
     again_at: float = 0.0  # when a learner that found no data is asked again
 
     @property

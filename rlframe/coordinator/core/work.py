@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from rlframe.coordinator.core import evaluations, results, workers
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core import results, workers
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.roster import KnownWorker
 from rlframe.coordinator.core.tasks import Task
@@ -20,6 +20,7 @@ from rlframe.coordinator.messages import (
     Evaluated,
     Failed,
     GetData,
+    Learn,
     Learned,
     NotReady,
     Started,
@@ -62,12 +63,18 @@ def _next_call(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
             _close_task(job, worker, task)
     elif task.kind == "evaluate":
         job.call(worker, task, "get_data", GetData())
-    elif job.paused or job.now < task.again_at or (job.ending is not None and task.kind == "learn"):
+    elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
+        job.call(worker, task, "learn", Learn(0, save=True))
+    elif job.paused or job.now < task.again_at or (task.kind == "learn" and _learner_waits(job, task)):
         worker.progress_at = job.now
     elif task.kind == "collect":
         job.call(worker, task, "get_data", GetData(seconds=job.limits.slice))
     elif task.drawing is None:
         job.call(worker, task, "data_demand")
+
+
+def _learner_waits(job: TrainingJob, task: Task) -> bool:
+    return job.ending is not None or evaluations.holds_learner(job, task)
 
 
 def _close_task(job: TrainingJob, worker: KnownWorker, task: Task) -> None:
@@ -103,7 +110,7 @@ def _task_for(job: TrainingJob, worker: KnownWorker) -> Task | None:
     open_tasks = job.tasks.open(kind)
     for task in open_tasks:
         is_meant = kind != "collect" or task.index == worker.index
-        is_known = kind != "evaluate" or task.start.options["params_version"] >= 0
+        is_known = kind != "evaluate" or evaluations.has_version(task)
         if kind == "evaluate" and ending is not None and ending.closes(task):
             continue
         if task.state is TaskState.PENDING and is_meant and is_known:
@@ -184,7 +191,7 @@ def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send,
         worker.progress_at = job.now
         if call.method == "learn":
             job.learner_waits.note("data", job.now)
-        if call.method in ("learn", "get_data") and job.is_to_close(worker, task):
+        if _is_put_off(job, worker, task, call):
             if call.method == "learn":
                 results.give_back(job, task)
             worker.call = None
@@ -193,3 +200,10 @@ def _not_ready(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send,
     if call.method == "get_data" and task.kind == "collect":
         results.note_pace(job, worker, waits)
     job.call_again(worker, call, _AGAIN)
+
+
+def _is_put_off(job: TrainingJob, worker: KnownWorker, task: Task, call: ev.Send) -> bool:
+    """Whether something else comes before a call that waits for data."""
+    if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
+        return True
+    return call.method in ("learn", "get_data") and job.is_to_close(worker, task)

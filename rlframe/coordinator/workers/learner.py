@@ -107,7 +107,7 @@ class LearnerWorker(TaskWorker):
             learner.saver.save_if_due(now=True)
         self._publish(learner)
         updates = self._noted.take_updates()
-        if not updates and not dropped:
+        if request.count and not updates and not dropped:
             return NotReady("data")
         return Learned(learner.params_version, learner.learner_steps, updates, dropped, logs)
 

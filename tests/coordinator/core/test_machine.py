@@ -45,6 +45,51 @@ def test_a_job_ends_at_its_limit_with_its_last_version_evaluated(by_key: bool) -
     assert not world.live() and len(world.over) == 1
 
 
+@pytest.mark.parametrize("by_key", [True, False])
+def test_an_evaluation_during_a_job_is_of_a_version_that_a_checkpoint_holds(by_key: bool) -> None:
+    world = World(by_key=by_key, commander=TrainOne(env_steps=1000, eval_every=100))
+    assert world.run(200.0, lambda: world.is_over)
+    versions = [version for _, _, version in world.m.accounts.evaluations]
+    assert len(versions) >= 4 and set(versions[:-1]) <= world.saved and versions[-1] == world.checkpoint[1]
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+def test_the_learner_of_a_paused_job_saves_for_an_evaluation(by_key: bool) -> None:
+    world = running(by_key=by_key)
+    world.deliver(ev.Paused())
+    world.run(10.0)
+    world.deliver(ev.EvaluationAsked())
+    assert world.run(30.0, lambda: bool(world.m.accounts.evaluations))
+    assert world.m.accounts.evaluations[-1][2] in world.saved
+    assert world.m.state is JobState.PAUSED and world.m.accounts.lost == 0
+
+
+def test_an_evaluation_waits_for_the_learner_that_replaces_a_dead_one() -> None:
+    world = running()
+    world.deliver(ev.EvaluationAsked())
+    world.kill(learner(world))
+    assert world.run(60.0, lambda: bool(world.m.accounts.evaluations))
+    assert world.m.accounts.evaluations[-1][2] in world.saved
+
+
+@pytest.mark.parametrize("fault", ["dies and is not replaced", "hangs and is not lost for that"])
+def test_an_evaluation_waits_for_a_learner_that_saves_no_longer_than_its_deadline(fault: str) -> None:
+    world = running(limits=dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf))
+    world.deliver(ev.EvaluationAsked())
+    assert world.run(60.0, lambda: not world.m.tasks.open("evaluate"))
+    if fault == "hangs and is not lost for that":
+        world.stop(learner(world))
+    else:
+        world.operator.is_out = True
+        world.kill(learner(world))
+    world.deliver(ev.EvaluationAsked())
+    began = world.now
+    assert world.run(300.0, lambda: len(world.m.accounts.evaluations) == 2)
+    assert LIMITS.progress_deadline <= world.now - began < LIMITS.progress_deadline + 20.0
+    said = [note.text for note in world.notes if "is logged before its checkpoint" in note.text]
+    assert len(said) == 1 and "no learner has saved main within 120 s" in said[0]
+
+
 def test_calls_are_made_in_the_order_of_the_diagram() -> None:
     world = World(commander=TrainOne(env_steps=100))
     assert world.run(200.0, lambda: world.is_over)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlframe.coordinator.commander import TrainOne
+from rlframe.coordinator.core import evaluations, workers
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core import results, workers
 from rlframe.coordinator.core.accounts import Accounts
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import handle
@@ -353,7 +353,7 @@ def test_a_version_that_is_pinned_too_late_is_let_go() -> None:
 
 def test_an_evaluation_of_a_policy_that_has_no_version_is_cancelled() -> None:
     world = running(1)
-    task = results.evaluate(world.m, "other")
+    task = evaluations.evaluate(world.m, "other")
     world.deliver(ev.Pinned(task.task_id, "other", -1))
     assert task.state is TaskState.CANCELLED
 

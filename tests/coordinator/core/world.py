@@ -129,6 +129,7 @@ class Work:
     do: Callable[[], WorkerReply | None]  # None: it waits for data
     done_at: float
     reply: WorkerReply | None = None
+    found_nothing: bool = False  # it is done again if it is asked for again, and not by itself
 
 
 class SimWorker:
@@ -159,7 +160,7 @@ class SimWorker:
     # --- the protocol
 
     def call(self, method: str, header: Header | None, args: tuple[Any, ...]) -> WorkerReply:
-        self._work_on()
+        self._work_on(header.seq if header is not None else -1)
         if method == "ping":
             return self._ping()
         if method == "resources":
@@ -198,12 +199,12 @@ class SimWorker:
 
     def _call(self, method: str, header: Header, args: tuple[Any, ...]) -> WorkerReply:
         work = self.work
-        if work is not None and work.reply is None:
+        if work is not None and work.reply is None and (not self._waits or header.seq == work.header.seq):
             if header.seq == work.header.seq:
                 return NotReady("data" if self._waits else "starting" if method == "start_task" else "busy")
             if method in ("start_task", "close_task"):
                 self.ends_waits = True
-                self._work_on()
+                self._work_on(header.seq)
             if work.reply is None:
                 return NotReady("busy")
         if work is not None and work.header.seq == header.seq:
@@ -212,17 +213,18 @@ class SimWorker:
         self.max_seq = header.seq
         takes = self.world.work_seconds(method, self)
         self.work = Work(header, method, lambda: self._do(method, header, args), self.world.now + takes)
-        self._work_on()
+        self._work_on(header.seq)
         return self.work.reply or NotReady("starting" if method == "start_task" else "busy")
 
     @property
     def _waits(self) -> bool:
-        work = self.work
-        return work is not None and work.reply is None and work.method == "learn" and self.world.now >= work.done_at
+        return self.work is not None and self.work.reply is None and self.work.found_nothing
 
-    def _work_on(self) -> None:
+    def _work_on(self, asked_by: int) -> None:
         work = self.work
         if work is None or work.reply is not None or self.is_stopped or self.is_dead:
+            return
+        if work.found_nothing and asked_by != work.header.seq:
             return
         if self.world.now < work.done_at and not (self.ends_waits and work.method == "learn"):
             return
@@ -230,6 +232,7 @@ class SimWorker:
             work.reply, self.fails = self.fails, None
         else:
             work.reply = work.do()
+        work.found_nothing = work.reply is None
         self.done += work.reply is not None
 
     # --- the work
@@ -288,7 +291,7 @@ class SimWorker:
         else:
             while len(taken) < request.count and (keys := self.world.buffer.take()) is not None:
                 taken.append(keys)
-            if not taken and not self.ends_waits:
+            if request.count and not taken and not self.ends_waits:
                 return None
         if taken:
             self.steps += len(taken)
@@ -296,6 +299,7 @@ class SimWorker:
             self.world.store.put(self.version)
         if request.save or self.world.rng.random() < 0.2:
             self.world.checkpoint = (self.steps, self.version)
+            self.world.saved.add(self.version)
         return Learned(self.version, self.steps, tuple(Update(keys) for keys in taken), dropped, {"loss": 1.0})
 
     def _collect(self) -> WorkerReply:
@@ -426,6 +430,7 @@ class World:
         self.store, self.buffer, self.operator = Store(), Buffer(), SimOperator(self)
         self.all_workers: list[SimWorker] = []
         self.checkpoint = (0, 0)
+        self.saved: set[int] = set()  # versions that a checkpoint held
         self.claims = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()

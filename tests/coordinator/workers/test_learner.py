@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from rlframe.actors import Actor
 from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
-from rlframe.coordinator.messages import CallRefused, Closed, Demand, Learn, NotReady, Started, StartTask
+from rlframe.coordinator.messages import CallRefused, Closed, Demand, Learn, Learned, NotReady, Started, StartTask
 from rlframe.coordinator.workers import learner as learner_module
 from rlframe.coordinator.workers.learner import LearnerWorker
 from rlframe.envs import SyncEnv
@@ -276,6 +277,22 @@ def test_checkpoints_are_written_when_they_are_due_and_when_they_are_asked_for(m
     assert steps_saved(tmp_path / "checkpoints") == [4, 8]
     call.until_done("learn", Learn(1, seconds=60.0, save=True))
     assert steps_saved(tmp_path / "checkpoints") == [4, 8, 10]
+
+
+@pytest.mark.parametrize("updates", [0, 3])
+def test_a_request_for_no_batches_saves_what_is_published_though_there_is_no_data(make, store, tmp_path, updates):
+    buffer = filled(ByKey)
+    call = make(buffer, checkpoint_dir=str(tmp_path / "checkpoints"), checkpoint_every=100, checkpoint_seconds=1e9)
+    start(call)
+    if updates:
+        call.until_done("learn", by_key([buffer.draw() for _ in range(updates)]))
+    learned = call.until_done("learn", Learn(0, save=True))
+    assert dataclasses.replace(learned, logs={}) == Learned(store.newest(POLICY), updates, ())
+    assert steps_saved(tmp_path / "checkpoints") == [updates]
+    again = make(filled(), incarnation=1, attempt=1, checkpoint_dir=str(tmp_path / "checkpoints"), resume=True)
+    evaluated = store.get(POLICY).params
+    assert start(again).info["learner_steps"] == updates
+    assert store.get(POLICY).params == evaluated == {"w": 1 - 0.5**updates}
 
 
 def test_the_end_of_the_run_saves_the_last_version_and_says_where(make, store, tmp_path):
