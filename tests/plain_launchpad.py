@@ -124,6 +124,15 @@ class Program:
                 continue
         return found
 
+    def guards(self) -> list[psutil.Process]:
+        """The guards of its nodes that have not ended."""
+        found = []
+        for process in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("launchpad_guard" in argument for argument in process.cmdline()):
+                    found.append(process)
+        return found
+
     def ends_within(self, seconds: float = WITHIN) -> int:
         """Its exit code, once it and all its processes have ended and left nothing behind."""
         begin = time.monotonic()

@@ -140,7 +140,7 @@ def test_a_node_whose_run_returns_ends_nothing(start: Start):
     program = start(in_run("print('returns.')"))
     program.wait_for_output("[fails/0] returns.")
     program.wait_for_output("[waits/0] runs in")
-    time.sleep(3.0)  # the guard would have spoken
+    program.wait_for(lambda: len(program.guards()) == 1)  # the other one ended with its node, and says nothing more
     assert program.process.poll() is None and "failed" not in program.output()
     program.process.send_signal(signal.SIGINT)
     assert program.ends_within() == 0 and "the script goes on" in program.output()
@@ -176,6 +176,53 @@ def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: 
     begin = time.monotonic()
     assert program.ends_within() == 0, program.output()
     assert time.monotonic() - begin < 8.0 and "Killing" not in program.output(), program.output()
+
+
+# Objects of ours in nodes: no actor adds a step, and an Actor gets a node in the place of its handle.
+OURS = """
+import launchpad as lp
+import numpy as np
+from dm_env import specs
+
+from rlframe import Actor, Inferencer, InferencerConfig, Learner, LearnerConfig, SharedMemReplayBuffer
+from rlframe.agents import DQN, DQNConfig
+from rlframe.learners import DataConfig
+
+
+def main():
+    agent = DQN(DQNConfig(), specs.Array((4,), np.float32, "observation"), specs.DiscreteArray(2, name="action"))
+    replay = SharedMemReplayBuffer(agent, num_writers=1)
+    program = lp.Program("ours")
+    with program.group("learner"):
+        learner_cfg = LearnerConfig(data=DataConfig(timeout={timeout}))
+        learner = program.add_node(lp.CourierNode(Learner, learner_cfg, agent, replay))
+    {added}
+    lp.launch(program, launch_type="local_mp", terminal="current_terminal").wait()
+
+
+if __name__ == "__main__":
+    main()
+"""
+BARE_NODE = """
+    inferencer = lp.CourierNode(Inferencer, InferencerConfig(), agent, learner)
+    for label, node in (("inferencer", inferencer), ("actor", lp.CourierNode(Actor, print, inferencer, replay))):
+        program.add_node(node, label=label)
+"""
+
+
+def test_a_learner_without_data_stops_after_its_own_deadline_and_ends_the_program(start: Start):
+    program = start(OURS.format(timeout=1.0, added="pass"))
+    assert program.ends_within(120.0) not in (0, None), program.output()
+    named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch came within 1 s"
+    assert re.search(named, program.output()), program.output()
+
+
+@pytest.mark.system
+def test_an_actor_that_gets_a_node_in_the_place_of_its_handle_ends_the_program_and_says_what_to_give(start: Start):
+    program = start(OURS.format(timeout=600.0, added=BARE_NODE))
+    assert program.ends_within(120.0) not in (0, None), program.output()
+    named = "the node actor/0 failed: UsageError: A CourierNode was given as the inferencer: give the handle that"
+    assert named in program.output(), program.output()
 
 
 EXAMPLES = ("heavy_env", "light_env", "distributed")
@@ -216,5 +263,5 @@ def test_ctrl_c_while_an_example_starts_ends_it_before_launchpad_kills_it(start:
     program.wait_for(lambda: len(program.members()) > 4)
     time.sleep(seconds)
     os.killpg(program.process.pid, signal.SIGINT)
-    assert program.ends_within() == 0, program.output()[-5000:]
+    assert program.ends_within(12.0) == 0, program.output()[-5000:]  # a node has 8 s to close
     assert "Killing" not in program.output()
