@@ -44,7 +44,7 @@ _ONE_THREAD: _Options = {"xla_cpu_multi_thread_eigen": False}
 # gives products of twice the size, 2^24, to oneDNN. (It does so from 2^19 on where a product has batch dimensions.)
 _LARGE_PRODUCT = 8e6
 
-# What small dense networks, their losses and their optimizers are made of.
+# The primitives of small dense networks, their losses and their optimizers.
 _PRIMITIVES = """
     abs add add_any and argmax argmin bitcast_convert_type broadcast_in_dim ceil clamp concatenate cond
     convert_element_type copy cos cumsum custom_jvp_call div dot_general dynamic_slice dynamic_update_slice eq erf
@@ -182,7 +182,7 @@ def _shapes(args: tuple[Any, ...]) -> list[tuple[int, ...]]:
 
 
 def _accepted(options: _Options | None) -> _Options | None:
-    """Those of the options that this version of XLA has."""
+    """Return the options that this version of XLA knows."""
     return options and {option: value for option, value in options.items() if _accepts(option, value)}
 
 

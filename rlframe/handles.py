@@ -270,7 +270,7 @@ class Poll:
 
 
 def refuse_node(target: Any, name: str) -> None:
-    """Raise `UsageError` for a Launchpad node, or a list with one, in the place of its handle."""
+    """Raise `UsageError` for a Launchpad node, or a list with one, where a handle belongs."""
     for one in target if type(target) in (list, tuple) else [target]:
         _refuse_node(one, name)
 

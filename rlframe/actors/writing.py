@@ -45,7 +45,7 @@ def claim_rank(replay_buffer: Any, rank: int | None) -> tuple[Any, int, int]:
     return (OnlyAdds(replay_buffer), *_claim_here(replay_buffer, rank))
 
 
-# Of the objects in this process that have `add` alone, by id: a reference to each, and how often each rank was claimed.
+# By id of each replay buffer in this process that has only `add`: a weak reference, and the claims of each rank.
 _claims: dict[int, tuple[Any, collections.Counter[int | None]]] = {}
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 Average = Literal["sequence", "token"]
 
-LARGEST_ADVANTAGE = 1e6  # float32 holds the squares of gradients with it, whatever the ratio is
+LARGEST_ADVANTAGE = 1e6  # with it the squares of gradients fit float32 for every ratio
 _LARGEST_LOG = 20.0  # exp of more says nothing, and overflows
 
 
@@ -36,8 +36,8 @@ def group_advantages(
         count = jax.ops.segment_sum(jnp.ones_like(x), group, len(x))
         return (jax.ops.segment_sum(x, group, len(x)) / jnp.maximum(count, 1.0))[group]
 
-    # Each score as a part of its group's spread: neither large nor equal scores are rounded to something else. Halves,
-    # because the spread of the largest numbers would be infinite.
+    # Divide each score by its group's spread first, so that large scores keep their precision. Halve the scores, because
+    # the spread of the largest float32 numbers would overflow.
     half = 0.5 * scores
     lowest = jax.ops.segment_min(half, group, len(half))[group]
     spread = jax.ops.segment_max(half, group, len(half))[group] - lowest

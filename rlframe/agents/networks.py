@@ -142,7 +142,7 @@ class NatureCNNConfig:
 
 
 def is_image(leaf_spec: specs.Array) -> bool:
-    """Whether a leaf of the observation goes through convolutions: it has three axes, and holds no categories."""
+    """Return True if a leaf of the observation goes through convolutions: it has three axes and holds no categories."""
     return len(leaf_spec.shape) == 3 and not isinstance(leaf_spec, MultiDiscreteArray)
 
 

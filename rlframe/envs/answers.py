@@ -31,7 +31,7 @@ def number(name: str, value: Any) -> float:
     if not isinstance(value, (float, int)):
         try:
             array = np.asarray(value)
-        except Exception:  # whatever an object raises that is no number
+        except Exception:  # an object that is not a number may raise anything
             array = np.asarray(None)
         if array.ndim or array.dtype.kind not in "biuf":
             raise WrongAnswerError(f"gave {value!r} as its {name}: expected one number.")

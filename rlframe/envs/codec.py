@@ -44,7 +44,7 @@ class ObservationLeaf:
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
 
     def is_ready(self, array: np.ndarray) -> bool:
-        """Whether an array of the right shape can be written as it is where the spec's dtype is: numpy casts it."""
+        """Return True if NumPy can copy an array of the right shape without a check: its cast loses nothing."""
         dtype = array.dtype
         if dtype == self._dtype:
             return self.is_plain

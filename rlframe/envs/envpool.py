@@ -61,7 +61,7 @@ class EnvPoolPool:
         self._reward, self._env_id = keys.index("reward"), keys.index("info:env_id")
         # A nested observation has keys such as "obs:position", in the order of its Dict space.
         leaves = [spec.name.replace("observation", "obs", 1).replace(".", ":") for spec in self.layout.leaves]
-        # Where each leaf is in the lists
+        # the position of each leaf in EnvPool's lists
         self._leaves = list(zip(map(keys.index, leaves), codec.leaves, strict=True))
         self._is_leaf = self.layout.is_leaf
         self._running = np.zeros(size, np.uint8)  # 1 unless the environment's next timestep is FIRST

@@ -198,7 +198,7 @@ def registration(name: Any) -> Any:
 
 
 def describe_backend(name: str) -> str:
-    """What makes the environment of a name, for a reader: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
+    """Return a text that says which library makes an environment: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
     library = backend(name)
     if library == "gymnasium" and (spec := registration(name)) is not None:
         return f"Gymnasium ({registered.describe(spec)})"

@@ -78,7 +78,7 @@ def _not_the_users() -> frozenset[str]:
 
 
 def _has_other_limit(spec: Any) -> bool:
-    """Whether the user registered one of Gymnasium's classes again, with another time limit than EnvPool's."""
+    """Return True if the user registered a class of Gymnasium's with a time limit that differs from EnvPool's."""
     if "envpool" not in sys.modules:
         return False
     from envpool.registration import registry
@@ -99,7 +99,7 @@ def import_module(module: str, name: str) -> None:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
         raise UsageError(
-            f"There is no module {module!r} for {name!r}: it is neither installed nor in the working directory {here}."
+            f"There is no module {module!r} for {name!r}: it is not installed, and it is not in the working directory {here}."
         ) from error
 
 
@@ -134,7 +134,7 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _is_about_options(error: TypeError, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call of a constructor failed, and not a line inside it."""
+    """Return True if the call of a constructor failed, False if a line inside it did."""
     last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     is_call = last.parts[-3:] == ("gymnasium", "envs", "registration.py")
     return is_call or any(f"unexpected keyword argument {name!r}" in str(error) for name in kwargs)

@@ -140,7 +140,7 @@ class _Server:
             )
 
     def has_answered(self) -> bool:
-        """Whether `take` would not wait, or the answer is overdue."""
+        """Return True if the answer is here or overdue: `take` does not wait then."""
         assert self.call is not None
         late = time.monotonic() > self._asked_at + self._remote._deadline
         return self._answer is not None or self.call.done() or late

@@ -46,7 +46,7 @@ class EnvServer:
         return ServedSpecs(env.num_envs, *specs, None if env.is_sync else env.wait_num)
 
     def reset(self, client: str, number: int) -> ServedStep | None:
-        """Starts new episodes, for the Actor that `client` stands for; its calls go on from `number`.
+        """Start new episodes for the Actor with the id `client`. Its next call has the number `number + 1`.
 
         An asynchronous pool has nothing to answer yet: `recv` gives the new episodes.
         """
@@ -109,7 +109,7 @@ class EnvServer:
             try:
                 with self._stepping:
                     self._answer = act()
-            except UsageError as error:  # nothing was stepped, and the Actor may go on with its next call
+            except UsageError as error:  # nothing was stepped: the Actor may make its next call
                 self._answer = error
             except BaseException as error:  # a new pool is needed: whoever restarts the node brings one
                 self._failure = error
@@ -133,8 +133,8 @@ class EnvServer:
         """Makes a new pool: an asynchronous one cannot be reset, and its environments are amid another's episodes."""
         if not callable(self._env_builder):
             raise EnvError(
-                "Another Actor has begun with this EnvServer's AsyncEnv, which cannot start anew. Give EnvServer an "
-                "env_builder that makes the pool, not the pool itself, so that it can make another one."
+                "A second Actor uses this EnvServer, whose AsyncEnv cannot start again. Give EnvServer an env_builder "
+                "that makes the pool, instead of the pool: then it makes a new one for each Actor."
             )
         self._takeovers += 1
         self._env.close()

@@ -49,5 +49,5 @@ class Claim:
             )
 
 
-# By `id` of the environment, which stays its own: whoever has the claim has the environment.
+# By `id` of the environment. The pool that holds the claim holds the environment too, so the id stays its own.
 _claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()

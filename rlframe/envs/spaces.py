@@ -138,7 +138,7 @@ def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> 
     above, below = narrow.type(np.inf), narrow.type(-np.inf)
     inner_low = np.where(inner_low < low, np.nextafter(inner_low, above), inner_low)
     inner_high = np.where(inner_high > high, np.nextafter(inner_high, below), inner_high)
-    # Where no number of the dtype lies between the bounds, clipping what is decoded makes it fit.
+    # If no number of the dtype lies between the bounds, the decoded number is clipped to them.
     inner_low, inner_high = np.minimum(inner_low, inner_high), np.maximum(inner_low, inner_high)
     is_bounded = np.isfinite(low).any() or np.isfinite(high).any()
     spec = specs.BoundedArray(shape, narrow, inner_low, inner_high, "action")

@@ -174,12 +174,12 @@ def send(process: ProcessId, number: int) -> None:
 
 
 def is_wrapper(command: list[str]) -> bool:
-    """Whether a command line is Launchpad's script that decorates a node's output."""
+    """Return True if a command line is that of Launchpad's script that prefixes the lines of a node."""
     return any(part.endswith(WRAPPER) for part in command[:3])
 
 
 def data_file_of(command: list[str]) -> str:
-    """What Launchpad pickled for a node, from its command line; empty if it is not there."""
+    """Return the path of the file with a node's pickled constructor, from its command line; empty if it has none."""
     return command[command.index("--data_file") + 1] if "--data_file" in command[:-1] else ""
 
 

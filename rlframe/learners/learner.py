@@ -80,7 +80,7 @@ class Learner:
         self._versions = VersionCounter(cfg.checkpoint_dir, may_write)
         self._learner_steps = 0
         self._logs: Logs = {}  # of the newest update that is known to be done
-        # Of the update before: learner step, logs, keys, whether its parameters are finite.
+        # The update before: its learner step, logs and keys, and if its parameters are finite.
         self._unchecked: tuple[int, Logs, Any, Any] | None = None
         self._update_lock = threading.RLock()
         buffer = self._replay_buffer

@@ -59,7 +59,7 @@ class Update:
 
 
 def are_finite(tree: Tree) -> jax.Array:
-    """[] bool: whether the floating-point arrays of `tree` hold neither NaN nor infinity."""
+    """Return [] bool: True if every floating-point number of `tree` is finite."""
     leaves = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves] or True))
 

@@ -143,7 +143,7 @@ def most_of(make: Callable[[int], _Closable], count: int) -> tuple[_Closable, Ex
 
 
 def num_eval_envs(experiment: Experiment) -> int:
-    """How many environments an evaluation builds: no more than it has episodes."""
+    """Return the number of environments that an evaluation builds: at most one for each episode."""
     config = experiment.topology
     return min(config.eval_num_envs or config.eval_episodes, config.eval_episodes)
 
@@ -168,8 +168,8 @@ def explain(error: BaseException | str) -> str:
 
 
 def warn_of_failure(step: int, problem: str) -> None:
-    """Warn that an evaluation failed during a run, which goes on."""
-    _log.warning("The evaluation at step %s failed; the run goes on. %s", f"{step:,}", problem)
+    """Warn that an evaluation failed during a run. The run continues."""
+    _log.warning("The evaluation at step %s failed; training continues. %s", f"{step:,}", problem)
 
 
 def evaluate(

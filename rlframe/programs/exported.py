@@ -22,7 +22,7 @@ from rlframe.types import FIRST, MID, TimeStep, Tree
 def export(
     run_dir: str | os.PathLike[str], file: str | os.PathLike[str], checkpoint: int | None = None
 ) -> pathlib.Path:
-    """Write what a run has learned as StableHLO, its parameters with it, to be run by JAX alone, or other tools.
+    """Write a trained policy with its parameters as StableHLO, which JAX runs without rlframe, as other tools do.
 
     `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` gives (action, state), for any
     number B of environments. It acts without exploring.

@@ -98,7 +98,7 @@ class Monitor(abc.ABC):
 
     @abc.abstractmethod
     def _begin_evaluation(self, *, final: bool) -> None:
-        """Has the newest policy evaluated; `final`: after the training, else beside it. Raises where that fails."""
+        """Start an evaluation of the newest policy: `final` after training, else during it. Raise if that fails."""
 
     @abc.abstractmethod
     def _poll_evaluation(self, *, final: bool) -> Logs | None:
@@ -170,7 +170,7 @@ class Monitor(abc.ABC):
         return None
 
     def _finish(self, rows: RowWriter) -> Logs | None:
-        """Has the learner finish, and evaluates what it ends with. None where that is not asked for, or failed."""
+        """Let the learner finish, then evaluate its last policy. None if no evaluation is asked for, or if it failed."""
         self._learned = finish(self._learner, self._stop, self._hold)
         self._write_row(rows)
         if not self._ending.evaluates:
@@ -238,7 +238,7 @@ class Monitor(abc.ABC):
 
 
 def finish(learner: Any, stop: threading.Event, meanwhile: Callable[[], None]) -> dict[str, Any]:
-    """Tells a learner to finish until it has; returns its stats. Calls `meanwhile` again and again, once at least.
+    """Tell a learner to finish, and wait for it. Return its stats. Call `meanwhile` repeatedly, at least once.
 
     Raises:
         PeerError: it did not in time.

@@ -59,7 +59,7 @@ def following(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -
     Args:
         path: the file, `metrics.jsonl`.
         loggers: they get each row, in a thread of this process.
-        callbacks: one of them, or none of the loggers; its request to end the run is repeated while the run goes on.
+        callbacks: one of them, or none of the loggers; its request to end the run is repeated until the run ends.
     """
     logger, over = MultiLogger(loggers), threading.Event()
     at = path.stat().st_size if path.exists() else 0

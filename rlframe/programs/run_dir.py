@@ -241,8 +241,8 @@ class Result:
     # `rlframe stop`); error: a callback raised
     stopped_by: str = "interrupt"
     signal: int | None = None  # the number of the signal that stopped it
-    evaluation: dict[str, float] | None = None  # all numbers of the final evaluation; None where return_mean is
-    evaluation_error: str | None = None  # why the final evaluation failed, and what was saved
+    evaluation: dict[str, float] | None = None  # all numbers of the final evaluation; None if return_mean is None
+    evaluation_error: str | None = None  # the reason why the final evaluation failed, and what is saved
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Result:

@@ -130,7 +130,10 @@ def train(
         engine = make_engine(experiment, directory.logs, listen)
         trackers = opened.enter_context(closing(open_loggers(directory.path) if open_loggers is not None else []))
         shown = [TolerantLogger(each) for each in ([progress] if progress else []) + trackers]
-        loggers: list[Logger] = [*shown, *([called] if called else [])]  # callbacks come after what they may read
+        loggers: list[Logger] = [
+            *shown,
+            *([called] if called else []),
+        ]  # callbacks are last: they may read what the others wrote
         if engine.in_process:
             run = dataclasses.replace(run, loggers=tuple(loggers), progress=progress)
         wire = naming.topology(config.name, config.learns_from)

@@ -171,7 +171,7 @@ def test_a_failed_evaluation_during_training_does_not_end_the_run(env, tmp_path,
     options = {"eval_episodes": 1, "eval_every": 64, "steps": 1_024, "eval_env_kwargs": {"fails": "build"}}
     result = trained(env, tmp_path, **options, **topology)
     assert result.env_steps >= 1_024 and "port 5000" in result.evaluation_error
-    assert "failed; the run goes on. Building environment 0 failed" in caplog.text
+    assert "failed; training continues. Building environment 0 failed" in caplog.text
 
 
 @pytest.mark.system

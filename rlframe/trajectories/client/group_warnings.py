@@ -55,7 +55,7 @@ class GroupWarnings:
                     at = int(np.argmax(wrong))
                     yield (
                         "masks",
-                        f"has masks that are neither the token nor {IGNORED}: {mask[at]} for the token {tokens[at]}, "
+                        f"has masks that differ from both the token and {IGNORED}: {mask[at]} for the token {tokens[at]}, "
                         f"at position {at} of sequence {index}. Every token whose mask is not {IGNORED} is trained on.",
                     )
                     break

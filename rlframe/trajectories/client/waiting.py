@@ -1,4 +1,4 @@
-"""Calls that ask the service again and again, until a caller may go on."""
+"""Calls that ask the service repeatedly until a condition holds."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.trajectories.client.test_groups import a_group
         ({"distill_token_ids": [[[1]] * 3, [[1]] * 2]}, "has distill_token_ids"),
         (
             {"masks": [[0, 1, 1], [-100, 5]]},
-            "has masks that are neither the token nor -100: 0 for the token 1, at position 0 of sequence 0",
+            "has masks that differ from both the token and -100: 0 for the token 1, at position 0 of sequence 0",
         ),
     ],
     ids=str,
