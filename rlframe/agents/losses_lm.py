@@ -36,8 +36,8 @@ def group_advantages(
         count = jax.ops.segment_sum(jnp.ones_like(x), group, len(x))
         return (jax.ops.segment_sum(x, group, len(x)) / jnp.maximum(count, 1.0))[group]
 
-    # Divide each score by its group's spread first, so that large scores keep their precision. Halve the scores, because
-    # the spread of the largest float32 numbers would overflow.
+    # Divide each score by its group's spread first: so large scores keep their precision. Halve the scores, because the
+    # spread of the largest float32 numbers would overflow.
     half = 0.5 * scores
     lowest = jax.ops.segment_min(half, group, len(half))[group]
     spread = jax.ops.segment_max(half, group, len(half))[group] - lowest

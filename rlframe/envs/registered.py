@@ -99,7 +99,8 @@ def import_module(module: str, name: str) -> None:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
         raise UsageError(
-            f"There is no module {module!r} for {name!r}: it is not installed, and it is not in the working directory {here}."
+            f"There is no module {module!r} for {name!r}: it is not installed, and it is not in the working directory "
+            f"{here}."
         ) from error
 
 

@@ -170,7 +170,7 @@ class Monitor(abc.ABC):
         return None
 
     def _finish(self, rows: RowWriter) -> Logs | None:
-        """Let the learner finish, then evaluate its last policy. None if no evaluation is asked for, or if it failed."""
+        """Let the learner finish, then evaluate its last policy. None if no evaluation is wanted, or if it failed."""
         self._learned = finish(self._learner, self._stop, self._hold)
         self._write_row(rows)
         if not self._ending.evaluates:

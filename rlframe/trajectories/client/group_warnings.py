@@ -55,7 +55,8 @@ class GroupWarnings:
                     at = int(np.argmax(wrong))
                     yield (
                         "masks",
-                        f"has masks that differ from both the token and {IGNORED}: {mask[at]} for the token {tokens[at]}, "
-                        f"at position {at} of sequence {index}. Every token whose mask is not {IGNORED} is trained on.",
+                        f"has masks that differ from both the token and {IGNORED}: {mask[at]} for the token "
+                        f"{tokens[at]}, at position {at} of sequence {index}. "
+                        f"Every token whose mask is not {IGNORED} is trained on.",
                     )
                     break
