@@ -119,6 +119,7 @@ class TokenBatch(NamedTuple):
     advantages: Any  # [S, T] float32: as sent, or else the sequence's score at each token
     has_advantages: Any  # [S] bool: whether they are as sent, or set to 0 by an override
     scores: Any  # [S] float32
+    temperature: Any  # [S] float32, above 0: of the sampling, as the environment sent it; None: 1 for all
     inference_logprobs: Any  # [S, T] float32, of the tokens; None unless all groups of the batch have them
     ref_logprobs: Any  # the same
     lengths: Any  # [S] int32: tokens before the padding

@@ -64,6 +64,7 @@ class _Rows(NamedTuple):
     mask: Any  # [S, T]
     weights: Any  # [S, T]: of the batch's mean
     advantages: Any  # [S, T]
+    temperature: Any  # [S]: of the sampling; None: 1
     sampled: Any  # [S, T]: log-probabilities under the policy that sampled; None: taken to be the present one
     reference: Any  # [S, T]: log-probabilities under the reference; None: computed
 
@@ -71,9 +72,12 @@ class _Rows(NamedTuple):
 class GRPO(Agent):
     """Trains a language model from `TokenBatch`es, which a `TrajectoryBuffer` gives.
 
-    Advantages are those that a group was sent with, token by token, or else its normalised scores. A step of acting is
-    one token: the observation is the last token (of the prompt, or the action before), the action the next; what is
-    acted must fit into `max_tokens`. (`rlframe.language.DecodeEngine` decodes many sequences faster.)
+    Advantages are those that a group was sent with, token by token, or else its normalised scores. The losses `grpo`
+    and `policy_gradient` compute log-probabilities at the batch's `temperature`.
+
+    A step of acting is one token: the observation is the last token (of the prompt, or the action before), the action
+    is the next one. All of them must fit into `max_tokens`. (`rlframe.language.DecodeEngine` decodes many sequences
+    faster.)
 
     `initial_params` are random, or those of the folder `cfg.weights`, which has to be there wherever the agent is.
 
@@ -236,6 +240,7 @@ class GRPO(Agent):
             mask=mask,
             weights=losses_lm.token_weights(mask, cfg.average),
             advantages=jnp.clip(advantages, -losses_lm.LARGEST_ADVANTAGE, losses_lm.LARGEST_ADVANTAGE),
+            temperature=data.temperature,
             sampled=None if data.inference_logprobs is None else data.inference_logprobs[:, 1:],
             reference=None if data.ref_logprobs is None else data.ref_logprobs[:, 1:],
         )
@@ -243,10 +248,10 @@ class GRPO(Agent):
     def _loss_of_rows(self, params: Params, reference: Params, rows: _Rows) -> tuple[jax.Array, Logs]:
         """A sum over the tokens, each with its weight in the batch's mean; so are the logs."""
         cfg, mean = self.cfg, functools.partial(_weighted_sum, weights=rows.weights)
-        log_probs = self._log_probs(params, rows.tokens)
         if cfg.loss == "sft":
-            loss = -mean(log_probs)
+            loss = -mean(self._log_probs(params, rows.tokens))
             return loss, {"loss": loss}
+        log_probs = self._log_probs(params, rows.tokens, rows.temperature)
         sampled = jax.lax.stop_gradient(log_probs) if rows.sampled is None else rows.sampled
         ratio = jnp.exp(losses_lm.log_ratio(log_probs, sampled, rows.mask))
         if cfg.loss == "grpo":
@@ -268,7 +273,7 @@ class GRPO(Agent):
         if cfg.kl_cost > 0:
             log_reference = rows.reference
             if log_reference is None:
-                log_reference = jax.lax.stop_gradient(self._log_probs(reference, rows.tokens))
+                log_reference = jax.lax.stop_gradient(self._log_probs(reference, rows.tokens, rows.temperature))
             logs["kl"] = mean(losses_lm.kl_k3(losses_lm.log_ratio(log_probs, log_reference, rows.mask)))
             loss += cfg.kl_cost * logs["kl"]
         return loss, {"loss": loss, **logs}
@@ -285,10 +290,10 @@ class GRPO(Agent):
         loss, accuracy = losses_lm.preference_loss(rewards, data.scores, data.group)
         return loss, {"loss": loss, "preference_accuracy": accuracy}
 
-    def _log_probs(self, params: Params, tokens: jax.Array) -> jax.Array:
+    def _log_probs(self, params: Params, tokens: jax.Array, temperature: jax.Array | None = None) -> jax.Array:
         # Padding is on the right, where no real token attends to it: it needs no mask.
-        cfg = self.cfg
-        return transformer.token_log_probs(params, self.model_config, tokens, remat=cfg.remat, chunk=cfg.logits_chunk)
+        options: dict[str, Any] = {"remat": self.cfg.remat, "chunk": self.cfg.logits_chunk}
+        return transformer.token_log_probs(params, self.model_config, tokens, temperature=temperature, **options)
 
     def _learning_rate(self, steps: Any) -> jax.Array:
         """[] float32: of the update after `steps` updates."""

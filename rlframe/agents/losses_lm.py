@@ -29,12 +29,13 @@ def group_advantages(
         epsilon: added to the standard deviation.
 
     Returns:
-        [S] float32: 0 in a group whose scores are equal.
+        [S] float32: 0 in a group whose scores are equal. A group of one keeps its score, which has nothing to be
+        compared with. All are finite.
     """
+    count = jax.ops.segment_sum(jnp.ones_like(scores), group, len(scores))[group]
 
     def mean(x: jax.Array) -> jax.Array:
-        count = jax.ops.segment_sum(jnp.ones_like(x), group, len(x))
-        return (jax.ops.segment_sum(x, group, len(x)) / jnp.maximum(count, 1.0))[group]
+        return jax.ops.segment_sum(x, group, len(x))[group] / count
 
     # Divide each score by its group's spread first: so large scores keep their precision. Halve the scores, because the
     # spread of the largest float32 numbers would overflow.
@@ -45,8 +46,10 @@ def group_advantages(
     parts = (half - lowest) / divisor
     centred = parts - mean(parts)
     if normalise_std:
-        return centred / (jnp.sqrt(mean(jnp.square(centred))) + 0.5 * epsilon / divisor)
-    return 2.0 * jnp.clip(centred * spread, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE)
+        advantages = centred / (jnp.sqrt(mean(jnp.square(centred))) + 0.5 * epsilon / divisor)
+    else:
+        advantages = 2.0 * jnp.clip(centred * spread, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE)
+    return jnp.where(count > 1, advantages, jnp.clip(scores, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE))
 
 
 def token_weights(mask: jax.Array, average: Average) -> jax.Array:

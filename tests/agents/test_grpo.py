@@ -45,9 +45,10 @@ def other_params(seed=5):
     return {**params, "embed_tokens": 20 * params["embed_tokens"]}
 
 
-def log_probs_of(params, tokens):
+def log_probs_of(params, tokens, temperature=1.0):
     """[S, T - 1] float64, of the tokens but the first, one prediction at a time."""
     logits = np.asarray(transformer.apply(params, MODEL, tokens), np.float64)
+    logits /= np.broadcast_to(temperature, len(tokens))[:, None, None]
     found = np.zeros((len(tokens), tokens.shape[1] - 1))
     for s, t in np.ndindex(found.shape):
         row = logits[s, t]
@@ -57,7 +58,7 @@ def log_probs_of(params, tokens):
 
 def loss_by_hand(params, data, advantages, *, average, clip, cap, kl_cost, log_reference):
     """DeepSeekMath's equation 3 as loops. Returns (loss, policy loss, KL, share of clipped tokens)."""
-    log_probs = log_probs_of(params, data.tokens)
+    log_probs = log_probs_of(params, data.tokens, 1.0 if data.temperature is None else data.temperature)
     S, T = data.tokens.shape
     policy, kl, clipped = (np.zeros((S, T)) for _ in range(3))
     for s, t in np.argwhere(data.mask):
@@ -111,6 +112,45 @@ def test_the_loss_is_the_papers(average, given):
     np.testing.assert_allclose(logs["policy_loss"], policy_loss, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(logs["kl"], kl, rtol=1e-4)
     np.testing.assert_allclose(logs["clip_fraction"], clipped, rtol=1e-5)
+
+
+def test_the_loss_is_at_the_temperature_of_each_sequence_as_published():
+    """Logits are divided by it; 0 and less count as 1, also where a chunk of the logits exists at once."""
+    temperature = np.float32([0.5, 1.0, 2.0, 0.0, -1.0])
+    data, counted = BATCH.data._replace(temperature=temperature), np.float32([0.5, 1.0, 2.0, 1.0, 1.0])
+    params, state = other_params(), started(make())[1]
+    advantages = np.zeros(data.mask.shape)
+    for group in (0, 1):
+        scores = data.scores[data.group == group].astype(np.float64)
+        advantages[data.group == group] = ((scores - scores.mean()) / scores.std())[:, None]
+    expected = loss_by_hand(
+        params,
+        data._replace(temperature=counted),
+        advantages,
+        average="sequence",
+        clip=(0.2, 0.2),
+        cap=3.0,
+        kl_cost=0.3,
+        log_reference=log_probs_of(state.reference_params, data.tokens, counted),
+    )
+    for changes in ({}, {"logits_chunk": 3}):
+        found, logs = make(kl_cost=0.3, **changes).loss(params, state, BATCH._replace(data=data))
+        np.testing.assert_allclose([found, logs["policy_loss"], logs["kl"]], expected[:3], rtol=1e-4, atol=1e-6)
+    assert abs(found - make(kl_cost=0.3).loss(params, state, BATCH)[0]) > 1e-3
+    whole = make().compute_gradients(params, state, BATCH._replace(data=data))[1]
+    parts = make(micro_batch_size=2).compute_gradients(params, state, BATCH._replace(data=data))[1]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole, parts)
+
+
+def test_tokens_that_the_present_policy_sampled_at_a_temperature_have_a_ratio_of_one():
+    params, state = other_params(), started(make())[1]
+    temperature = np.full(5, 0.5, np.float32)
+    sampled = np.pad(log_probs_of(params, BATCH.data.tokens, temperature), ((0, 0), (1, 0))) * BATCH.data.mask
+    data = BATCH.data._replace(temperature=temperature, inference_logprobs=sampled.astype(np.float32))
+    logs = make().loss(params, state, BATCH._replace(data=data))[1]
+    assert logs["clip_fraction"] == 0 and abs(logs["approx_kl"]) < 1e-6
+    other = make().loss(params, state, BATCH._replace(data=data._replace(temperature=None)))[1]
+    assert other["approx_kl"] > 0.01
 
 
 def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():

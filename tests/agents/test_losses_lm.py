@@ -16,15 +16,15 @@ GROUP = np.int32([0, 0, 0, 0, 1, 1, 1, 2])
 
 
 def test_advantages_are_within_the_group():
-    """Means 0.5, 3 and 7; standard deviations 0.5, sqrt(2) and 0."""
+    """Means 0.5 and 3; standard deviations 0.5 and sqrt(2). A group of one keeps its score, as published."""
     root = np.sqrt(2)
-    expected = [1, -1, -1, 1, root, -1 / root, -1 / root, 0]
+    expected = [1, -1, -1, 1, root, -1 / root, -1 / root, 7]
     np.testing.assert_allclose(losses_lm.group_advantages(SCORES, GROUP), expected, rtol=1e-4)
 
 
 def test_without_the_standard_deviation_advantages_are_differences():
     found = losses_lm.group_advantages(SCORES, GROUP, normalise_std=False)
-    np.testing.assert_allclose(found, [0.5, -0.5, -0.5, 0.5, 2, -1, -1, 0], rtol=1e-6)
+    np.testing.assert_allclose(found, [0.5, -0.5, -0.5, 0.5, 2, -1, -1, 7], rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, 7, 8, 16])
@@ -39,10 +39,11 @@ def test_advantages_of_scores_of_any_size_are_finite(scale):
     """Those of -1, 0 and 1, by the mean 0 and the standard deviation sqrt(2 / 3), and of a group of its own."""
     scores, group = np.float32([-scale, 0, scale, scale]), np.int32([0, 0, 0, 1])
     spread = scale * np.sqrt(2 / 3)
-    expected = np.array([-scale, 0, scale, 0]) / (spread + 1e-6)
+    alone = min(scale, 1e6)
+    expected = [*np.array([-scale, 0, scale]) / (spread + 1e-6), alone]
     np.testing.assert_allclose(losses_lm.group_advantages(scores, group), expected, rtol=1e-5)
     plain = losses_lm.group_advantages(scores, group, normalise_std=False)
-    np.testing.assert_allclose(plain, np.clip([-scale, 0, scale, 0], -2e6, 2e6), rtol=1e-5)
+    np.testing.assert_allclose(plain, [*np.clip([-scale, 0, scale], -2e6, 2e6), alone], rtol=1e-5)
 
 
 def test_the_order_of_a_groups_sequences_does_not_matter():

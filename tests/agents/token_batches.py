@@ -20,6 +20,7 @@ def token_batch(vocab_size: int, lengths, group, *, prompt: int = 2, padded: int
         advantages=scores[:, None] * mask,
         has_advantages=np.zeros(S, bool),
         scores=scores,
+        temperature=None,
         inference_logprobs=(-3 * random.rand(S, padded) * mask).astype(np.float32),
         ref_logprobs=None,
         lengths=np.array(lengths, np.int32),

@@ -86,7 +86,8 @@ def put_together(items: list[ScoredDataItem]) -> ScoredDataGroup:
 
 def unfit(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
     """Why a group is not sent, None where it is."""
-    config, tokens = env.config, group.get("tokens") or []
+    config = env.config
+    tokens: Any = () if group.get("tokens") is None else group["tokens"]  # a list of rows, or an array
     wanted = (group.get("group_overrides") or {}).get("group_size", config.group_size)
     if len(tokens) != wanted:
         return f"it has {len(tokens)} sequences, not {wanted}"
@@ -118,7 +119,5 @@ def to_send(group: ScoredDataGroup, env_id: int | None, policy_version: int | No
     told = {"env_id": env_id, "policy_version": policy_version if version is None else version}
     empty = {name: None for name in ("group_overrides", "overrides", "images") if not group.get(name)}
     rows: Any = group.get("messages")
-    overrides = group.get("overrides")
-    kept = {"overrides": [override or {} for override in overrides]} if overrides else {}
     said = {"messages": [plain_messages(row) if isinstance(row, list) else row for row in rows]} if rows else {}
-    return Group.from_item({**group, **empty, **kept, **said, **told})
+    return Group.from_item({**group, **empty, **said, **told})

@@ -11,6 +11,8 @@ from rlframe.errors import UsageError
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return messages as dicts. Fields of an object that are null are left out, but for `content`.
 
+    A message that calls tools may come without `content`: it is null then.
+
     Raises:
         UsageError: a message is neither, or has no role.
     """
@@ -20,6 +22,8 @@ def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 def _plain(index: int, message: Any) -> dict[str, Any]:
     if isinstance(message, Mapping):
         fields = {name: _parts(value) for name, value in message.items()}
+        if fields.get("tool_calls"):
+            fields = {**fields, "content": fields.get("content")}
     elif hasattr(message, "model_dump"):
         fields = {"content": None, **message.model_dump(exclude_none=True)}
     else:
@@ -37,3 +41,12 @@ def _parts(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return [one.model_dump(exclude_none=True) if hasattr(one, "model_dump") else one for one in value]
+
+
+def joined_text(content: Any) -> Any:
+    """Join a list of text parts, as the policy server does. Return anything else as it is."""
+    if not isinstance(content, list) or not all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return content
+    return "".join(part["text"] for part in content)

@@ -153,13 +153,15 @@ def token_log_probs(
     positions: jax.Array | None = None,
     mask: jax.Array | None = None,
     *,
+    temperature: jax.Array | None = None,
     remat: bool = False,
     chunk: int | None = None,
 ) -> jax.Array:
-    """Log-probability of each token but the first, given those before it (at temperature 1).
+    """Log-probability of each token but the first, given those before it.
 
     Args:
         params, config, tokens, positions, mask: as for `apply`.
+        temperature: `[B]` float32, divides the logits of each row; where it is 0 or less it counts as 1. None: 1.
         remat: see `hidden`.
         chunk: positions whose logits are there at once, and again for the gradient: `[B, chunk, V]` float32 is what
             the head takes of memory. None: all of them.
@@ -171,16 +173,20 @@ def token_log_probs(
     x = hidden(params, config, tokens, positions, mask, remat=remat)[:, :-1]
     targets = tokens[:, 1:]
     if chunk is None or chunk >= x.shape[1]:
-        return _log_probs(params, config, x, targets)
+        return _log_probs(params, config, x, targets, temperature)
     missing = -x.shape[1] % chunk
     x, targets = jnp.pad(x, ((0, 0), (0, missing), (0, 0))), jnp.pad(targets, ((0, 0), (0, missing)))
-    one = jax.checkpoint(lambda x, targets: _log_probs(params, config, x, targets))
+    one = jax.checkpoint(lambda x, targets: _log_probs(params, config, x, targets, temperature))
     parts = [one(x[:, i : i + chunk], targets[:, i : i + chunk]) for i in range(0, x.shape[1], chunk)]
     return jnp.concatenate(parts, axis=1)[:, : tokens.shape[1] - 1]
 
 
-def _log_probs(params: Params, config: ModelConfig, x: jax.Array, targets: jax.Array) -> jax.Array:
+def _log_probs(
+    params: Params, config: ModelConfig, x: jax.Array, targets: jax.Array, temperature: jax.Array | None
+) -> jax.Array:
     logits = logits_of(params, config, x)
+    if temperature is not None:
+        logits /= jnp.where(temperature > 0, temperature, 1.0)[:, None, None]
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 

@@ -259,12 +259,16 @@ def _check_content(name: str, content: Any) -> None:
                 400,
                 param=f"{name}[{j}]",
             )
+        if more := [key for key, value in part.items() if key not in ("type", "text") and value is not None]:
+            raise RefusedError(
+                f"{name}[{j}].{more[0]} is not offered by this server.", 400, param=f"{name}[{j}].{more[0]}"
+            )
 
 
 class TextPart(BaseModel):
     """A part of a message."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")  # fields that are null
     type: Literal["text"]
     text: _Said
 
@@ -283,7 +287,8 @@ class ChatMessage(BaseModel):
     def _said(cls, fields: Any) -> Any:
         # Answers come back as the client's package has them, with fields that say nothing.
         if isinstance(fields, dict):
-            return {name: value for name, value in fields.items() if value is not None and value != []}
+            said = {name: value for name, value in fields.items() if value is not None and value != []}
+            return {**said, "content": fields["content"]} if fields.get("content") == [] else said
         return fields
 
     @property

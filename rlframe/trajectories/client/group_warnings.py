@@ -30,18 +30,14 @@ class GroupWarnings:
     def _found(self, group: Group) -> Iterator[tuple[str, str]]:
         """Return pairs of a kind and a sentence about it."""
         overrides = [override or {} for override in group.overrides or []]
-        for name, fields in (
-            ("generation_params", [group.generation_params or {}]),
-            ("group_overrides", [group.group_overrides or {}]),
-            ("overrides", overrides),
-        ):
-            for temperature in (one.get("temperature") for one in fields):
-                if temperature not in (None, 1):
-                    yield (
-                        "temperature",
-                        f"has a temperature of {temperature} in {name}, which does not change learning: "
-                        "log-probabilities are the model's at temperature 1. Sample at 1 to learn without bias.",
-                    )
+        other = group.temperatures[group.temperatures != 1]
+        if len(other) and group.inference_logprobs is not None:
+            yield (
+                "temperature",
+                f"has a temperature of {other[0]:g}. Its inference_logprobs must be at this temperature, because "
+                "learning compares them with log-probabilities at it. Those of `rlframe serve policy` are at "
+                "temperature 1: sample at 1, or send no inference_logprobs.",
+            )
         if unknown := sorted(
             {str(name) for one in overrides for name in one} - {"set_advantage_to_zero", "temperature"}
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ _KINDS = {
     np.dtype(np.float32): ("iuf", "numbers"),
     np.dtype(np.float64): ("biuf", "numbers"),  # of scores, which may be `answer == right`
 }
+_LEAST_TEMPERATURE = 0.01
 _NAMES = (*INTS, "scores", *FLOATS, *_REST, *_DISTILL, "policy_version")
 
 
@@ -32,7 +34,8 @@ class Group:
         advantages: S rows [T_i] float32, or None; a row is None where its sequence has none that fit.
         ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention 1.0 where masks are -100.
         messages, generation_params, overrides, group_overrides, images: JSON that the service only carries. Of it, a
-            trainer here reads `set_advantage_to_zero` of overrides, which has one dict for each sequence.
+            trainer here reads `temperature`, and `set_advantage_to_zero` of overrides, which has one dict for each
+            sequence (None becomes {}).
         env_id: as `register_env` gave it; None where the sender did not register.
         distill_token_ids, distill_logprobs: [S][T_i][k] lists, or None.
         policy_version: of the parameters that the group was sampled with.
@@ -71,6 +74,8 @@ class Group:
         for name in ("masks", *FLOATS):
             self._check_rows(name)
         object.__setattr__(self, "scores", _row("scores", self.scores, np.dtype(np.float64)))
+        if self.overrides is not None:
+            object.__setattr__(self, "overrides", _overrides(self.overrides))
         for name in ("scores", *_DISTILL):
             value = getattr(self, name)
             if value is not None and len(value) != len(self):
@@ -84,6 +89,17 @@ class Group:
     def lengths(self) -> np.ndarray:
         """[S] int32: the tokens of each sequence."""
         return np.fromiter(map(len, self.tokens), np.int32, len(self))
+
+    @property
+    def temperatures(self) -> np.ndarray:
+        """[S] float32: the temperature that each sequence was sampled at. 1 where the group does not give a number.
+
+        As in the published trainer, `temperature` of the sequence's override comes first, then that of
+        `generation_params`, then that of `group_overrides`, and 0 or less counts as 1. At least 0.01, as in vLLM.
+        """
+        of_all = [self.generation_params, self.group_overrides]
+        rows = [*(self.overrides or [])[: len(self)], *[None] * len(self)][: len(self)]
+        return np.array([_temperature([row, *of_all]) for row in rows], np.float32)
 
     def to_dict(self, *, binary: bool) -> dict[str, Any]:
         """What is sent: the fields that are not None, rows as lists of numbers, or (binary) as bytes, end to end."""
@@ -105,9 +121,9 @@ class Group:
 
         Rows of advantages that are not as long as their tokens are None: environments may send any.
         """
+        fields: dict[str, Any] = {name: item.get(name) for name in _NAMES}
         # The published clients send [] for what a group has not.
-        fields: dict[str, Any] = {name: item.get(name) for name in _NAMES if item.get(name) != []}
-        fields = {**dict.fromkeys(_NAMES), **fields}
+        fields = {name: None if isinstance(value, list) and not value else value for name, value in fields.items()}
         lengths = item.get("lengths")
         for name in (*INTS, *FLOATS):
             if isinstance(fields[name], bytes):
@@ -117,7 +133,7 @@ class Group:
         if isinstance(fields["scores"], bytes):
             fields["scores"] = np.frombuffer(fields["scores"], "<f4")
         if (rows := fields[ANY_LENGTH]) is not None:
-            tokens = fields["tokens"] or ()
+            tokens = () if fields["tokens"] is None else fields["tokens"]
             fits = len(rows) == len(tokens)
             fields[ANY_LENGTH] = [
                 rows[index] if fits and len(rows[index]) == len(sequence) else None
@@ -184,6 +200,26 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
         position = int(np.argmin(fits))
         raise UsageError(f"{name} must be finite float32; got {array[position]} at position {position}.")
     return converted
+
+
+def _overrides(given: Any) -> list[dict[str, Any]]:
+    """One dict for each sequence."""
+    rows = [row or {} for row in given] if isinstance(given, (list, tuple)) else [given]
+    if not isinstance(given, (list, tuple)) or not all(isinstance(row, dict) for row in rows):
+        got = next((type(row).__name__ for row in rows if not isinstance(row, dict)), type(given).__name__)
+        raise UsageError(
+            "overrides is a list with a dict for each sequence, such as [{'set_advantage_to_zero': True}, {}]; got "
+            f"{type(given).__name__}{'' if got == type(given).__name__ else ' with ' + got}."
+        )
+    return rows
+
+
+def _temperature(sources: Iterable[dict[str, Any] | None]) -> float:
+    for source in sources:
+        with contextlib.suppress(TypeError, ValueError):  # None, or no number
+            given = float((source or {}).get("temperature"))  # type: ignore[arg-type]
+            return max(given, _LEAST_TEMPERATURE) if given > 0 else 1.0
+    return 1.0
 
 
 def _divided(name: str, data: bytes, lengths: np.ndarray) -> list[np.ndarray]:

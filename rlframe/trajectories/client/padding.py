@@ -52,6 +52,7 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
     having = np.array([row is not None for row in sent])
     advantages[having] = _fill([row for row in sent if row is not None], (having.sum(), length), np.float32)
     zeroed = np.concatenate([_zeroed(group) for group in groups])
+    temperature = np.concatenate([group.temperatures for group in groups])
     advantages[zeroed] = 0.0
     batch = TokenBatch(
         tokens=_fill([row for group in groups for row in group.tokens], shape, np.int32),
@@ -59,6 +60,7 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
         advantages=advantages * mask,
         has_advantages=having | zeroed,
         scores=scores,
+        temperature=None if (temperature == 1).all() else temperature,
         inference_logprobs=_optional("inference_logprobs", groups, mask),
         ref_logprobs=_optional("ref_logprobs", groups, mask),
         lengths=lengths,

@@ -87,6 +87,13 @@ def test_overrides_of_some_sequences_are_kept():
     assert sent.overrides == [{}, zero, {}] and sent.scores.tolist() == [1.0, 0.0, 0.0]
 
 
+def test_a_message_that_calls_tools_may_come_without_content():
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    chat = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "1", "content": "4"}]
+    sent = to_send({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [chat]}, 0, None).messages
+    assert sent == [[{"role": "assistant", "tool_calls": calls, "content": None}, chat[1]]]
+
+
 def test_statistics_begin_afresh_once_reported():
     statistics = Statistics()
     for seconds, sent in ((1.0, True), (3.0, True), (5.0, False)):

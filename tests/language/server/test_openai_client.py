@@ -328,10 +328,15 @@ def test_calls_of_tools_are_refused_by_their_name(client):
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     assert refusal(question, tools=[tool], tool_choice="auto", parallel_tool_calls=True) == "tools"
     # What a tool gave is a turn like any other.
-    said = [question, {"role": "assistant", "content": "add(2, 2)"}, result]
-    options = {"model": "policy", "messages": said, "max_tokens": 2, "parallel_tool_calls": False}
-    answer = client.chat.completions.create(**options, extra_body={"return_token_ids": True})
-    assert answer.prompt_token_ids == TOKENIZER.apply_chat_template(said, add_generation_prompt=True)
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "!", "annotations": None}]
+    for content, text in (("4", "4"), (parts, "4!"), ([], "")):
+        said = [question, {"role": "assistant", "content": "add(2, 2)"}, {**result, "content": content}]
+        options = {"model": "policy", "messages": said, "max_tokens": 2, "parallel_tool_calls": False}
+        answer = client.chat.completions.create(**options, extra_body={"return_token_ids": True})
+        assert answer.prompt_token_ids == TOKENIZER.apply_chat_template(said, add_generation_prompt=True)
+        assert TOKENIZER.decode(answer.prompt_token_ids).endswith(f"<|tool|>{text}<|eos|><|assistant|>")
+    cached = [{"type": "text", "text": "4", "cache_control": {"type": "ephemeral"}}]
+    assert refusal(question, {**result, "content": cached}) == "messages[1].content[0].cache_control"
 
 
 FUNCTION = {"name": "add", "arguments": '{"a": 2, "b": 2}'}

@@ -11,9 +11,10 @@ from tests.trajectories.client.test_groups import a_group
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"generation_params": {"temperature": 0.7}}, "has a temperature of 0.7 in generation_params"),
-        ({"group_overrides": {"temperature": 2}}, "has a temperature of 2 in group_overrides"),
-        ({"overrides": [{}, {"temperature": 0.5}]}, "has a temperature of 0.5 in overrides"),
+        (
+            {"generation_params": {"temperature": 0.7}, "inference_logprobs": [[1.0, -1, -1], [1.0, -1]]},
+            "has a temperature of 0.7. Its inference_logprobs must be at this temperature",
+        ),
         (
             {"overrides": [{"scale": 2, "set_advantage_to_zero": True}, {}]},
             "has overrides that change nothing here: scale.",
@@ -36,6 +37,6 @@ def test_a_field_that_changes_nothing_here_is_warned_of_once(fields, said, caplo
 
 
 def test_what_is_honored_or_asks_for_nothing_is_not_warned_of(caplog):
-    fields = {"generation_params": {"temperature": 1.0, "n": 4}, "group_overrides": {"group_size": 2}, "images": []}
+    fields = {"generation_params": {"temperature": 0.7, "n": 4}, "group_overrides": {"group_size": 2}, "images": []}
     GroupWarnings().look([a_group(**fields, overrides=[{"set_advantage_to_zero": True}, None])])
     assert not caplog.records

@@ -79,6 +79,22 @@ def test_boolean_scores_are_one_and_zero(scores):
     assert str(found.to_dict(binary=True)["scores"]) == "[1.0, 0.0]"
 
 
+def test_an_override_that_is_null_is_empty():
+    assert a_group(overrides=[None, {"set_advantage_to_zero": True}]).to_dict(binary=False)["overrides"] == [
+        {},
+        {"set_advantage_to_zero": True},
+    ]
+
+
+def test_an_item_may_hold_arrays():
+    tokens = np.array([[1, 2], [3, 4]])
+    item = {"tokens": tokens, "masks": np.where(tokens == 1, -100, tokens), "scores": np.array([True, False])}
+    found = Group.from_item({**item, "advantages": np.ones((2, 2)), "inference_logprobs": []})
+    assert [row.tolist() for row in (*found.tokens, *found.masks)] == [[1, 2], [3, 4], [-100, 2], [3, 4]]
+    assert found.scores.tolist() == [1.0, 0.0] and found.inference_logprobs is None
+    assert [row.tolist() for row in found.advantages] == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def test_binary_scores_are_read():
     item = msgspec.msgpack.decode(msgspec.msgpack.encode(a_group().to_dict(binary=True)))
     item["scores"] = np.array([0.5, 2.0], "<f4").tobytes()
@@ -89,6 +105,8 @@ def test_binary_scores_are_read():
     ("fields", "message"),
     [
         ({"tokens": [], "masks": [], "scores": []}, "at least one sequence"),
+        ({"overrides": {"temperature": 1}}, "overrides is a list with a dict for each sequence.*; got dict"),
+        ({"overrides": [{}, "zero"]}, "overrides is a list with a dict for each sequence.*; got list with str"),
         ({"tokens": [[1, 2, 3], []]}, "at least one token"),
         ({"masks": [[1, 2, 3]]}, "2 sequences has as many rows of masks; got 1"),
         ({"masks": [[1, 2, 3], [4]]}, "Sequence 1 has 2 tokens, but 1 masks"),

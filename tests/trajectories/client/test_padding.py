@@ -60,6 +60,27 @@ def test_an_override_sets_the_advantage_of_its_sequence_to_zero():
     assert not batch.has_advantages.any()
 
 
+def test_a_temperature_comes_from_the_override_then_the_generation_then_the_group():
+    """As the published trainer reads them; what is 0 or less counts as 1."""
+    every = {"overrides": [{"temperature": 0.5}, {}], "generation_params": {"temperature": 0.7}}
+    groups = [
+        a_group(**every, group_overrides={"temperature": 0.9}),
+        a_group(group_overrides={"temperature": 2}),
+        a_group(overrides=[{"temperature": 0}], generation_params={"temperature": -1.0, "n": 4}),
+        a_group(overrides=[{"temperature": None}, None], generation_params={"temperature": "0.8"}),
+        a_group(generation_params={"temperature": 1e-30}),
+    ]
+    batch, _ = pad(groups, BUCKETS)
+    expected = [0.5, 0.7, 2, 2, 1, 1, 0.8, 0.8, 0.01, 0.01]
+    np.testing.assert_allclose(batch.temperature, np.float32(expected))
+    assert batch.temperature.dtype == np.float32
+
+
+@pytest.mark.parametrize("fields", [{}, {"generation_params": {"temperature": 1.0}}, {"overrides": [{}, {}]}])
+def test_without_a_temperature_nothing_is_scaled(fields):
+    assert pad([a_group(), a_group(**fields)], BUCKETS)[0].temperature is None
+
+
 def test_advantages_that_are_not_as_long_as_their_tokens_are_left_out():
     sent = a_group().to_dict(binary=False)
     one = Group.from_item({**sent, "advantages": [[9, 0.5, 0.25], [9, 9, 9]]})
