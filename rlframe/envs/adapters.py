@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlframe.envs import answers, spaces
-from rlframe.envs.answers import LARGEST
 from rlframe.envs.codec import Codec
 from rlframe.errors import UsageError
 
@@ -28,7 +27,10 @@ class SingleEnv(Protocol):
         """Starts an episode and returns the first observation; a seed is given at the first one only."""
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
-        """(observation, reward, discount, last); discount is 0 where the environment terminated, else 1."""
+        """(observation, reward, discount, last); discount is 0 where the environment terminated, else 1.
+
+        The reward is as the environment gives it: nothing of it is checked.
+        """
 
     def close(self) -> None: ...
 
@@ -40,6 +42,8 @@ def env_seed(seed: int, index: int) -> int:
     """
     return int(np.random.SeedSequence((seed, index)).generate_state(1)[0] >> 1)
 
+
+_NO = np.False_  # numpy has one object of it, as Python has of False
 
 # What Gymnasium's RecordEpisodeStatistics says at the end of an episode, by our names.
 _EPISODE = {"r": "episode_return", "l": "episode_length", "t": "episode_seconds"}
@@ -76,19 +80,18 @@ class GymnasiumEnv:
         if type(result) is not tuple or len(result) != 5:
             answers.check_gymnasium_step(result)
         observation, reward, terminated, truncated, info = result
-        if type(reward) is not float or not -LARGEST <= reward <= LARGEST:
-            reward = answers.number("reward", reward)
-        if terminated is not False and terminated is not True:
+        if terminated is not False and terminated is not _NO:
             terminated = answers.flag("terminated", terminated)
-        if truncated is not False and truncated is not True:
+        if truncated is not False and truncated is not _NO:
             truncated = answers.flag("truncated", truncated)
-        if type(info) is not dict:
-            answers.check_info(info)
-        if info and ("log" in info or "episode" in info):
-            self._log_info(info)
+        if info:
+            if type(info) is not dict:
+                answers.check_info(info)
+            if "log" in info or "episode" in info:
+                self._log_info(info)
         if terminated:
             return observation, reward, 0.0, True
-        return observation, reward, 1.0, truncated
+        return observation, reward, 1.0, truncated is True
 
     def _log_info(self, info: Mapping[str, Any]) -> None:
         if "log" in info:
@@ -128,9 +131,9 @@ class DmEnv:
         step_type, reward, discount, observation = result
         if self._log_values is not None and (logged := self._log_values()):
             self.log(logged)
-        reward = 0.0 if reward is None else answers.number("reward", reward)
-        discount = 1.0 if discount is None else answers.discount(discount)
-        return observation, reward, discount, int(step_type) == 2
+        if type(discount) is not float or not 0.0 <= discount <= 1.0:
+            discount = 1.0 if discount is None else answers.discount(discount)
+        return observation, 0.0 if reward is None else reward, discount, int(step_type) == 2
 
     def close(self) -> None:
         self.env.close()

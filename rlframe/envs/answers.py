@@ -10,9 +10,11 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import dm_env
 import numpy as np
 from dm_env import specs
 
+from rlframe.envs.codec import FITS_FLOAT32
 from rlframe.envs.layout import Layout
 from rlframe.errors import UsageError
 
@@ -43,8 +45,24 @@ def number(name: str, value: Any) -> float:
     return float(real)
 
 
+def as_numbers(values: list[Any]) -> np.ndarray | None:
+    """Return values as an array [n], if each is a number that fits in float32. None: check each one by `number`."""
+    try:
+        array = np.asarray(values)
+    except Exception:  # their shapes differ, or whatever an object raises that is no number
+        return None
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        return None
+    if array.dtype.kind == "f":
+        wide = array.astype(np.float64, copy=False)
+        return array if wide.dot(wide) < FITS_FLOAT32 else None
+    return array
+
+
 def flag(name: str, value: Any) -> bool:
     """Return `value` as a bool. Raises WrongAnswerError unless it is True, False, 1 or 0."""
+    if type(value) is bool or type(value) is np.bool_:
+        return bool(value)
     array = np.asarray(value)
     if array.ndim or array.dtype.kind not in "biuf" or array.item() not in (0, 1):
         raise WrongAnswerError(f"gave {value!r} as {name!r}: expected True or False.")
@@ -92,7 +110,9 @@ def check_takes_seed(env: Any) -> None:
 
 def check_dm_env_answer(call: str, result: Any) -> None:
     """Raise WrongAnswerError unless `reset` or `step` returned a `dm_env.TimeStep`, and FIRST only from `reset`."""
-    if not (isinstance(result, tuple) and len(result) == 4 and hasattr(result, "step_type")):
+    if type(result) is not dm_env.TimeStep and not (
+        isinstance(result, tuple) and len(result) == 4 and hasattr(result, "step_type")
+    ):
         raise WrongAnswerError(f"returned {type(result).__name__} from {call}(): expected a dm_env.TimeStep.")
     if call == "step" and int(result.step_type) == 0:
         raise WrongAnswerError("returned FIRST from step() in the middle of an episode: expected MID or LAST.")

@@ -18,10 +18,13 @@ from rlframe.envs.misfit import MisfitError
 from rlframe.types import MultiDiscreteArray, Tree
 
 # All terms of a sum of squares below this fit float32. The sum takes a fifth of the time of comparing each term.
-_FITS_FLOAT32 = float(np.finfo(np.float32).max) ** 2
+FITS_FLOAT32 = float(np.finfo(np.float32).max) ** 2
 
 # Kinds of dtypes that are taken as another kind, if each value fits: never a float as an integer.
 _TAKEN_AS = {"b": "b", "i": "iub", "u": "iub", "f": "fiub"}
+
+_DTYPES = [np.dtype(char) for char in "?bhilqBHILQefd"]
+NUMBER_TYPES = frozenset(dtype.type for dtype in _DTYPES)  # of numpy's own numbers
 
 
 class ObservationLeaf:
@@ -33,31 +36,27 @@ class ObservationLeaf:
 
     Attributes:
       is_plain: an array of the spec's shape and dtype is taken as it is.
+      taken: dtypes whose values fit, whatever they are. Of categories: dtypes whose values fit int64.
+      wide: the dtype to collect values in that may not fit, before a batch of them is checked.
     """
 
     def __init__(self, spec: specs.Array, start: Any = 0):
         self.spec, self.start = spec, start
         self.is_plain = not isinstance(spec, (specs.DiscreteArray, MultiDiscreteArray))
         self._shape, self._dtype = spec.shape, spec.dtype
+        self.wide = np.dtype(np.float64 if self._dtype.kind == "f" else np.int64)
+        self.taken = frozenset(filter(self._takes, _DTYPES))
         self.first = np.asarray(start, np.int64)
         self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # of categories
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
-
-    def is_ready(self, array: np.ndarray) -> bool:
-        """Return True if NumPy can copy an array of the right shape without a check: its cast loses nothing."""
-        dtype = array.dtype
-        if dtype == self._dtype:
-            return self.is_plain
-        if dtype == np.float64 and self._dtype == np.float32:
-            flat = array.ravel()
-            return bool(flat.dot(flat) < _FITS_FLOAT32)
-        return False
 
     def encode(self, value: Any, is_batch: bool = False) -> Any:
         """One value, or a batch `[B, ...]` of them, in the spec's dtype. Raises MisfitError."""
         is_exact = self.is_plain and type(value) is np.ndarray and value.dtype == self._dtype and not is_batch
         if is_exact and value.shape == self._shape:
             return value
+        if type(value) is int and 0 <= (category := value - self._first) < self._num_values:
+            return category
         try:
             array = np.asarray(value)
         except ValueError:  # of a list whose rows differ in length
@@ -68,8 +67,8 @@ class ObservationLeaf:
             raise self._misfit(repr(value) if dtype.kind == "O" else f"{dtype} of shape {shape}")
         if not self.is_plain:
             return self._categories(array)
-        if dtype == self._dtype:
-            return array
+        if dtype in self.taken:
+            return array.astype(self._dtype, copy=False)
         return self._floats(array) if self._dtype.kind == "f" else self._integers(array)
 
     def check_finite(self, array: np.ndarray) -> None:
@@ -80,27 +79,40 @@ class ObservationLeaf:
     def _categories(self, array: np.ndarray) -> Any:
         if not array.shape and 0 <= (category := int(array) - self._first) < self._num_values:
             return category  # in a quarter of the time that arrays take
-        categories = array.astype(np.int64) - self.first
+        categories = array.astype(np.int64)
+        if self._first or self.first.ndim:
+            categories = categories - self.first
         # As an unsigned number, one below 0 is above all others.
         wrong = np.asarray(categories).view(np.uint64) >= self.num_values
-        if wrong.any():
+        if np.count_nonzero(wrong):
             last = self.first + (self.num_values.astype(np.int64) - 1)
             raise self._outside(array, wrong, f"whole numbers from {self.first} to {last}")
         return categories.astype(self._dtype)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.spec, self.start)
+
+    def _takes(self, dtype: np.dtype) -> bool:
+        if dtype.kind not in _TAKEN_AS[self._dtype.kind]:
+            return False
+        is_integer_as_float = self._dtype.kind == "f" and dtype.kind != "f"
+        return is_integer_as_float or np.can_cast(dtype, self._dtype if self.is_plain else self.wide, "safe")
+
     def _floats(self, array: np.ndarray) -> np.ndarray:
-        if not self.is_ready(array) and array.dtype.kind == "f":
+        flat = array.ravel()
+        if array.dtype.kind == "f" and not flat.dot(flat) < FITS_FLOAT32:
             wrong = np.isfinite(array) & (np.abs(array) > np.finfo(self._dtype).max)
             if wrong.any():
                 raise self._outside(array, wrong, f"numbers that fit {self._dtype}")
         return array.astype(self._dtype)
 
     def _integers(self, array: np.ndarray) -> np.ndarray:
-        limits = np.iinfo(self._dtype)
-        if array.size and not limits.min <= int(array.min()) <= int(array.max()) <= limits.max:
-            wrong = (array < limits.min) | (array > limits.max)
+        narrow = array.astype(self._dtype)
+        wrong = narrow != array  # the cast wraps around
+        if np.count_nonzero(wrong):
+            limits = np.iinfo(self._dtype)
             raise self._outside(array, wrong, f"whole numbers that fit {self._dtype}, {limits.min} to {limits.max}")
-        return array.astype(self._dtype)
+        return narrow
 
     def _misfit(self, came: str) -> MisfitError:
         return MisfitError(self.spec.name, came, f"{self._dtype} of shape {self._shape}")
@@ -123,6 +135,7 @@ class ActionLeaf:
     def __init__(self, spec: specs.Array, dtype: Any, start: Any = 0, bounds: tuple[Any, Any] | None = None):
         self.spec, self.dtype, self.start, self.bounds = spec, np.dtype(dtype), start, bounds
         self._offset = np.asarray(start, self.dtype) if np.any(start) else None
+        self._limits: tuple[Any, ...] = ((),)  # of the batch that came last: (its shape, low, high)
 
     def decode(self, actions: np.ndarray) -> np.ndarray:
         """`[B, ...]` as the environment takes them. Always a copy: an environment may keep the action that it gets."""
@@ -130,9 +143,17 @@ class ActionLeaf:
         if self._offset is not None:
             decoded += self._offset
         if self.bounds is not None:
-            np.maximum(decoded, self.bounds[0], out=decoded)
-            np.minimum(decoded, self.bounds[1], out=decoded)
+            limits = self._limits
+            if limits[0] != decoded.shape:
+                # Numpy takes twice the time for arrays of several shapes.
+                low, high = (np.broadcast_to(bound, decoded.shape).copy() for bound in self.bounds)
+                limits = self._limits = decoded.shape, low, high
+            np.maximum(decoded, limits[1], out=decoded)
+            np.minimum(decoded, limits[2], out=decoded)
         return decoded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.spec, self.dtype, self.start, self.bounds)
 
 
 class Codec:

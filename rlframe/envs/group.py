@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlframe.envs import snapshot
+from rlframe.envs import answers, snapshot
 from rlframe.envs.adapters import SingleEnv, wrap
 from rlframe.envs.answers import WrongAnswerError
 from rlframe.envs.frames import Frame, FrameRing
 from rlframe.envs.logs import EnvLog
-from rlframe.envs.misfit import MisfitError
+from rlframe.envs.rows import ObservationRows
 from rlframe.envs.sharing import Claim, check_distinct
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.interprocess.clock import Clock
 from rlframe.metrics.sums import Sums
-from rlframe.types import TimeStep
+from rlframe.types import FIRST, LAST, MID, TimeStep
 
 if TYPE_CHECKING:
     from rlframe.envs.names import Builder
@@ -64,6 +64,7 @@ class EnvGroup:
         self._last = [True] * len(envs)  # so a step before any reset is a reset, as dm_env has it
         self._action_repeat = action_repeat
         self._claim = Claim()
+        self._observations = ObservationRows(self.codec, first_id, len(envs))
         self._steppers = [_repeating(env.step, action_repeat) for env in envs]
         self._check_specs(envs)
 
@@ -84,37 +85,43 @@ class EnvGroup:
         """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
         self._claim.check()
         i, call = 0, "step"
-        last, leaves, at = self._last, rows.leaves, self.at
-        step_types, rewards, discounts = [], [], []
-        only, leaf = leaves[0], self.codec.leaves[0]
-        shape, dtype = leaf.spec.shape, leaf.spec.dtype
-        is_plain = self.layout.is_leaf and leaf.is_plain
+        last, at, observations = self._last, self.at, self._observations
+        rewards: list[Any] = []
+        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount) of all that are not (MID, 1)
+        targets = observations.begin(rows.leaves)
+        is_leaf, leaf, target = observations.is_leaf, observations.leaves[0], targets[0]
+        taken, shape = leaf.taken, leaf.shape
         try:
             for i, (step, action) in enumerate(zip(self._steppers, self.codec.decode(actions), strict=True)):
                 at[0] = i
                 if last[i]:
                     call = "reset"
-                    observation, reward, discount, is_last = self._reset_env(i), 0.0, 1.0, False
-                    step_types.append(0)
+                    observation, reward, last[i] = self._reset_env(i), 0.0, False
+                    unusual.append((i, FIRST, 1.0))
                 else:
                     call = "step"
                     observation, reward, discount, is_last = step(action)
-                    step_types.append(2 if is_last else 1)
-                last[i] = is_last
+                    if is_last or discount != 1.0:
+                        last[i] = is_last
+                        unusual.append((i, LAST if is_last else MID, discount))
                 rewards.append(reward)
-                discounts.append(discount)
                 if (
-                    is_plain
+                    is_leaf
                     and type(observation) is np.ndarray
+                    and observation.dtype in taken
                     and observation.shape == shape
-                    and (observation.dtype == dtype or leaf.is_ready(observation))
                 ):
-                    only[i] = observation
+                    target[i] = observation
                 else:
-                    self._write(i, observation, leaves, i)
+                    observations.write(i, observation, targets)
+            observations.finish(targets, rows.leaves)
         except _ERRORS as error:
             raise self._explain(error, i, call) from error
-        rows.step_type[:], rows.reward[:], rows.discount[:] = step_types, rewards, discounts
+        rows.reward[:] = self._numbers(rewards)
+        rows.step_type.fill(MID)
+        rows.discount.fill(1.0)
+        for i, step_type, discount in unusual:
+            rows.step_type[i], rows.discount[i] = step_type, discount
 
     def step_one(self, i: int, action: np.ndarray, rows: Frame, row: int) -> None:
         """Steps environment i (counted in this group) alone and writes row `row`."""
@@ -125,15 +132,15 @@ class EnvGroup:
         try:
             observation, reward, discount, self._last[i] = self._steppers[i](self.codec.decode(action[None])[0])
             rows.step_type[row] = 2 if self._last[i] else 1
-            self._write(i, observation, rows.leaves, row)
+            self._observations.write_one(i, observation, rows.leaves, row)
+            rows.reward[row], rows.discount[row] = answers.number("reward", reward), discount
         except _ERRORS as error:
             raise self._explain(error, i, "step") from error
-        rows.reward[row], rows.discount[row] = reward, discount
 
     def reset_one(self, i: int, rows: Frame, row: int) -> None:
         """Resets environment i (counted in this group) and writes row `row`."""
         try:
-            self._write(i, self._reset_env(i), rows.leaves, row)
+            self._observations.write_one(i, self._reset_env(i), rows.leaves, row)
         except _ERRORS as error:
             raise self._explain(error, i, "reset") from error
         rows.step_type[row], rows.reward[row], rows.discount[row] = 0, 0.0, 1.0
@@ -167,14 +174,17 @@ class EnvGroup:
         seed, self._seeds[i] = self._seeds[i], None
         return self.envs[i].reset(seed)
 
-    def _write(self, i: int, observation: Any, leaves: list[np.ndarray], row: int) -> None:
-        """Encodes one observation of environment i (counted in this group) and writes row `row`."""
-        try:
-            encoded = self.codec.encode(observation)
-        except MisfitError as error:
-            raise error.of_environment(self.first_id + i) from error
-        for leaf, value in zip(leaves, encoded, strict=True):
-            leaf[row] = value
+    def _numbers(self, rewards: list[Any]) -> Any:
+        """The rewards of all environments, as numbers that fit in float32."""
+        numbers = answers.as_numbers(rewards)
+        if numbers is not None:
+            return numbers
+        for i, reward in enumerate(rewards):
+            try:
+                rewards[i] = answers.number("reward", reward)
+            except WrongAnswerError as error:
+                raise self._explain(error, i, "step") from error
+        return rewards
 
     def _check_specs(self, envs: list[SingleEnv]) -> None:
         for i, env in enumerate(envs):
@@ -266,7 +276,7 @@ def _repeating(step: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:
         rewards, left = 0.0, 1.0
         for _ in range(times):
             observation, reward, discount, last = step(action)
-            rewards += reward
+            rewards += answers.number("reward", reward)
             left *= discount
             if last:
                 break

@@ -15,6 +15,10 @@ class Layout:
         self.spec = spec
         self.leaves: list[Any] = list(_leaves(spec))
         self.is_leaf = not isinstance(spec, (dict, tuple))
+        parts = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, tuple) else ()
+        is_nested = any(isinstance(part, (dict, tuple)) for part in parts)
+        self._keys = tuple(spec) if isinstance(spec, dict) and not is_nested else None
+        self._is_flat_tuple = isinstance(spec, tuple) and not is_nested
 
     def flatten(self, tree: Any) -> list[Any]:
         """The leaves of a tree of this structure: any Mapping stands for a dict, a list for a tuple.
@@ -23,6 +27,13 @@ class Layout:
         """
         if self.is_leaf:
             return [tree]
+        if type(tree) is dict and self._keys is not None and len(tree) == len(self._keys):
+            try:  # `contextlib.suppress` would take as long as all the rest
+                return [tree[key] for key in self._keys]
+            except KeyError:
+                pass
+        elif type(tree) is tuple and self._is_flat_tuple and len(tree) == len(self.leaves):
+            return list(tree)
         out: list[Any] = []
         _flatten(self.spec, tree, "observation", out)
         return out

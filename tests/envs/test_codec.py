@@ -117,7 +117,7 @@ def test_float64_bounds_of_actions_are_rounded_inward_and_what_comes_out_is_clip
     with SyncEnv(lambda: env, 1) as pool:
         low, high = pool.action_spec.minimum, pool.action_spec.maximum
         assert low.dtype == np.float32 and (low >= space.low).all() and (high <= space.high).all()
-        assert np.nextafter(high, np.float32(np.inf))[0] > 0.1 and low[2] == -np.inf
+        assert float(np.nextafter(high, np.float32(np.inf))[0]) > 0.1 and low[2] == -np.inf
         pool.reset()
         for action in (low, high, [-5.0, 5.0, 5.0]):
             pool.step(np.nan_to_num(np.array([action], np.float32), neginf=-3.0))
