@@ -42,6 +42,34 @@ class Wanted(NamedTuple):
     least: float | None = None  # steps per second
 
 
+_BOX, _CATEGORIES = gymnasium.spaces.Box, gymnasium.spaces.Discrete(5)
+SPACES: dict[str, gymnasium.Space] = {
+    "Box float32": _BOX(-1, 1, (17,), np.float32),
+    "Box float64": _BOX(-1, 1, (17,), np.float64),
+    "Box int64": _BOX(0, 9, (17,), np.int64),
+    "Discrete": _CATEGORIES,
+    "MultiDiscrete": gymnasium.spaces.MultiDiscrete([3, 4, 5]),
+    "Dict": gymnasium.spaces.Dict(place=_BOX(-1, 1, (4,), np.float64), kind=_CATEGORIES),
+}
+
+
+class IdleEnv(gymnasium.Env):
+    """Gives the same observation at each step, in no time: what a step takes is the pool's own."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, space: gymnasium.Space):
+        self.observation_space = space
+        space.seed(0)
+        self.observation = space.sample()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation, {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation, 0.0, False, False, {}
+
+
 class BusyEnv(gymnasium.Env):
     """Keeps a core busy for so many milliseconds of wall time a step, as a Python simulator does."""
 
@@ -174,6 +202,15 @@ def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **opti
     return rows
 
 
+def space_rows(size: int) -> list[Contender]:
+    """The pool that steps environments in a loop, by what they observe."""
+
+    def row(name: str, space: gymnasium.Space) -> Contender:
+        return f"SyncEnv loop, {name}", lambda seconds: ours(lambda: SyncEnv(lambda: IdleEnv(space), size), seconds)
+
+    return [row(name, space) for name, space in SPACES.items()]
+
+
 def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
     """EnvPool itself and under SyncEnv."""
 
@@ -223,6 +260,10 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
         title = f"A Python environment of {milliseconds} ms, 8 of them; ideal {ideal:,.0f}"
         wanted = Wanted(PROCESSES, {}, 0.95 * ideal if milliseconds == 5 else None)
         tables.append(table(title, process_rows(make, 8, make), context, say, wanted))
+    for size in (1, 8, 64):
+        wanted = Wanted("SyncEnv loop, Box float32", {})
+        title = f"An environment whose step takes no time, {size} of them, by its observation space"
+        tables.append(table(title, space_rows(size), context, say, wanted))
     for task, size in (("CartPole-v1", 8), ("CartPole-v1", 64), ("HalfCheetah-v4", 8), ("Pong-v5", 8)):
         rows = [*envpool_rows(task, size, 1), *envpool_rows(task, size, 2)]
         tables.append(table(f"EnvPool {task}, {size} environments", rows, context, say, Wanted(CHOSEN, {})))
