@@ -103,8 +103,9 @@ def _defaults(arguments: list[str]) -> tuple[Experiment, Preset | None]:
     session = SessionOptions(
         preset_name or "auto", config, run_dir, resume="--resume" in arguments and run_dir is not None
     )
-    defaults, preset = starting_point(peek(arguments, "agent"), peek(arguments, "env"), session)
-    network, topology = peek(arguments, "network"), defaults.topology
+    network = peek(arguments, "network")
+    defaults, preset = starting_point(peek(arguments, "agent"), peek(arguments, "env"), session, network)
+    topology = defaults.topology
     if network is not None and network != getattr(topology, "network", network):
         defaults = with_fields(defaults, network=None if network == "None" else network, network_config=None)
     return complete(defaults), preset

@@ -38,7 +38,7 @@ def dumps(value: Any, inside: Any = None) -> bytes:
     """
     inside = value if inside is None else inside
     modules = {_module_of(inside), _module_of(type(inside))} - {None}
-    by_value = [module for module in modules if not _is_importable(module)]
+    by_value = [module for module in modules if not is_importable(module)]
     for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -53,7 +53,7 @@ def _module_of(value: Any) -> Any:
     return sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
 
 
-def _is_importable(module: Any) -> bool:
+def is_importable(module: Any) -> bool:
     """Whether another process with the same `sys.path` finds this very module under its name."""
     path = None
     spec = None

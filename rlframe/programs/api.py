@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlframe import extras, streams
@@ -31,8 +31,8 @@ COMMAND_ONLY = {
 
 
 def train(
-    agent: str | None = None,
-    env: str | None = None,
+    agent: str | type | None = None,
+    env: str | Callable[..., Any] | None = None,
     *,
     run_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -44,10 +44,12 @@ def train(
     """Train an agent to its last step, and evaluate what it has learned: `rlframe train`, from Python.
 
     Args:
-        agent: a name that `rlframe agents` lists, or `file.py:Class`; None: ppo.
-        env: a name that `rlframe envs` lists, or `file.py:make_env`; None: the agent's default, as CartPole-v1.
+        agent: a name that `rlframe agents` lists, `file.py:Class` or the class; None: ppo.
+        env: a name that `rlframe envs` lists, `file.py:make_env`, or a class or function that makes an environment;
+            None: the agent's default, as CartPole-v1.
         run_dir: where everything is written; None: a new directory under `runs/`.
-        resume: go on with the run in `run_dir` from its newest checkpoint. Its agent and environment need not be given.
+        resume: go on with the run in `run_dir` from its newest checkpoint. Its agent and environment need not be given,
+            unless they were defined in a notebook that has ended.
         stop_at: the step at which to stop and save; schedules still end at `steps`.
         callbacks: each is called as `callback(info)` with each row of the logs: `info.step`, `info.values` (name ->
             number), `info.stop()`, which ends the run early. If one raises, the run saves everything and ends, and the
@@ -58,7 +60,7 @@ def train(
             `topology="heavy_env"`, `preset="none"`, `learning_rate=1e-3`, `network_hidden=(64, 64)` (`--network.hidden
             64 64`), `wandb=True`. `--async` is `async_envs=True`, and `--no-NAME` is `NAME=False`. Not taken, as a
             script has no use for them: `seeds` and `at_once` (call this function for each seed), `json` (the result is
-            returned) and `traceback`. What is not given is the preset's.
+            returned) and `traceback`. What is not given is the preset's. `network` may be a function.
 
     Returns:
         How it ended: `return_mean`, `run_dir`, `env_steps` and others.
@@ -69,16 +71,12 @@ def train(
     """
     streams.prepare()
     forget_changed()
-    for name, given in (("agent", agent), ("env", env)):
-        if given is not None and not isinstance(given, (str, os.PathLike)):
-            raise UsageError(f"{name} is a name, or file.py:NAME of what is in a file of yours; got {given!r}.")
     for name, instead in COMMAND_ONLY.items():
         if name in options:
             raise UsageError(f"{name} is an option of the command line, and not of rlframe.train: {instead}.")
     of_session = {name: options.pop(name) for name in field_names(SessionOptions) if name in options}
     asked = read_session({**of_session, "run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet})
-    agent, env = (each if each is None else os.fspath(each) for each in (agent, env))
-    defaults, preset = starting_point(agent, env, asked)
+    defaults, preset = starting_point(agent, env, asked, options.get("network"))
     if env is not None:
         options["env"] = env
     return run_session(changed(defaults, options), asked, preset, callbacks)

@@ -179,6 +179,9 @@ def evaluate(
     seed: int | None = None,
     num_envs: int | None = None,
     max_episode_length: int | None = None,
+    env: Any = None,
+    agent: Any = None,
+    network: Any = None,
 ) -> Logs:
     """Plays episodes greedily with the latest checkpoint of a run, and writes nothing.
 
@@ -188,6 +191,9 @@ def evaluate(
         seed: of the environments; None: the run's own, whose evaluation this repeats.
         num_envs: environments to build; None: as the run's own evaluations do.
         max_episode_length: the most steps of an episode; None: as in the run's own evaluations.
+        env: as for `rlframe.train`, to play in instead of the run's; needed if that was defined in a notebook and is
+            not there any more.
+        agent, network: the same.
 
     Returns:
         As `Evaluator.evaluate`.
@@ -197,7 +203,7 @@ def evaluate(
         CheckpointError: it has no checkpoint, or a damaged one.
         EnvError: no environment could be built, one failed, or an episode was too long.
     """
-    directory, experiment = open_run(run_dir)
+    directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
     given = {"eval_num_envs": num_envs, "eval_max_episode_length": max_episode_length}
     changes = {name: value for name, value in given.items() if value is not None}
     for name, value in {"episodes": episodes, **changes}.items():
@@ -205,8 +211,8 @@ def evaluate(
             raise UsageError(f"{name.removeprefix('eval_')} must be at least 1, got {value}.")
     topology = dataclasses.replace(experiment.topology, eval_episodes=episodes, **changes)
     experiment = dataclasses.replace(experiment, topology=topology)
-    agent = make_agent(experiment)
-    return Evaluations(experiment, agent, restored(agent, directory), seed).evaluate()
+    made = make_agent(experiment)
+    return Evaluations(experiment, made, restored(made, directory), seed).evaluate()
 
 
 def record(
@@ -233,7 +239,7 @@ def record(
         UsageError: the environment does not render, or a package that is needed is missing.
         CheckpointError: the run has no checkpoint, or a damaged one.
     """
-    directory, experiment = open_run(run_dir)
+    directory, experiment = open_run(run_dir, {})
     seed = experiment.seed if seed is None else seed
     limit = experiment.topology.eval_max_episode_length if max_episode_length is None else max_episode_length
     with Film(experiment, path) as film:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe.envs.names import backend, registration
@@ -15,7 +15,9 @@ from rlframe.envs.registered import restore
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs import naming
+from rlframe.programs.given import OPTIONS, check_can_leave, name_of, named, with_given
 from rlframe.programs.jsonable import convert, from_jsonable, hints_of, to_jsonable
+from rlframe.programs.object_names import is_live, remember
 from rlframe.programs.options import option_names, resolved, with_options
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least
@@ -61,10 +63,17 @@ class Experiment:
                 f"An Experiment's topology is a TopologyConfig, got {self.topology!r}; make_experiment takes its name."
             )
         self.topology.check(self)
+        if any(map(is_live, self.names.values())) and not self.topology.engine_class.in_process:
+            check_can_leave(self.names, self.topology.name)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The options that name classes and functions."""
+        return {option: name for option, name in flat(self).items() if option in OPTIONS}
 
     def __getstate__(self) -> dict[str, Any]:
         # A node in another process lacks what the user registered with Gymnasium in this one.
-        is_game = self.topology.learns_from == "steps" and not naming.is_file_name(self.env)
+        is_game = self.topology.learns_from == "steps" and naming.is_library_env(self.env)
         of_gymnasium = is_game and backend(self.env) == "gymnasium"
         return {**vars(self), "registered": registration(self.env) if of_gymnasium else None}
 
@@ -127,7 +136,7 @@ def from_flat(values: dict[str, Any]) -> Experiment:
     Raises:
         UsageError: an option is of another topology, which this one does not read.
     """
-    values = _absolute(values)
+    values = named(values)
     known = config_classes(values["agent"], values.get("topology"))
     name = values.get("topology", next(iter(known)))
     cls = known[name]
@@ -168,8 +177,8 @@ def with_fields(experiment: Experiment, **changes: Any) -> Experiment:
 
 
 def make_experiment(
-    agent: str = "ppo",
-    env: str | None = None,
+    agent: str | type = "ppo",
+    env: str | Callable[..., Any] | None = None,
     *,
     preset: str = "auto",
     agent_config: Any = None,
@@ -179,22 +188,24 @@ def make_experiment(
     """An `Experiment` with the preset of its agent and environment filled in.
 
     Args:
-        agent: a name or `file.py:Class`.
-        env: a name or `file.py:make_env`; None: the default of the agent's topology, as CartPole-v1.
+        agent: a name, `file.py:Class` or the class.
+        env: a name, `file.py:make_env`, or a class or function that makes an environment; None: the default of the
+            agent's topology, as CartPole-v1.
         preset: "auto" (the one that fits, if any), "none", or a preset's name.
         agent_config: the agent's whole config; then no preset is applied to it.
         network_config: the named network's whole config.
         **fields: what differs from the preset: fields of `Experiment`, of its topology's config and of the agent's
             config. Those of the network's config, and of configs in the agent's, are `network_hidden`, or
-            `**{"network.hidden": ...}`. `topology` is a name, or `file.py:function`.
+            `**{"network.hidden": ...}`. `topology` is a name, or `file.py:function`; `network` may be a function.
 
     Raises:
         UsageError: a name or field is unknown, or a value is of a wrong type.
     """
     forget_changed()
-    fields = _absolute(fields)  # before the files are loaded: a file may change the directory
-    agent, env = naming.absolute_name(agent), naming.absolute_name(env or "") or default_env(agent)
-    defaults = with_preset(find_preset(preset, agent, env), agent, env)
+    fields = named(fields)  # before the files are loaded: a file may change the directory
+    agent_name = name_of("agent", agent) or Experiment.agent
+    env_name = name_of("env", env) or default_env(agent_name)
+    defaults = with_preset(find_preset(preset, agent_name, env_name), agent_name, env_name)
     configs = {"agent_config": agent_config, "network_config": network_config}
     return changed(defaults, {**fields, **{name: each for name, each in configs.items() if each is not None}})
 
@@ -205,7 +216,7 @@ def changed(defaults: Experiment, options: Mapping[str, Any]) -> Experiment:
     Raises:
         UsageError: an option is unknown, or its value is of a wrong type.
     """
-    options, agent = _absolute(options), defaults.agent
+    options, agent = named(options), defaults.agent
     own = _own_hints(agent, convert(str, options.get("topology", defaults.topology.name), "topology"))
     if "network" in own and "network" in options:
         network = convert(own["network"], options["network"], "network")
@@ -296,8 +307,8 @@ def continued(saved: Experiment, wanted: Experiment) -> Experiment:
         if name in _CHANGEABLE:
             continue
         before, now = to_jsonable(before), to_jsonable(now_all.get(name))
-        if name in _NAMES and now is not None:
-            now = naming.absolute_name(now)
+        if name in OPTIONS:
+            now = name_of(name, now)
         if now != before:
             name, before, now = _first_difference(name, before, now)
             raise UsageError(
@@ -320,28 +331,27 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 # --- config.json
 
-_NAMES = ("agent", "env", "network", "topology", "engine", "operator", "replay")  # of what may be a file's
-
-
-def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with absolute paths in the names of files."""
-    names = {name: values[name] for name in _NAMES if isinstance(values.get(name), (str, os.PathLike))}
-    return {**values, **{name: naming.absolute_name(os.fspath(value)) for name, value in names.items()}}
-
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
     """Writes `config.json` in one piece: the experiment, and `notes` that nothing reads back (versions, preset)."""
     values = to_jsonable(experiment)
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
-    for part in (values, topology):
-        part.update(_absolute(part))
+    values, topology = named(values), named(topology)
     values["topology"] = {"name": topology.pop("topology"), **topology}
     content = {"experiment": values, "notes": to_jsonable(notes)}
     write_atomically(path, json.dumps(content, indent=2), "\n")
+    remember(path, experiment.names)
 
 
-def load_experiment(path: str | os.PathLike[str]) -> Experiment:
+def load_experiment(
+    path: str | os.PathLike[str], given: Mapping[str, Any] | None = None, *, replace: bool = False
+) -> Experiment:
     """Reads `config.json` of a run directory.
+
+    Args:
+        path: of the directory or the file.
+        given: by option, names, classes and functions in place of those that no file defines.
+        replace: whether they take the place of others as well.
 
     Raises:
         UsageError: there is no such file, it is no JSON, or a field in it is unknown or of a wrong type.
@@ -356,12 +366,13 @@ def load_experiment(path: str | os.PathLike[str]) -> Experiment:
         raise UsageError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("experiment"), dict):
         raise UsageError(f'{path} is no config of a run: it must hold {{"experiment": {{...}}}}.')
-    values = dict(content["experiment"])
+    values = with_given(content["experiment"], path, given or {}, replace)
     agent = values.get("agent", Experiment.agent)
     agent_cls = naming.agent_class(agent if isinstance(agent, str) else Experiment.agent)
     topology = values.pop("topology", {"name": next(iter(naming.TOPOLOGIES[agent_cls.learns_from]))})
     if not isinstance(topology, dict) or not isinstance(topology.get("name"), str):
         raise UsageError(f'{path}: experiment.topology: expected {{"name": ...}}, got {topology!r}.')
+    topology = with_given(topology, path, given or {}, replace)
     topology_cls = naming.topology(topology["name"], agent_cls.learns_from).config_cls
     topology = from_jsonable(topology_cls, topology, f"{path}: topology")
     if isinstance(values.get("agent_config"), dict):

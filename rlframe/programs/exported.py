@@ -20,7 +20,12 @@ from rlframe.types import FIRST, MID, TimeStep, Tree
 
 
 def export(
-    run_dir: str | os.PathLike[str], file: str | os.PathLike[str], checkpoint: int | None = None
+    run_dir: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    checkpoint: int | None = None,
+    *,
+    agent: Any = None,
+    network: Any = None,
 ) -> pathlib.Path:
     """Write a trained policy with its parameters as StableHLO, which JAX runs without rlframe, as other tools do.
 
@@ -36,7 +41,7 @@ def export(
         the least integer, which no environment takes: a compiled function raises no error.
 
     Args:
-        run_dir, checkpoint: as for `load`.
+        run_dir, checkpoint, agent, network: as for `load`.
         file: what is written.
 
     Returns:
@@ -48,11 +53,11 @@ def export(
     from jax import export as jax_export
 
     path = pathlib.Path(file).absolute()  # before an environment may change the working directory
-    agent, codec, source, experiment = trained(run_dir, checkpoint)
+    made, codec, source, experiment = trained(run_dir, checkpoint, agent, network)
     _, params = source.get_params()
     count, check_finite = experiment.topology.frame_stack, experiment.topology.check_finite is not False
     _check_starts([*codec.leaves, codec.action])
-    initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, agent.initial_state(1)))
+    initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, made.initial_state(1)))
     shapes = [(count, *leaf.spec.shape) for leaf in codec.leaves] if count > 1 else []
     frames = [np.zeros((1, *shape), leaf.spec.dtype) for shape, leaf in zip(shapes, codec.leaves)]
 
@@ -72,7 +77,7 @@ def export(
         zeros = jnp.zeros(size, jnp.float32)
         timestep = TimeStep(jnp.where(begins, FIRST, MID), zeros, zeros + 1, seen)
         state = structure.unflatten(map(choose, initial, kept[len(frames) :]))
-        output, state = agent.eval_step(jax.random.PRNGKey(seed), params, timestep, state)
+        output, state = made.eval_step(jax.random.PRNGKey(seed), params, timestep, state)
         action = _decode(codec.action, output.action, jnp.all(jnp.stack(fits), axis=0))
         return action, [*rows, *jax.tree.leaves(state)]
 

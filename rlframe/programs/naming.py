@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import inspect
 import os
 import pathlib
 import sys
@@ -12,8 +13,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rlframe.envs.registered import import_module
+from rlframe.envs.names import PREFIXES
+from rlframe.envs.registered import import_module, spec_of
 from rlframe.errors import UsageError, suggest
+from rlframe.programs.object_names import ObjectName, attribute_of, find_live, is_live
 from rlframe.programs.user_files import describe, load_file
 
 if TYPE_CHECKING:
@@ -155,19 +158,54 @@ def network_factory(name: str | None, config: Any) -> Any:
     if name is None or ":" not in name:
         return config
     found = load_object(name, "network")
-    if not callable(found):
-        raise UsageError(f"{name} is {found!r}; a network must be a function make_net(observation_spec, action_spec).")
+    if not takes(found, 2):
+        raise UsageError(
+            f"{name} is {found!r}; a network must be a function make_net(observation_spec, action_spec), which returns "
+            "an object with init(rng, observation) and apply(params, observation)."
+        )
     return found
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether an object can be called with so many arguments without their names."""
+    if not callable(function):
+        return False
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C: it has none
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def env_name_or_builder(name: str) -> str | Callable[..., Any]:
-    """The name of an environment unchanged, or the function that `file.py:make_env` names."""
-    if not is_file_name(name):
+    """Return a name of `rlframe.envs.names` unchanged, or the class or function that any other name means."""
+    if is_library_env(name):
         return name
     found = load_object(name, "environment")
-    if not callable(found):
-        raise UsageError(f"{name} is {found!r}; it must be a function that gives an environment.")
+    has_api = all(hasattr(found, method) for method in ("reset", "step")) or hasattr(found, "__getattr__")
+    if not callable(found) or (isinstance(found, type) and not has_api):
+        raise UsageError(
+            f"{name} is {found!r}. Expected a class of environments, which has reset() and step(), or a function that "
+            "makes one environment."
+        )
     return found
+
+
+def is_library_env(name: str) -> bool:
+    """Whether a name is that of a library's environment, or of one that is registered with Gymnasium."""
+    return not (isinstance(name, ObjectName) or is_file_name(name) or is_live(name) or _is_in_module(name))
+
+
+def _is_in_module(name: str) -> bool:
+    """Whether an environment's name is `module:NAME` of a class or function, not `module:Id` of Gymnasium."""
+    module, _, attribute = name.rpartition(":")
+    if not module or name.partition(":")[0] in PREFIXES or spec_of(name) is not None:
+        return False
+    return hasattr(_load_module(module, "environment"), attribute.partition(".")[0])
 
 
 def is_file_name(name: str) -> bool:
@@ -199,14 +237,19 @@ def load_object(name: str, what: str) -> Any:
     Raises:
         UsageError: no such file or name, or the file does not import.
     """
+    if isinstance(name, ObjectName):
+        return name.target
+    if is_live(name):
+        return find_live(name, what)
     source, _, attribute = name.rpartition(":")
     if not is_file_name(name) and not (source and attribute):
         raise UsageError(f"The {what} {name!r} should read file.py:Name.")
     module = load_file(pathlib.Path(source), what) if source.endswith(".py") else _load_module(source, what)
-    if not hasattr(module, attribute):
+    try:
+        return attribute_of(module, attribute)
+    except AttributeError:
         names = [each for each in vars(module) if not each.startswith("_")]
-        raise UsageError(f"{source} defines no {attribute!r}.{suggest(attribute, names)}")
-    return getattr(module, attribute)
+        raise UsageError(f"{source} defines no {attribute!r}.{suggest(attribute, names)}") from None
 
 
 def absolute_name(name: str) -> str:
@@ -216,6 +259,9 @@ def absolute_name(name: str) -> str:
 
 
 def _load_module(name: str, what: str) -> ModuleType:
+    main = sys.modules["__main__"]
+    if getattr(getattr(main, "__spec__", None), "name", None) == name:
+        return main  # as `load_file`, of `python -m package.module`
     try:
         import_module(name, f"{what} {name}")
         return sys.modules[name]

@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -169,12 +169,16 @@ class RunDir:
             raise CheckpointError(f"Cannot write {self.result}: {error.strerror}.") from error
 
 
-def open_run(run_dir: str | os.PathLike[str]) -> tuple[RunDir, Experiment]:
-    """The directory of a run that plays games, and its experiment. Raises UsageError if there is none."""
+def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple[RunDir, Experiment]:
+    """The directory of a run that plays games, and its experiment with what is `given` in place of its own.
+
+    Raises:
+        UsageError: there is no such run.
+    """
     directory = RunDir(run_dir)
     directory.check_holds_run()
     forget_changed()
-    experiment = load_experiment(directory.config)
+    experiment = load_experiment(directory.config, given, replace=True)
     if experiment.topology.learns_from != "steps":
         raise UsageError(
             f"The run in {run_dir} is of a language model. Serve it (rlframe serve policy --run-dir {run_dir}), and "
@@ -202,7 +206,7 @@ def rows_after(path: pathlib.Path, position: int) -> Iterator[tuple[dict[str, An
 
 def default_path(experiment: Experiment) -> pathlib.Path:
     """`runs/AGENT-ENV-SEED-TIME`, with a number behind it where that exists."""
-    agent = experiment.agent.rpartition(":")[2]
+    agent = plain_name(experiment.agent)
     env = plain_name(experiment.env)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path = pathlib.Path("runs") / f"{agent}-{env}-seed{experiment.seed}-{stamp}"

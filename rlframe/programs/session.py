@@ -36,7 +36,7 @@ from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
 from rlframe.programs.topologies.parts import make_agent, read_codec
 from rlframe.programs.updates import check_updates
-from rlframe.programs.user_files import kept
+from rlframe.programs.user_files import check_main_is_guarded, check_not_loading, kept
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,9 @@ def train(
         ProgramError: a node failed more often than it may, or did not save when the program was stopped.
         RlframeError: the run failed; what was saved is kept.
     """
+    check_not_loading()
+    if not experiment.topology.engine_class.in_process:
+        check_main_is_guarded(filter(None, experiment.names.values()))
     check_extras(experiment, with_control=control is not None)
     _check_place(experiment.topology, listen, profile)
     called = Callbacks(callbacks)
@@ -167,7 +170,7 @@ def train(
 
 def _finished(directory: RunDir, experiment: Experiment) -> Result | None:
     """Return the result of a run that reached its last step with these options; None if there is more to do."""
-    if not directory.result.exists() or load_experiment(directory.config) != experiment:
+    if not directory.result.exists() or load_experiment(directory.config, experiment.names) != experiment:
         return None
     result = Result.read(directory.result)
     return result if result.stopped_by == "steps" and result.evaluation_error is None else None
@@ -175,7 +178,7 @@ def _finished(directory: RunDir, experiment: Experiment) -> Result | None:
 
 def backend_note(experiment: Experiment) -> dict[str, str]:
     """What makes the environment that a run names, as a note of its config; empty if it is in a file."""
-    if experiment.topology.learns_from != "steps" or naming.is_file_name(experiment.env):
+    if experiment.topology.learns_from != "steps" or not naming.is_library_env(experiment.env):
         return {}
     return {"env_backend": describe_backend(experiment.env)}
 
@@ -298,7 +301,7 @@ def open_session(
     grace = getattr(experiment.topology, "grace_seconds", GRACE)
     with RunLock(directory.path, take_over, ends_within=grace + 22.0):  # with all that comes after
         if resume:
-            experiment = continued(load_experiment(directory.config), experiment)
+            experiment = continued(load_experiment(directory.config, experiment.names), experiment)
             replays = (directory.replay, directory.checkpoints / "replay")
             settle(directory.checkpoints, replays, directory.path / "aside", resume_from)
         else:

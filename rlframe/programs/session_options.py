@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 from rlframe.errors import UsageError
-from rlframe.programs import naming
 from rlframe.programs.experiment import Experiment, default_env, load_experiment, with_preset
+from rlframe.programs.given import name_of
 from rlframe.programs.options import with_options
 from rlframe.programs.presets import Preset, find_preset
 
@@ -48,32 +48,37 @@ def read_session(options: Mapping[str, Any]) -> SessionOptions:
     return dataclasses.replace(session, **{name: os.path.abspath(path) for name, path in paths.items() if path})
 
 
-def starting_point(agent: str | None, env: str | None, session: SessionOptions) -> tuple[Experiment, Preset | None]:
+def starting_point(
+    agent: Any, env: Any, session: SessionOptions, network: Any = None
+) -> tuple[Experiment, Preset | None]:
     """What other options change: the experiment that `config` or `resume` names, or the defaults, and their preset.
 
     Args:
-        agent: a name; None: that of the saved experiment, or ppo.
-        env: a name; None: the agent's default. The one of a saved experiment is left as it is.
+        agent: a name or class; None: that of the saved experiment, or ppo.
+        env: a name, class or function; None: the agent's default. The one of a saved experiment is left as it is,
+            unless no file defines it.
         session: of which `preset`, `config`, `run_dir` and `resume` are read.
+        network: a name or function, for a saved experiment whose own one no file defines.
     """
-    saved = _saved(session)
+    agent, env, network = name_of("agent", agent), name_of("env", env), name_of("network", network)
+    saved = _saved(session, {"agent": agent, "env": env, "network": network})
     if saved is not None:
-        if agent is not None and naming.absolute_name(agent) != saved.agent:
+        if agent is not None and agent != saved.agent:
             raise UsageError(f"The config is of the agent {saved.agent!r}: agent {agent!r} cannot replace it.")
         return saved, None
-    agent = naming.absolute_name(agent or Experiment.agent)
-    env = naming.absolute_name(env or "") or default_env(agent)
+    agent = agent or Experiment.agent
+    env = env or default_env(agent)
     preset = find_preset(session.preset, agent, env)
     return with_preset(preset, agent, env), preset
 
 
-def _saved(session: SessionOptions) -> Experiment | None:
+def _saved(session: SessionOptions, given: Mapping[str, Any]) -> Experiment | None:
     if not session.resume:
-        return load_experiment(session.config) if session.config is not None else None
+        return load_experiment(session.config, given) if session.config is not None else None
     if session.run_dir is None:
         raise UsageError("resume needs run_dir: the directory of the run to go on with.")
     if session.config is not None:
         raise UsageError("resume goes on with the run's own config.json: leave config out.")
     if not (pathlib.Path(session.run_dir) / "config.json").is_file():
         raise UsageError(f"There is no run in {session.run_dir}: it has no config.json. Start it without resume.")
-    return load_experiment(session.run_dir)
+    return load_experiment(session.run_dir, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import dm_env
 import numpy as np
@@ -151,31 +152,37 @@ class TrainedPolicy:
         return leaves, False
 
 
-def load(run_dir: str | os.PathLike[str], checkpoint: int | None = None) -> TrainedPolicy:
+def load(
+    run_dir: str | os.PathLike[str], checkpoint: int | None = None, *, agent: Any = None, network: Any = None
+) -> TrainedPolicy:
     """Load what a run has learned, to act by: no environment is opened, and nothing is written.
 
     Args:
         run_dir: the run's directory. The run may go on.
         checkpoint: one of RUN_DIR/checkpoints, by its name; None: the newest.
+        agent, network: as for `rlframe.train`, in place of the run's; needed if these were defined in a notebook and
+            are not there any more.
 
     Raises:
         UsageError: there is no run in the directory, or it is of a language model; or its agent's file has gone.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    agent, codec, params, experiment = trained(run_dir, checkpoint)
+    made, codec, params, experiment = trained(run_dir, checkpoint, agent, network)
     config = experiment.topology
     return TrainedPolicy(
-        agent, codec, params, experiment.seed, config.frame_stack, check_finite=config.check_finite is not False
+        made, codec, params, experiment.seed, config.frame_stack, check_finite=config.check_finite is not False
     )
 
 
-def trained(run_dir: str | os.PathLike[str], checkpoint: int | None) -> tuple[Agent, Codec, NewestParams, Experiment]:
+def trained(
+    run_dir: str | os.PathLike[str], checkpoint: int | None, agent: Any, network: Any
+) -> tuple[Agent, Codec, NewestParams, Experiment]:
     """Read an agent, the codec of its environments and its parameters from a checkpoint; arguments as for `load`."""
-    directory, experiment = open_run(run_dir)
+    directory, experiment = open_run(run_dir, {"agent": agent, "network": network})
     checkpointer = Checkpointer(directory.checkpoints)
     try:
         codec = checkpointer.extras(checkpoint)["codec"]
     finally:
         checkpointer.close()
-    agent = make_agent(experiment, codec)
-    return agent, codec, restored(agent, directory, checkpoint), experiment
+    made = make_agent(experiment, codec)
+    return made, codec, restored(made, directory, checkpoint), experiment

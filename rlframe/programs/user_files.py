@@ -7,11 +7,12 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -28,6 +29,13 @@ class _Loaded(NamedTuple):
 _loaded: dict[str, _Loaded] = {}  # by the name of the file's module
 _lock = threading.Lock()
 _runs = 0  # sessions under way in this process
+_loading = threading.local()  # `path`: of the file that this thread loads
+
+_UNGUARDED = (
+    "{} starts a run whenever it is loaded, and other processes load it for the classes in it. Put the call of "
+    'rlframe.train(...) under `if __name__ == "__main__":`, or the classes into another file.'
+)
+INSTALLED = {"site-packages", "dist-packages"}  # parts of the paths of installed modules
 
 
 @contextlib.contextmanager
@@ -62,7 +70,10 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
     Raises:
         UsageError: there is no such file, or it does not import.
     """
-    path = path.absolute()
+    path = pathlib.Path(os.path.abspath(path))
+    main = sys.modules["__main__"]
+    if (getattr(main, "__file__", None) or "") == str(path):
+        return main  # the script that runs: loaded again, it would start its run again
     if not path.is_file():
         near = suggest(path.name, [each.name for each in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
         raise UsageError(f"There is no file {path} for the {what}.{near}")
@@ -78,9 +89,10 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
     sys.modules[name] = module
     try:
         content = path.read_bytes()
-        # Not by the loader: it takes bytecode for current if the file was written again within the same second.
-        exec(compile(content, path, "exec"), vars(module))
-        _pickle_by_value(module)
+        with _while_loading(path):
+            # Not by the loader: it takes bytecode for current if the file was written again within the same second.
+            exec(compile(content, path, "exec"), vars(module))
+        pickle_by_value(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
@@ -90,6 +102,48 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
     files = {pathlib.Path(sys.modules[each].__file__ or path) for each in names[1:]}
     _loaded[name] = _Loaded(names, {path: content, **{each: _content(each) for each in files}})
     return module
+
+
+@contextlib.contextmanager
+def _while_loading(path: pathlib.Path) -> Iterator[None]:
+    before, _loading.path = getattr(_loading, "path", None), path
+    try:
+        yield
+    finally:
+        _loading.path = before
+
+
+def check_not_loading() -> None:
+    """Raise UsageError if the caller is a file that is being loaded for what it defines, and must not start a run."""
+    if getattr(_loading, "path", None) is not None:
+        raise UsageError(_UNGUARDED.format(_loading.path))
+
+
+def check_main_is_guarded(names: Iterable[str]) -> None:
+    """Raise UsageError if other processes are to load the script that runs, and it would start the run again there.
+
+    Args:
+        names: of what other processes load, `file.py:NAME` among others.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or not any(name.rpartition(":")[0] == file for name in names):
+        return
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)):
+        frame = frame.f_back
+    if frame is None:
+        return
+    for node in ast.parse(_content(pathlib.Path(file))).body:
+        if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno) and not is_guard(node):
+            raise UsageError(_UNGUARDED.format(file))
+
+
+def is_guard(node: ast.stmt) -> bool:
+    """Whether a statement is `if __name__ == "__main__":`."""
+    return isinstance(node, ast.If) and any(
+        isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
+    )
 
 
 def _content(path: pathlib.Path) -> bytes:
@@ -134,7 +188,7 @@ def _is_near(module: ModuleType | None, directory: pathlib.Path) -> bool:
     if module is None or file is None or not file.endswith(".py") or module.__name__.partition(".")[0] == "rlframe":
         return False
     path = pathlib.Path(file)
-    return path.is_relative_to(directory) and not {"site-packages", "dist-packages"} & set(path.parts)
+    return path.is_relative_to(directory) and not INSTALLED & set(path.parts)
 
 
 def _forget(name: str) -> None:
@@ -148,8 +202,8 @@ def _forget(name: str) -> None:
             os.unlink(cached)  # it may count as current: see `load_file`
 
 
-def _pickle_by_value(module: ModuleType) -> None:
-    # A child process, perhaps on another machine, cannot import this module by its name: its classes travel whole.
+def pickle_by_value(module: ModuleType) -> None:
+    """Send the classes of a module whole: a child process cannot import it by its name."""
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)

@@ -1,0 +1,180 @@
+"""Names for the classes and functions that a user gives in place of a name.
+
+`file.py:NAME` and `module:NAME` can be loaded again, in any process. An object that has no such name is called live:
+`__main__:NAME` is defined in a notebook or another interactive session, `__live__:NAME` is a lambda, a local class, a
+partial or another object that only its own process has.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import os
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rlframe.envs import snapshot
+from rlframe.errors import UsageError
+from rlframe.programs.user_files import INSTALLED, is_guard, pickle_by_value
+
+_MAIN, _LIVE = "__main__", "__live__"
+
+# By the path of a run's config.json, the live objects of runs in this process, by option.
+_of_runs: dict[str, dict[str, ObjectName]] = {}
+
+
+class ObjectName(str):
+    """A name together with its object: this process uses the object, another process loads it by the name."""
+
+    target: Any
+
+    def __new__(cls, name: str, target: Any) -> ObjectName:
+        """Make the name of `target`."""
+        made = super().__new__(cls, name)
+        made.target = target
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+    def __deepcopy__(self, memo: Any) -> ObjectName:
+        return self
+
+
+def object_name(target: Any) -> ObjectName:
+    """Name a class, function or other callable: `file.py:NAME` or `module:NAME` if that finds it again, else live."""
+    module_name, attribute = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    module_name = module_name if isinstance(module_name, str) else ""
+    module = sys.modules.get(module_name)
+    if module is None or attribute is None or not _is_at(module, attribute, target):
+        return ObjectName(f"{_LIVE}:{_label(target)}", target)
+    file = getattr(module, "__file__", None)
+    if file is None and module_name != _MAIN and getattr(module, "__spec__", None) is None:  # made by hand
+        return ObjectName(f"{_LIVE}:{_label(target)}", target)
+    if module_name == _MAIN:
+        if file is None or not _is_defined_in(pathlib.Path(file), attribute, target):
+            return ObjectName(f"{_MAIN}:{attribute}", target)
+        module_name = str(getattr(getattr(module, "__spec__", None), "name", _MAIN))  # of `python -m package.module`
+    if file is not None and file.endswith(".py") and not _is_in_package(module, module_name, file):
+        if module_name != _MAIN and not snapshot.is_importable(module):
+            pickle_by_value(module)
+        return ObjectName(f"{os.path.abspath(file)}:{attribute}", target)
+    return ObjectName(f"{module_name}:{attribute}", target)
+
+
+def is_live(name: Any) -> bool:
+    """Whether a name is that of an object which only its own process has."""
+    return isinstance(name, str) and name.partition(":")[0] in (_MAIN, _LIVE)
+
+
+def find_live(name: str, what: str) -> Any:
+    """Find what a live name means in this process; `what` (agent, network, environment) is named in the error.
+
+    Raises:
+        UsageError: this process has no such object.
+    """
+    place, _, label = name.partition(":")
+    if place == _MAIN:
+        with contextlib.suppress(AttributeError):
+            return attribute_of(sys.modules[_MAIN], label)
+    option = "env" if what == "environment" else what
+    where, again = "the Python process that used it", "Pass"
+    if place == _MAIN:
+        where, again = "a notebook or another interactive session", "Define it in this session, or pass"
+    raise UsageError(
+        f"The {what} {label} was defined in {where}, not in a file. {again} the class or function as {option}=... . "
+        f'For the command line move it to a file, and put "{option}": "/path/to/file.py:{label}" into the config.json '
+        "of the run."
+    )
+
+
+def attribute_of(module: Any, attribute: str) -> Any:
+    """Get `Name` or `Outer.Inner` of a module. Raises AttributeError if there is none."""
+    return functools.reduce(getattr, attribute.split("."), module)
+
+
+# --- the live objects of runs
+
+
+def remember(config: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
+    """Remember the live objects of a run, by option, as long as this process runs."""
+    live = {option: name for option, name in names.items() if is_live(name) and isinstance(name, ObjectName)}
+    _of_runs[os.path.abspath(config)] = live
+
+
+def recall(config: str | os.PathLike[str], option: str, name: str) -> str:
+    """Return a saved live name with its object, if the run was in this process; else the name alone.
+
+    What a notebook defines now comes first: a cell may have been run again.
+    """
+    with contextlib.suppress(UsageError):
+        find_live(name, option)
+        return name
+    return _of_runs.get(os.path.abspath(config), {}).get(option, name)
+
+
+# --- where an object is defined
+
+
+def _label(target: Any) -> str:
+    """A short name for a reader, which may also be part of a path."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    name = getattr(target, "__qualname__", None) or type(target).__qualname__
+    return str(name).rpartition(".")[2].strip("<>")
+
+
+def _is_at(module: types.ModuleType, attribute: str, target: Any) -> bool:
+    try:
+        found = attribute_of(module, attribute)
+    except AttributeError:
+        return False
+    return found is target or (inspect.ismethod(target) and found == target)  # a method is made anew each time
+
+
+def _is_in_package(module: types.ModuleType, name: str, file: str) -> bool:
+    """Whether a module is part of a package or installed, so that its name is better than its file's."""
+    if "." in name or hasattr(module, "__path__") or name in sys.stdlib_module_names:
+        return True
+    return bool(INSTALLED & set(pathlib.Path(file).parts))
+
+
+def _is_defined_in(file: pathlib.Path, attribute: str, target: Any) -> bool:
+    """Whether loading the file of `__main__` in another process defines the object: not a cell, not under its guard."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    if attribute.partition(".")[0] not in _defined(tree.body):
+        return False
+    files = {code.co_filename for code in _codes(target)} - {"<string>"}  # that of generated methods
+    return not files or any(os.path.abspath(each) == os.path.abspath(file) for each in files)
+
+
+def _defined(statements: list[ast.stmt]) -> Iterator[str]:
+    """The names of classes, functions and variables that statements define if their file is not `__main__`."""
+    for node in statements:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (each.id for each in node.targets if isinstance(each, ast.Name))
+        elif isinstance(node, ast.If) and is_guard(node):
+            yield from _defined(node.orelse)
+        else:
+            for block in ("body", "orelse", "finalbody"):
+                yield from _defined(getattr(node, block, []))
+
+
+def _codes(target: Any) -> Iterator[types.CodeType]:
+    """The code of a function, or of a class's methods."""
+    members: list[Callable[..., Any]] = list(vars(target).values()) if isinstance(target, type) else [target]
+    for member in members:
+        with contextlib.suppress(ValueError):
+            code = getattr(inspect.unwrap(member), "__code__", None)
+            if isinstance(code, types.CodeType):
+                yield code
