@@ -24,8 +24,6 @@ def run_session(experiment: Experiment, session: TrainOptions, preset: Preset | 
     result = api.run_session(experiment, session, preset)
     if not session.quiet:
         _print_result(experiment, result)
-    elif result.evaluation_error is not None:
-        print(result.evaluation_error, file=sys.stderr)
     if session.json:
         print(json.dumps(result.to_json()), flush=True)
     if result.signal is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Protocol
 
+from rlframe.engines.logs import Nowhere
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import TIMEOUT
 
@@ -25,7 +27,7 @@ _DECIDING_GROUPS = ("coordinator", "monitor", "guest", "learner")
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """What a session tells an engine. Each reads those that it names in `Engine.options`, and `logs`."""
+    """What a session tells an engine. Each reads those that it names in `Engine.options`, `logs` and `output`."""
 
     max_restarts: int = 3  # how often each node may die and be started again
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: none that hangs is
@@ -34,6 +36,12 @@ class EngineOptions:
     accelerators: tuple[str, ...] = ("learner",)  # the groups whose nodes may use accelerators
     ray_address: str | None = None  # of a Ray cluster: "auto" or "HOST:PORT"; None: one of the program's own
     logs: pathlib.Path | None = None  # the directory in which the nodes' lines are kept; None: nowhere
+    quiet: bool = False  # show no line of the nodes
+
+    @property
+    def output(self) -> Any:
+        """Where the nodes' lines are shown."""
+        return Nowhere() if self.quiet else sys.stderr
 
 
 class Engine(Protocol):

@@ -81,6 +81,7 @@ class LaunchpadEngine(Engine):
             return launch(
                 self.program,
                 policies(self.groups, self._asked),
+                self._asked.output,
                 ports=self._ports,
                 logs=self._logs,
                 hang_timeout=self._asked.hang_timeout,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -82,11 +81,11 @@ class LocalEngine(Engine):
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
             if self._reverb:
                 listening = ", ".join(f"{group} (Reverb, {at.address})" for group, at in self._reverb.items())
-                print(f"[launcher] {OPEN.format(listening)}", file=sys.stderr, flush=True)
+                print(f"[launcher] {OPEN.format(listening)}", file=options.output, flush=True)
             with node_processes(run_node, pickled, policies(self.groups, options)) as processes:
                 hang_timeout, grace = options.hang_timeout, options.grace_seconds
                 return Supervisor(
-                    processes, None, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace
+                    processes, options.output, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace
                 ).run()
 
     def _handle(self, address: str, group: str) -> Remote:

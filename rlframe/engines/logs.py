@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import logging
+import os
 import pathlib
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -18,6 +21,58 @@ _ENCODING = {
     "encoding": "utf-8",
     "errors": "backslashreplace",
 }  # of the files: paths of which a line is may be any bytes
+
+
+_NATIVE_LEVEL = (
+    "TF_CPP_MIN_LOG_LEVEL"  # of what TensorFlow and XLA print, which is read when they are imported; 3: errors
+)
+
+
+class Nowhere(io.TextIOBase):
+    """A stream that drops what is written to it."""
+
+    def write(self, text: str) -> int:
+        """Drop it."""
+        return len(text)
+
+
+@contextlib.contextmanager
+def silent(quiet: bool = True) -> Iterator[None]:
+    """Show no warnings of a run in this process. Handlers that the caller gave to `logging` still get them.
+
+    Warnings of Python's `warnings` go to the logger `py.warnings` meanwhile.
+
+    Args:
+        quiet: False: do nothing.
+    """
+    if not quiet:
+        yield
+        return
+    level = os.environ.get(_NATIVE_LEVEL)
+    os.environ.setdefault(_NATIVE_LEVEL, "3")
+    is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"  # by the caller
+    logging.captureWarnings(True)
+    try:
+        with _root_handler(logging.NullHandler()):
+            yield
+    finally:
+        logging.captureWarnings(is_captured)
+        if level is None:
+            os.environ.pop(_NATIVE_LEVEL, None)
+
+
+@contextlib.contextmanager
+def _root_handler(handler: logging.Handler | None) -> Iterator[None]:
+    """Give the root logger a handler for the time of a `with`, if it has none. Otherwise absl gives it one for good."""
+    root = logging.getLogger()
+    if root.handlers or handler is None:
+        yield
+        return
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 def set_up(node: str) -> None:
@@ -77,19 +132,18 @@ class NodeLogs:
 @contextlib.contextmanager
 def kept(logs: pathlib.Path, node: str) -> Iterator[None]:
     """Has what this package warns of in this process appended to a file as well, for the time of a `with`."""
-    logger, added = logging.getLogger("rlframe"), []
-    if not logger.hasHandlers() and logging.lastResort is not None:  # which is for loggers without any
-        added.append(logging.lastResort)
+    logger = logging.getLogger("rlframe")
+    has_own = logger.hasHandlers()
     logs.mkdir(exist_ok=True)
     file = _LogFile(log_file(logs, node), delay=True, **_ENCODING)
     file.setFormatter(logging.Formatter(_format(node)))
-    for handler in (*added, file):
-        logger.addHandler(handler)
+    logger.addHandler(file)
     try:
-        yield
+        # Python's last resort is for loggers without any handler, and this one has one now.
+        with _root_handler(None if has_own else logging.lastResort):
+            yield
     finally:
-        for handler in (*added, file):
-            logger.removeHandler(handler)
+        logger.removeHandler(file)
         with contextlib.suppress(OSError):
             file.close()
 

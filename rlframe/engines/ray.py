@@ -105,7 +105,9 @@ class RayEngine(Engine):
         """See `Engine`; as `rlframe.launch`."""
         hang_timeout, grace = self._asked.hang_timeout, self._asked.grace_seconds
         with self._resources:
-            supervisor = Supervisor([], None, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace)
+            supervisor = Supervisor(
+                [], self._asked.output, self._logs, hang_timeout=hang_timeout, watch=watch, grace=grace
+            )
             supervisor.add(*self._placed(supervisor.stop))
             for workers in self._workers:
                 workers.take_line = supervisor.take_line

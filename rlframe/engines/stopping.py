@@ -60,9 +60,13 @@ class StopSignal:
     Between `interruptible(True)` and `interruptible(False)` the first one raises as well: for work
     whose result is of no use when it is cut off. Does nothing outside the main thread, where Python
     allows no handlers.
+
+    Args:
+        quiet: do not print that a signal came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.number: int | None = None
         self.is_repeated = False
         self._raises = False
@@ -84,6 +88,8 @@ class StopSignal:
         self.number = self.number or number
         if self.is_repeated or self._raises:
             raise KeyboardInterrupt
+        if self._quiet:
+            return
         text = f"rlframe: {signal.Signals(number).name}: saving after the step under way; once more leaves at once\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())  # not `print`, in whose middle the signal may have come

@@ -27,7 +27,7 @@ class ThreadsEngine(Engine):
     in_process = True
 
     def __init__(self, options: EngineOptions | None = None) -> None:
-        del options
+        self._quiet = options is not None and options.quiet
         self._nodes: list[tuple[str, Any]] = []
         self._addresses: dict[str, str] = {}  # of Reverb servers, by group
         self._resources = contextlib.ExitStack()
@@ -83,7 +83,7 @@ class ThreadsEngine(Engine):
             threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}", daemon=True)
             for node in self._nodes
         ]
-        with StopSignal() as stop:
+        with StopSignal(self._quiet) as stop:
             try:
                 for thread in threads:
                     thread.start()

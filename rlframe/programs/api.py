@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlframe import extras, streams
+from rlframe.engines import logs
 from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import session
@@ -54,8 +55,8 @@ def train(
         callbacks: each is called as `callback(info)` with each row of the logs: `info.step`, `info.values` (name ->
             number), `info.stop()`, which ends the run early. If one raises, the run saves everything and ends, and the
             exception is raised from here. See docs/api.md.
-        quiet: print nothing: no progress, no warning, no output of nodes. The files in `RUN_DIR/logs` and handlers of
-            `logging` get everything.
+        quiet: print nothing: no progress, no warning, no output of nodes (`--quiet` leaves out the progress alone). The
+            files in `RUN_DIR/logs` and handlers of `logging` get everything.
         **options: those of `rlframe train`, with underscores: `steps=50_000`, `seed=2`, `num_envs=16`,
             `topology="heavy_env"`, `preset="none"`, `learning_rate=1e-3`, `network_hidden=(64, 64)` (`--network.hidden
             64 64`), `wandb=True`. `--async` is `async_envs=True`, and `--no-NAME` is `NAME=False`. Not taken, as a
@@ -76,14 +77,22 @@ def train(
             raise UsageError(f"{name} is an option of the command line, and not of rlframe.train: {instead}.")
     of_session = {name: options.pop(name) for name in field_names(SessionOptions) if name in options}
     asked = read_session({**of_session, "run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet})
-    defaults, preset = starting_point(agent, env, asked, options.get("network"))
-    if env is not None:
-        options["env"] = env
-    return run_session(changed(defaults, options), asked, preset, callbacks)
+    if asked.profile and asked.quiet:
+        raise UsageError("profile prints a table, and quiet prints nothing: leave one of them out.")
+    with logs.silent(asked.quiet):
+        defaults, preset = starting_point(agent, env, asked, options.get("network"))
+        if env is not None:
+            options["env"] = env
+        return run_session(changed(defaults, options), asked, preset, callbacks, silent=quiet)
 
 
 def run_session(
-    experiment: Experiment, options: SessionOptions, preset: Preset | None, callbacks: Iterable[Callback] = ()
+    experiment: Experiment,
+    options: SessionOptions,
+    preset: Preset | None,
+    callbacks: Iterable[Callback] = (),
+    *,
+    silent: bool = False,
 ) -> Result:
     """Train as the options say, show the progress, and print the profile that is asked for.
 
@@ -92,9 +101,8 @@ def run_session(
         options: how.
         preset: what the experiment is based on; None: none.
         callbacks: see `train`.
+        silent: print nothing, where `options.quiet` only leaves out the progress.
     """
-    if options.profile and options.quiet:
-        raise UsageError("profile prints a table, and quiet prints nothing: leave one of them out.")
     check_trackers(options)
     directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
     profile = None
@@ -116,11 +124,12 @@ def run_session(
             notes={"preset": preset.name if preset is not None else None},
             listen=options.listen,
             control=control_of(experiment, options),
+            quiet=silent,
         )
     finally:
         if progress is not None:
             progress.close()
-    if profile is not None and not options.quiet:
+    if profile is not None and not silent:
         profile.print()
     return result
 

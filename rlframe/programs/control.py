@@ -62,13 +62,16 @@ class RunTarget:
 
 
 @contextlib.contextmanager
-def serve_control_of(run_dir: pathlib.Path, control: Control | None, coordinator: Any = None) -> Iterator[None]:
+def serve_control_of(
+    run_dir: pathlib.Path, control: Control | None, coordinator: Any = None, quiet: bool = False
+) -> Iterator[None]:
     """Serves the control of a run in this process, and says in its directory where; not at all for None.
 
     Args:
         run_dir: of the run.
         control: where.
         coordinator: its coordinator, or a handle to it; None: it has none.
+        quiet: do not print where it is.
 
     Raises:
         UsageError: it cannot be served there, or a package is missing.
@@ -91,7 +94,8 @@ def serve_control_of(run_dir: pathlib.Path, control: Control | None, coordinator
         write_control(run_dir, server.url, token_file)
         # What is not a terminal may be a log that others read.
         link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url
-        print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)
+        if not quiet:
+            print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)
         try:
             yield
         finally:

@@ -56,6 +56,7 @@ def train(
     notes: dict[str, Any] | None = None,
     listen: int | None = None,
     control: Control | None = None,
+    quiet: bool = False,
 ) -> Result:
     """Trains an experiment's agent to its last step, and evaluates the final policy.
 
@@ -79,6 +80,7 @@ def train(
         notes: kept in `config.json` for a reader; those of a resumed run stay as they are.
         listen: of the topology distributed, the port at which programs on other machines may `join` the run.
         control: where the run is shown, and can be told what to do, over HTTP; None: nowhere.
+        quiet: show nothing of the nodes, and print nothing else.
 
     Returns:
         See `Result`. If a resumed run has reached its last step already, its result of before.
@@ -122,6 +124,7 @@ def train(
             resumes=resume,
             resumed_at=int(ActorCounts(directory.progress, "").total()["env_steps"]),
             listen=listen,
+            quiet=quiet,
             profile=profile,
             codec=codec,
         )
@@ -130,7 +133,7 @@ def train(
                 print(f"The environment {experiment.env} is made by {backend}.", file=sys.stderr)
         if config.learns_from == "steps":
             _say_what_comes(experiment, run.agent, resume, progress)
-        engine = make_engine(experiment, directory.logs, listen)
+        engine = make_engine(experiment, directory.logs, listen, quiet)
         trackers = opened.enter_context(closing(open_loggers(directory.path) if open_loggers is not None else []))
         shown = [TolerantLogger(each) for each in ([progress] if progress else []) + trackers]
         loggers: list[Logger] = [
@@ -144,7 +147,7 @@ def train(
         if resume:
             directory.write_config(experiment, directory.notes())
         coordinator = engine.handle_of(config.control) if config.control is not None else None
-        opened.enter_context(serve_control_of(directory.path, control, coordinator))
+        opened.enter_context(serve_control_of(directory.path, control, coordinator, quiet))
         undo.pop_all()
         directory.result.unlink(missing_ok=True)
         status = StatusFile(directory, experiment, run.until + config.steps_before(experiment))
@@ -216,7 +219,7 @@ def _run_programs(
     _connect(callbacks, engine)
     number = engine.run(status.watch)
     while follower is not None and number is None and callbacks.error is None:
-        engine = make_engine(run.experiment, run.directory.logs, run.listen)
+        engine = make_engine(run.experiment, run.directory.logs, run.listen, run.quiet)
         follower = follower(engine, run)
         _connect(callbacks, engine)
         number = engine.run(status.watch)
@@ -241,18 +244,21 @@ def _read_result(directory: RunDir, run: Run, number: int | None) -> Result:
     return dataclasses.replace(result, signal=number, stopped_by=by, run_dir=str(directory.path))
 
 
-def make_engine(experiment: Experiment, logs: pathlib.Path | None, listen: int | None = None) -> Engine:
+def make_engine(
+    experiment: Experiment, logs: pathlib.Path | None, listen: int | None = None, quiet: bool = False
+) -> Engine:
     """The engine that the experiment asks for.
 
     Args:
         experiment: the experiment.
         logs: the directory in which the nodes' lines are kept; None: nowhere.
         listen: port of the first of the nodes that other machines may call, whose ports follow each other.
+        quiet: show no line of the nodes.
     """
     config = experiment.topology
     ports = config.ports if listen is None else {group: listen + i for i, group in enumerate(OPEN_GROUPS)}
     told = {name: getattr(config, name) for name in ENGINE_OPTIONS if name in vars(config)}
-    return config.engine_class(EngineOptions(**told, ports=ports, logs=logs))
+    return config.engine_class(EngineOptions(**told, ports=ports, logs=logs, quiet=quiet))
 
 
 def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:

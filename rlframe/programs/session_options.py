@@ -33,7 +33,7 @@ class SessionOptions:
     http_host: str = "127.0.0.1"  # address that these listen at
     token_file: Union[str, None] = None  # the token of these; None: one that is made, RUN_DIR/token
     stop_at: Union[int, None] = None  # environment steps at which to stop and save; schedules still end at --steps
-    quiet: bool = False  # show neither progress, nor warnings, nor the nodes' output: RUN_DIR/logs has the latter
+    quiet: bool = False  # show no progress
     profile: bool = False  # measure where the time goes and print it
     profile_trace: bool = False  # --profile, and a trace of JAX in RUN_DIR/trace
     wandb: bool = False  # log to Weights & Biases as well

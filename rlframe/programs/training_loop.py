@@ -53,7 +53,7 @@ class TrainingLoop:
         self._run, self._directory, self._env_builder = run, run.directory, env_builder
         experiment = self._experiment = run.experiment
         self._evaluations = Evaluations(experiment, run.agent, learner)
-        self._stop, self._ending = StopSignal(), Ending(run)
+        self._stop, self._ending = StopSignal(run.quiet), Ending(run)
         spec = replay_buffer.spec
         self._learns_once = spec.samples_per_insert is None and spec.kind != "queue"
         self._evaluation_error: str | None = None  # why the final evaluation failed
