@@ -72,10 +72,12 @@ def train(
     """
     streams.prepare()
     forget_changed()
+    options = {name.replace("-", "_"): value for name, value in options.items()}
     for name, instead in COMMAND_ONLY.items():
         if name in options:
             raise UsageError(f"{name} is an option of the command line, and not of rlframe.train: {instead}.")
-    of_session = {name: options.pop(name) for name in field_names(SessionOptions) if name in options}
+    own = field_names(SessionOptions)
+    of_session = {name: options.pop(name) for name in own if name in options}
     asked = read_session({**of_session, "run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet})
     if asked.profile and asked.quiet:
         raise UsageError("profile prints a table, and quiet prints nothing: leave one of them out.")
@@ -83,7 +85,7 @@ def train(
         defaults, preset = starting_point(agent, env, asked, options.get("network"))
         if env is not None:
             options["env"] = env
-        return run_session(changed(defaults, options), asked, preset, callbacks, silent=quiet)
+        return run_session(changed(defaults, options, own), asked, preset, callbacks, silent=quiet)
 
 
 def run_session(

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rlframe.envs.names import backend, registration
@@ -210,8 +210,13 @@ def make_experiment(
     return changed(defaults, {**fields, **{name: each for name, each in configs.items() if each is not None}})
 
 
-def changed(defaults: Experiment, options: Mapping[str, Any]) -> Experiment:
+def changed(defaults: Experiment, options: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
     """The experiment with other values of some options: those of `rlframe train`, with underscores.
+
+    Args:
+        defaults: the experiment.
+        options: by name.
+        others: names of options that the caller takes itself, which an unknown one may be meant for.
 
     Raises:
         UsageError: an option is unknown, or its value is of a wrong type.
@@ -223,14 +228,15 @@ def changed(defaults: Experiment, options: Mapping[str, Any]) -> Experiment:
         if network != defaults.topology.network:
             defaults = with_fields(defaults, network=network, network_config=None)
     defaults = complete(defaults)
-    parts = {"agent_config": "", "network_config": "network."}
+    parts = {"agent_config": ""} | ({"network_config": "network."} if "network" in own else {})
+    options = {name: value for name, value in options.items() if name not in parts or value is not None}
     configs = {part: value for part in parts if (value := flat(defaults).get(part)) is not None}
     for part in parts.keys() & options.keys():
         given = options[part]
         configs[part] = given if part not in configs else convert(type(configs[part]), given, part)
     in_parts = {part: option_names(config, parts[part]) for part, config in configs.items()}
     known = [*own, *parts, *itertools.chain(*in_parts.values())]
-    found = resolved(options, known, f"an experiment with {agent}", agents_with)
+    found = resolved(options, known, f"an experiment with {agent}", agents_with, others)
     values = {name: convert(own[name], value, name) for name, value in found.items() if name in own}
     for part, names in in_parts.items():
         told = {name.removeprefix(parts[part]): found[name] for name in names if name in found and name not in own}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlframe.errors import UsageError, suggest
@@ -25,13 +25,16 @@ def option_names(config: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def resolved(options: Mapping[str, Any], known: Iterable[str], of: str, elsewhere: Any = None) -> dict[str, Any]:
+def resolved(
+    options: Mapping[str, Any], known: Iterable[str], of: str, elsewhere: Any = None, others: Iterable[str] = ()
+) -> dict[str, Any]:
     """The options by their own names: `network_hidden` is `network.hidden`, `async_` is `async_envs`.
 
     Args:
         options: as they were given.
         known: the names of all that there are.
         of: what has these options, for messages.
+        others: names that are suggested as well.
         elsewhere: gives a sentence on who has an option that is unknown here; "" if nobody has it.
 
     Raises:
@@ -43,20 +46,21 @@ def resolved(options: Mapping[str, Any], known: Iterable[str], of: str, elsewher
     for given, value in options.items():
         name = by_word.get(_KEYWORDS.get(given, given).replace("-", "_"))
         if name is None:
-            raise UsageError(f"There is no option {given!r} of {of}.{_hint(given, by_word, elsewhere)}")
+            raise UsageError(f"There is no option {given!r} of {of}.{_hint(given, [*by_word, *others], elsewhere)}")
         if name in found:
             raise UsageError(f"The option {name} is given twice, once as {given}: give it once.")
         found[name] = value
     return found
 
 
-def _hint(given: str, by_word: Mapping[str, str], elsewhere: Any) -> str:
+def _hint(given: str, known: Sequence[str], elsewhere: Any) -> str:
     switch = _KEYWORDS.get(given[3:], given[3:])
-    if given.startswith("no_") and switch in by_word:
+    if given.startswith("no_") and switch in known:
         return f" Turn a switch off by {switch}=False."
-    if given.startswith(("network.", "network_")) and "network" in by_word:
+    has_network = any(name.startswith("network.") for name in known)
+    if given.startswith(("network.", "network_")) and "network" in known and not has_network:
         return " It is an option of some networks: name one that has it by network, as network='mlp'."
-    return (elsewhere(given) if elsewhere else "") or suggest(given, by_word)
+    return (elsewhere(given) if elsewhere else "") or suggest(given, known)
 
 
 def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> Any:

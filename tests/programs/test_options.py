@@ -92,7 +92,8 @@ def test_what_the_command_line_and_a_script_ask_for_is_the_same(asked):
     words += ' --env-type process --learning-rate 1 --no-double --eval-env-kwargs {"a":1} --run-dir run --listen 5'
     words += " --profile-trace --project mine --take-over"
     experiment, options, _ = read_arguments(words.split())
-    rlframe.train("dqn", "Acrobot-v1", network="mlp", **{"network.hidden": [32, 16]}, network_orthogonal=False, seed=3,
+    rlframe.train("dqn", "Acrobot-v1", network="mlp", agent_config=None, num_envs=experiment.num_envs,
+                  **{"network.hidden": [32, 16]}, network_orthogonal=False, seed=3,
                   async_envs=True, env_type="process", learning_rate=1, double=False, eval_env_kwargs={"a": 1},
                   run_dir="run", listen=5, profile_trace=True, project="mine", take_over=True)  # fmt: skip
     ((same, told),) = asked
@@ -166,6 +167,11 @@ def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
         ({"http": "on"}, "http: expected 'auto' or int or None, got 'on' (str)."),
         ({"wandb": "yes"}, "wandb: expected bool, got 'yes' (str)."),
         ({"stepz": 3}, "There is no option 'stepz' of an experiment with ppo. Did you mean 'steps'?"),
+        ({"wandbb": True}, "There is no option 'wandbb' of an experiment with ppo. Did you mean 'wandb'?"),
+        ({"at-once": 2}, "at_once is an option of the command line, and not of rlframe.train: it is of several seeds: "
+         "run `rlframe train --seeds`."),
+        ({"network": "mlp", "network.hiden": (8,)}, "There is no option 'network.hiden' of an experiment with ppo. Did "
+         "you mean 'network.hidden'?"),
         ({"no_async": True}, "There is no option 'no_async' of an experiment with ppo. Turn a switch off by "
          "async_envs=False."),
         ({"double": True}, "There is no option 'double' of an experiment with ppo. Agents that have it: dqn."),

@@ -252,8 +252,8 @@ def test_checkpoints_by_name_and_what_is_not_there(tmp_path):
 
 
 def test_bad_input_to_train_is_named(tmp_path):
-    with pytest.raises(UsageError, match="agent is a name, or file.py:NAME"):
-        rlframe.train(rlframe.Agent)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"agent takes a subclass of rlframe\.Agent, or its name, .*; got 3\."):
+        rlframe.train(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="resume needs run_dir"):
         rlframe.train(resume=True)
     with pytest.raises(UsageError, match=r"There is no option 'stepz' of an experiment with ppo\. .*steps"):
