@@ -55,7 +55,7 @@ class ObservationLeaf:
         is_exact = self.is_plain and type(value) is np.ndarray and value.dtype == self._dtype and not is_batch
         if is_exact and value.shape == self._shape:
             return value
-        if type(value) is int and 0 <= (category := value - self._first) < self._num_values:
+        if not is_batch and type(value) is int and 0 <= (category := value - self._first) < self._num_values:
             return category
         try:
             array = np.asarray(value)
