@@ -1,18 +1,20 @@
 """Times small networks by XLA's older CPU runtime and by the default one, for sizes of their layers and batches.
 
-`is_small` in `rlframe/compilation.py` rests on these figures. Learning: an update of two networks (17 inputs, two
-layers, one output) with Adam, as one call and as sixteen updates in a scan, in milliseconds of an update. Acting: a
-call of one network (two layers, four outputs), numpy to numpy, in microseconds. Prints one JSON object for each size.
+`is_small` in `rlframe/compilation.py` rests on these figures. Acting: a call of one network (two layers, four
+outputs), numpy to numpy, in microseconds, the least of five turns. Learning: an update of two networks (17 inputs, two
+layers, one output) with Adam, as one call and as sixteen updates in a scan, in milliseconds of an update, medians of
+five turns.
+Prints the two tables of docs/performance.md, or the one that is named.
 
-python -m benchmarks.ours.products
+python -m benchmarks.ours.products [acting|learning]
 """
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import haiku as hk
@@ -34,44 +36,68 @@ ACTING = tuple(  # (rows, inputs, width)
     for inputs, width in ((4, 64), (17, 256), (64, 512), (1024, 512), (4096, 512))
 )
 MOST_OPERATIONS = 2**24  # of a product by the older runtime: from here on it may end the process
-TURNS, SECONDS = 3, 0.12
+TURNS, SECONDS = 5, 0.12
 
 
 def main() -> None:
-    """Measure both ways, in turns."""
-    older = _options(compilation._OLDER_RUNTIME, compilation._ONE_BY_ONE)
-    for rows, width in SIZES:
-        found: dict[str, Any] = {"rows": rows, "width": width, "million_operations": 2 * rows * width**2 / 1e6}
-        update, carry, inputs = _update(rows, width)
-        for loops in (1, LOOPS):
-            function = _in_scan(update) if loops > 1 else update
-            taken = _medians({"older": (function, older), "default": (function, {})}, carry, inputs, _seconds_of_update)
-            suffix = ", in a scan" if loops > 1 else ""
-            found |= {way + suffix: round(1e3 * seconds / loops, 3) for way, seconds in taken.items()}
-        print(json.dumps(found), flush=True)
-    one_thread = _options(compilation._ONE_THREAD)
+    """Measure all ways in turns, for each size."""
+    tables = {"acting": _acting_table, "learning": _learning_table}
+    for name in sys.argv[1:] or tables:
+        tables[name]()
+
+
+def _acting_table() -> None:
+    older, one_thread = _options(compilation._OLDER_RUNTIME, compilation._ONE_BY_ONE), _options(compilation._ONE_THREAD)
+    ways = {"older, one thread": older | one_thread, "default": {}, "default, one thread": one_thread}
+    _print_row(["rows", "inputs x width", "million operations", *ways])
+    _print_row(["---"] * 6)
     for rows, num_inputs, width in ACTING:
         act, params, inputs = _acting(rows, num_inputs, width)
         operations = 2 * rows * width * max(num_inputs, width)
-        ways = {"older": (act, older | one_thread), "default": (act, {}), "default, one thread": (act, one_thread)}
+        calls = {way: (act, options) for way, options in ways.items()}
         if operations >= MOST_OPERATIONS:
-            del ways["older"]
-        sizes = {"rows": rows, "inputs": num_inputs, "width": width, "million_operations": operations / 1e6}
-        taken = _medians(ways, params, inputs, _seconds_of_action)
-        print(json.dumps(sizes | {way: round(1e6 * seconds, 1) for way, seconds in taken.items()}), flush=True)
+            del calls["older, one thread"]
+        taken = {way: 1e6 * min(turns) for way, turns in _turns(calls, params, inputs, _seconds_of_action).items()}
+        _print_row([rows, f"{num_inputs:,} x {width}", f"{operations / 1e6:.2f}", *_cells(taken, ways, 1)])
+
+
+def _learning_table() -> None:
+    ways = {"older": _options(compilation._OLDER_RUNTIME, compilation._ONE_BY_ONE), "newer": {}}
+    _print_row(["rows x width", "million operations", *ways, *(f"{way}, in a scan" for way in ways)])
+    _print_row(["---"] * 6)
+    for rows, width in SIZES:
+        update, carry, inputs = _update(rows, width)
+        cells = []
+        for loops in (1, LOOPS):
+            function = _in_scan(update) if loops > 1 else update
+            calls = {way: (function, options) for way, options in ways.items()}
+            turns = _turns(calls, carry, inputs, _seconds_of_update)
+            cells += _cells({way: 1e3 * statistics.median(turns[way]) / loops for way in ways}, ways, 2)
+        _print_row([f"{rows:,} x {width}", f"{2 * rows * width**2 / 1e6:.1f}", *cells])
+
+
+def _cells(taken: dict[str, float], ways: Iterable[str], digits: int) -> list[str]:
+    """The figures of a row in the order of `ways`, the least of them in bold; empty where one was not measured."""
+    texts = {way: f"{value:,.{digits}f}" for way, value in taken.items()}
+    best = texts[min(taken, key=lambda way: taken[way])]
+    return [f"**{text}**" if (text := texts.get(way, "")) == best else text for way in ways]
+
+
+def _print_row(cells: Iterable[Any]) -> None:
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
 def _options(*groups: dict[str, Any]) -> dict[str, Any]:
     return {name: value for group in groups for name, value in group.items() if compilation._accepts(name, value)}
 
 
-def _medians(
+def _turns(
     ways: dict[str, tuple[Callable[..., Any], dict[str, Any]]],
     first: Any,
     inputs: np.ndarray,
     measure: Callable[..., float],
-) -> dict[str, float]:
-    """{way: seconds of a call}."""
+) -> dict[str, list[float]]:
+    """{way: seconds of a call in each turn}."""
     calls = {way: jax.jit(function, compiler_options=options) for way, (function, options) in ways.items()}
     turns: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(TURNS + 1):  # the first one compiles
@@ -79,7 +105,7 @@ def _medians(
             taken = measure(call, first, inputs)
             if turn > 0:
                 turns[way].append(taken)
-    return {way: statistics.median(taken) for way, taken in turns.items()}
+    return turns
 
 
 def _acting(rows: int, num_inputs: int, width: int) -> tuple[Callable[[Any, Any], Any], Any, np.ndarray]:
