@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from typing import Annotated, Any, Union
 
@@ -39,8 +40,11 @@ def run(arguments: list[str]) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+    # Before any code of the user's, which may change the directory.
+    options = dataclasses.replace(options, run_dir=os.path.abspath(options.run_dir))
     if options.video is not None:
         extras.require("--video", "gymnasium")
+        options = dataclasses.replace(options, video=os.path.abspath(options.video))
     from rlframe.programs.experiment import MAX_SEED
 
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:

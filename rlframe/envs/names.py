@@ -18,6 +18,7 @@ from rlframe.envs import registered
 from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
 from rlframe.envs.registered import gymnasium_ids, users_spec
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
+from rlframe.user_files import import_module, look_in, places
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
 
@@ -162,11 +163,17 @@ class Builder:
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process lacks what the user registered in this one.
-        return {**vars(self), "registered": registration(self.target)}
+        spec = registration(self.target)
+        return {"places": places(self._names), "registered": spec, **vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        look_in(state.pop("places"))
         registered.restore(state.pop("registered"))
         vars(self).update(state)
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.target] if isinstance(self.target, str) else []
 
     @property
     def code(self) -> Any:
@@ -227,7 +234,7 @@ def check_name(name: str) -> None:
     elif not gymnasium_ids():
         raise extras.missing(f"The environment {name}", "gymnasium")
     elif ":" in task:
-        registered.import_module(task.rpartition(":")[0], task)
+        import_module(task.rpartition(":")[0], task)
     elif task not in gymnasium_ids():
         raise unknown(task, [*gymnasium_ids(), *envpool_tasks()])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import importlib.metadata
 import pathlib
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import UsageError, suggest
+from rlframe.user_files import import_module
 
 # Ours, registered with Gymnasium when its ids are first read: id -> where its class is, and its time limit.
 OURS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}
@@ -85,23 +85,6 @@ def _has_other_limit(spec: Any) -> bool:
 
     limit = registry.specs[spec.id][2].get("max_episode_steps") if spec.id in registry.specs else None
     return limit is not None and spec.max_episode_steps not in (None, limit)
-
-
-def import_module(module: str, name: str) -> None:
-    """Import the module of `module:Id`, also from the working directory. Raises UsageError if there is none."""
-    here = pathlib.Path.cwd()
-    top = module.partition(".")[0]
-    if str(here) not in sys.path and ((here / f"{top}.py").is_file() or (here / top).is_dir()):
-        sys.path.insert(0, str(here))  # as `python -m` does, and as an absolute path: the directory may change
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
-        raise UsageError(
-            f"There is no module {module!r} for {name!r}: it is not installed, and it is not in the working directory "
-            f"{here}."
-        ) from error
 
 
 def make(task: str, kwargs: Mapping[str, Any]) -> Any:

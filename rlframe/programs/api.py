@@ -20,7 +20,7 @@ from rlframe.programs.presets import Preset
 from rlframe.programs.profile import Profile
 from rlframe.programs.run_dir import Result, RunDir, default_path
 from rlframe.programs.session_options import SessionOptions, read_session, starting_point
-from rlframe.programs.user_files import forget_changed
+from rlframe.user_files import forget_changed
 
 # Options of `rlframe train` that are of the command line alone, and what a script does.
 COMMAND_ONLY = {

@@ -16,6 +16,7 @@ from rlframe.agents import Agent
 from rlframe.errors import EnvError, RlframeError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.progress import STARTING
+from rlframe.programs.env_backend import check_backend
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.restored import restored
 from rlframe.programs.run_dir import open_run
@@ -204,6 +205,7 @@ def evaluate(
         EnvError: no environment could be built, one failed, or an episode was too long.
     """
     directory, experiment = open_run(run_dir, {"env": env, "agent": agent, "network": network})
+    check_backend(directory, experiment)
     given = {"eval_num_envs": num_envs, "eval_max_episode_length": max_episode_length}
     changes = {name: value for name, value in given.items() if value is not None}
     for name, value in {"episodes": episodes, **changes}.items():
@@ -240,6 +242,7 @@ def record(
         CheckpointError: the run has no checkpoint, or a damaged one.
     """
     directory, experiment = open_run(run_dir, {})
+    check_backend(directory, experiment)
     seed = experiment.seed if seed is None else seed
     limit = experiment.topology.eval_max_episode_length if max_episode_length is None else max_episode_length
     with Film(experiment, path) as film:

@@ -10,8 +10,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rlframe.envs.names import backend, registration
-from rlframe.envs.registered import restore
+from rlframe.envs.names import backend, registration, split
+from rlframe.envs.registered import restore, users_spec
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs import naming
@@ -21,7 +21,7 @@ from rlframe.programs.object_names import is_live, remember
 from rlframe.programs.options import option_names, resolved, with_options
 from rlframe.programs.presets import Preset, find_preset
 from rlframe.programs.topologies.config import TopologyConfig, check_least
-from rlframe.programs.user_files import forget_changed
+from rlframe.user_files import forget_changed, look_in, places
 
 MAX_SEED = 2**31 - 1
 _PARTS = ("name", "agent", "agent_config", "network_config")  # fields that are no options, or are given otherwise
@@ -75,9 +75,11 @@ class Experiment:
         # A node in another process lacks what the user registered with Gymnasium in this one.
         is_game = self.topology.learns_from == "steps" and naming.is_library_env(self.env)
         of_gymnasium = is_game and backend(self.env) == "gymnasium"
-        return {**vars(self), "registered": registration(self.env) if of_gymnasium else None}
+        spec = registration(self.env) if of_gymnasium else None
+        return {**vars(self), "registered": spec, "places": places(self.names.values())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        look_in(state.pop("places"))
         restore(state.pop("registered"))
         vars(self).update(state)
 
@@ -270,6 +272,9 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     if preset is None:
         return complete(from_flat(values))
     values.update(preset.values("run"), agent_config=config_cls(**preset.values("agent")))
+    of_env = {"env_kwargs", "eval_env_kwargs"} & values.keys()
+    if of_env and naming.is_library_env(env) and users_spec(split(env)[1]) is not None:
+        values = {name: value for name, value in values.items() if name not in of_env}  # they are EnvPool's
     described = complete(from_flat(values))
     network = preset.values("network")
     if not network:
@@ -278,9 +283,15 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
 
 
 def complete(experiment: Experiment) -> Experiment:
-    """The experiment with `agent_config` and `network_config` at the agent's defaults where they are None."""
+    """The experiment with `agent_config` and `network_config` at the agent's defaults where they are None.
+
+    The module of `module:Id` is imported: during the run, an older module of this name would be kept.
+    """
     from rlframe.agents.net_factory import own_config  # imports JAX, as any agent does
 
+    env, is_game = experiment.env, experiment.topology.learns_from == "steps"
+    if is_game and naming.is_library_env(env) and ":" in split(env)[1]:
+        registration(env)
     agent_cls = naming.agent_class(experiment.agent)
     if experiment.agent_config is None:
         experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())
@@ -344,7 +355,7 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
     values, topology = named(values), named(topology)
     values["topology"] = {"name": topology.pop("topology"), **topology}
-    content = {"experiment": values, "notes": to_jsonable(notes)}
+    content = {"experiment": values, "modules": places(experiment.names.values()), "notes": to_jsonable(notes)}
     write_atomically(path, json.dumps(content, indent=2), "\n")
     remember(path, experiment.names)
 
@@ -372,6 +383,8 @@ def load_experiment(
         raise UsageError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("experiment"), dict):
         raise UsageError(f'{path} is no config of a run: it must hold {{"experiment": {{...}}}}.')
+    modules = content.get("modules")
+    look_in(modules if isinstance(modules, dict) else {})
     values = with_given(content["experiment"], path, given or {}, replace)
     agent = values.get("agent", Experiment.agent)
     agent_cls = naming.agent_class(agent if isinstance(agent, str) else Experiment.agent)

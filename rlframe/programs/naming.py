@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rlframe.envs.names import PREFIXES
-from rlframe.envs.registered import import_module, spec_of
+from rlframe.envs.registered import spec_of
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.object_names import ObjectName, attribute_of, find_live, is_live
-from rlframe.programs.user_files import describe, load_file
+from rlframe.user_files import describe, import_module, load_file
 
 if TYPE_CHECKING:
     from rlframe.agents import Agent
@@ -263,8 +263,7 @@ def _load_module(name: str, what: str) -> ModuleType:
     if getattr(getattr(main, "__spec__", None), "name", None) == name:
         return main  # as `load_file`, of `python -m package.module`
     try:
-        import_module(name, f"{what} {name}")
-        return sys.modules[name]
+        return import_module(name, f"{what} {name}")
     except UsageError:
         raise
     except Exception as error:

@@ -22,7 +22,7 @@ from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, Tenso
 from rlframe.programs import run_lock
 from rlframe.programs.experiment import Experiment, load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
-from rlframe.programs.user_files import forget_changed
+from rlframe.user_files import forget_changed
 
 CHECKPOINTS_KEPT = 3
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"  # the file that says what a directory holds

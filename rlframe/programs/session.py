@@ -15,13 +15,14 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.base import GRACE, deciding_group
-from rlframe.envs.names import describe_backend, split
+from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.metrics import Logger, plot_learning_curve
 from rlframe.programs import naming
 from rlframe.programs.actor_counts import ActorCounts
 from rlframe.programs.callbacks import Callback, Callbacks
 from rlframe.programs.control import Control, serve_control_of
+from rlframe.programs.env_backend import backend_note, check_backend
 from rlframe.programs.evaluation import describe_evaluation
 from rlframe.programs.experiment import Experiment, complete, continued, load_experiment
 from rlframe.programs.guests import OPEN_GROUPS
@@ -36,7 +37,7 @@ from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ENGINE_OPTIONS, ProgramConfig
 from rlframe.programs.topologies.parts import make_agent, read_codec
 from rlframe.programs.updates import check_updates
-from rlframe.programs.user_files import check_main_is_guarded, check_not_loading, kept
+from rlframe.user_files import check_main_is_guarded, check_not_loading, kept
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ def train(
         experiment, directory = opened.enter_context(
             open_session(experiment, run_dir, resume, stop_at, take_over, resume_from)
         )
+        if resume:
+            check_backend(directory, experiment)
         if resume and resume_from is None and (finished := _finished(directory, experiment)) is not None:
             if progress is not None:
                 print(
@@ -177,13 +180,6 @@ def _finished(directory: RunDir, experiment: Experiment) -> Result | None:
         return None
     result = Result.read(directory.result)
     return result if result.stopped_by == "steps" and result.evaluation_error is None else None
-
-
-def backend_note(experiment: Experiment) -> dict[str, str]:
-    """What makes the environment that a run names, as a note of its config; empty if it is in a file."""
-    if experiment.topology.learns_from != "steps" or not naming.is_library_env(experiment.env):
-        return {}
-    return {"env_backend": describe_backend(experiment.env)}
 
 
 def _draw(directory: RunDir) -> None:

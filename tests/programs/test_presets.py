@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gymnasium
 import jax
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 from rlframe.errors import UsageError
 from rlframe.programs import naming
@@ -101,6 +103,14 @@ def test_none_switches_presets_off():
 
 def test_a_preset_can_be_named_for_another_environment():
     assert find_preset("ppo/cartpole", "ppo", "Acrobot-v1").name == "ppo/cartpole"
+
+
+def test_options_of_envpools_task_are_not_given_to_an_environment_that_a_user_registered_by_its_name(monkeypatch):
+    assert make_experiment("dqn", "Breakout-v5").env_kwargs["episodic_life"]
+    monkeypatch.setitem(gymnasium.envs.registration.registry, "Breakout-v5", EnvSpec("Breakout-v5", "my_envs:Breakout"))
+    users = make_experiment("dqn", "Breakout-v5")
+    assert users.env_kwargs == {} and users.topology.eval_env_kwargs == {}
+    assert users.agent_config == make_experiment("dqn", "Pong-v5").agent_config
 
 
 def test_rainbow_is_dqn_with_all_of_its_parts_and_asked_for_by_name():

@@ -9,7 +9,7 @@ import pytest
 
 import rlframe
 from rlframe.programs import naming
-from rlframe.programs.user_files import forget_changed, kept
+from rlframe.user_files import forget_changed, kept
 
 ENV = """
 import os

@@ -1,4 +1,7 @@
-"""Load modules from files that a user names, and load them again for a later run if they have changed."""
+"""Load modules and files that a user names, and load them again for a later run if they have changed.
+
+A module is looked for in the working directory. A run keeps the directory in which it was found, for later sessions.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,23 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlframe.errors import UsageError, suggest
 
 
 class _Loaded(NamedTuple):
-    """A loaded file: the names of its module and of the modules near it that it imports, and their contents."""
+    """A loaded file or module: its directory, the names of it and of the modules near it that it imports, contents."""
 
+    directory: pathlib.Path
     names: list[str]
     contents: dict[pathlib.Path, bytes]
 
 
-_loaded: dict[str, _Loaded] = {}  # by the name of the file's module
+_loaded: dict[str, _Loaded] = {}  # by the name of the module
+_places: dict[str, str] = {}  # directories of the modules of the run, by the name of the outermost package
 _lock = threading.Lock()
 _runs = 0  # sessions under way in this process
 _loading = threading.local()  # `path`: of the file that this thread loads
@@ -52,16 +57,75 @@ def kept() -> Iterator[None]:
 
 
 def forget_changed() -> None:
-    """Forget the files that have changed since they were loaded, unless a run in this process uses them."""
+    """Forget files that have changed since they were loaded, and where modules are, unless a run here goes on."""
     with _lock:
         if _runs:
             return
+        _places.clear()
         for name, loaded in list(_loaded.items()):
             if any(_content(path) != content for path, content in loaded.contents.items()):
-                del _loaded[name]
-                for each in loaded.names:
-                    _forget(each)
+                _forget(name)
         importlib.invalidate_caches()
+
+
+def places(names: Iterable[Any]) -> dict[str, str]:
+    """Return the directories of the modules in names like `module:Id`, by the name of the outermost package."""
+    tops = {part.partition(".")[0] for name in names if isinstance(name, str) for part in name.split(":")[:-1]}
+    return {top: _places[top] for top in sorted(tops & set(_places))}
+
+
+def look_in(found: Mapping[str, str]) -> None:
+    """Look for modules first where an earlier session or another process found them: see `places`."""
+    _places.update({str(top): str(place) for top, place in found.items()})
+
+
+def import_module(module: str, name: str) -> ModuleType:
+    """Import the module of `module:Id`, also from the working directory.
+
+    Raises:
+        UsageError: there is none, or it needs a package that is not installed.
+    """
+    top, here = module.partition(".")[0], os.getcwd()
+    place = next((each for each in (_places.get(top), here) if each is not None and _has(each, top)), None)
+    with _lock:
+        for each, loaded in list(_loaded.items()):  # another module of this name
+            is_other = place is not None and os.path.realpath(place) != os.path.realpath(loaded.directory)
+            if each.partition(".")[0] == top and is_other and not _runs:
+                _forget(each)
+    if place is not None and top not in sys.modules:
+        sys.path[:] = [place, *(entry for entry in sys.path if entry != place)]  # as `python -m` does
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
+        before = f" The run was started with the one in {_places[top]}." if top in _places else ""
+        raise UsageError(
+            f"There is no module {module!r} for {name!r}: it is neither installed nor in the working directory {here}."
+            f"{before}"
+        ) from error
+    _remember(module)
+    return found
+
+
+def _remember(module: str) -> None:
+    """Keep the contents of an imported module and of those near it, if it is the user's."""
+    top = sys.modules[module.partition(".")[0]]
+    directory = pathlib.Path(next(iter(getattr(top, "__path__", [])), None) or top.__file__ or "").absolute().parent
+    if top.__name__ in sys.stdlib_module_names or not _is_near(sys.modules[module], directory):
+        return
+    _places[top.__name__] = str(directory)
+    if module not in _loaded:
+        parts = module.split(".")
+        names = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        names += [each for each in _neighbors(module, directory) if each not in names]
+        files = [getattr(sys.modules[each], "__file__", None) for each in names]
+        paths = [pathlib.Path(file) for file in files if file is not None]
+        _loaded[module] = _Loaded(directory, names, {path: _content(path) for path in paths})
+
+
+def _has(directory: str, top: str) -> bool:
+    return os.path.isfile(os.path.join(directory, f"{top}.py")) or os.path.isdir(os.path.join(directory, top))
 
 
 def load_file(path: pathlib.Path, what: str) -> ModuleType:
@@ -100,7 +164,7 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
         raise UsageError(f"Cannot load {path} for the {what}: {describe(error)}.") from error
     names = [name, *_neighbors(name, path.parent)]
     files = {pathlib.Path(sys.modules[each].__file__ or path) for each in names[1:]}
-    _loaded[name] = _Loaded(names, {path: content, **{each: _content(each) for each in files}})
+    _loaded[name] = _Loaded(path.parent, names, {path: content, **{each: _content(each) for each in files}})
     return module
 
 
@@ -192,6 +256,11 @@ def _is_near(module: ModuleType | None, directory: pathlib.Path) -> bool:
 
 
 def _forget(name: str) -> None:
+    for each in _loaded.pop(name).names:
+        _remove(each)
+
+
+def _remove(name: str) -> None:
     module = sys.modules.pop(name, None)
     parent, _, last = name.rpartition(".")
     if parent in sys.modules and getattr(sys.modules[parent], last, None) is module:

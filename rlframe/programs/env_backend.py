@@ -1,0 +1,38 @@
+"""Which library makes the environment that a run names: noted in its config, and checked by later sessions."""
+
+from __future__ import annotations
+
+from rlframe.envs.names import describe_backend
+from rlframe.errors import UsageError
+from rlframe.programs import naming
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.run_dir import RunDir
+
+
+def backend_note(experiment: Experiment) -> dict[str, str]:
+    """What makes the environment that a run names, as a note of its config; empty if it is in a file."""
+    if experiment.topology.learns_from != "steps" or not naming.is_library_env(experiment.env):
+        return {}
+    return {"env_backend": describe_backend(experiment.env)}
+
+
+def check_backend(directory: RunDir, experiment: Experiment) -> None:
+    """Raise UsageError if the id of a run's environment, which the user registered, means another now, or nothing."""
+    noted = directory.notes().get("env_backend")
+    try:
+        now = backend_note(experiment).get("env_backend")
+    except UsageError as error:
+        now, problem = None, str(error)
+    else:
+        problem = f"Here {experiment.env} is made by {now}."
+    if noted is not None and _is_users(noted) != _is_users(now):
+        raise UsageError(
+            f"The run's environment {experiment.env} was made by {noted}. {problem} Register it as it was before you "
+            "go on with the run or evaluate it: import its module, from Python. A run imports the module by itself if "
+            "its environment is named module:Id."
+        )
+
+
+def _is_users(backend: str | None) -> bool:
+    ours = ("Gymnasium (gymnasium.", "Gymnasium (rlframe.")
+    return backend is not None and backend.startswith("Gymnasium (") and not backend.startswith(ours)

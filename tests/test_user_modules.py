@@ -1,0 +1,192 @@
+"""Modules of a user, `module:Id`: loaded again if they have changed, and found from every directory and process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+
+import rlframe
+from rlframe.errors import UsageError
+from rlframe.programs import naming
+from rlframe.user_files import forget_changed
+from tests.programs.running import WITH_ELASTIC, options_of
+
+ENV = """
+import os
+import gymnasium, numpy as np
+from rewards_of_{module} import REWARD
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def __init__(self):
+        os.chdir({elsewhere!r})
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(2, np.float32), {{}}
+    def step(self, action):
+        self.t += 1
+        return np.zeros(2, np.float32), REWARD * {factor}, self.t == 2, False, {{}}
+
+gymnasium.register("{id}", "{module}:Env")
+"""
+
+
+def write(directory, module, reward, factor, id="Own-v0"):
+    (directory.parent / "elsewhere").mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
+    (directory / f"rewards_of_{module}.py").write_text(f"REWARD = {reward}\n")
+    text = ENV.format(module=module, elsewhere=str(directory.parent / "elsewhere"), factor=factor, id=id)
+    (directory / f"{module}.py").write_text(text)
+
+
+@pytest.fixture(autouse=True)
+def imports():
+    """Restores the registry of Gymnasium, the working directory and where Python imports from."""
+    before, path, here = dict(gymnasium.registry), list(sys.path), os.getcwd()
+    yield
+    os.chdir(here)
+    sys.path[:] = path
+    gymnasium.registry.clear()
+    gymnasium.registry.update(before)
+
+
+def run(env, **options):
+    return rlframe.train("ppo", env, num_envs=2, steps=64, unroll_length=8, num_minibatches=2, quiet=True, **options)
+
+
+def test_the_next_run_uses_the_new_version_of_a_module_and_of_its_neighbor(tmp_path):
+    returns = []
+    for reward, factor in ((1, 1), (1, 3), (5, 3)):
+        write(tmp_path / "here", "changed_module", reward, factor)
+        os.chdir(tmp_path / "here")
+        returns.append(run("changed_module:Own-v0", run_dir=tmp_path / f"run-{reward}-{factor}").return_mean)
+    assert returns == [2.0, 6.0, 30.0]
+
+
+def test_a_run_goes_on_with_its_module_from_another_directory(tmp_path):
+    write(tmp_path / "here", "moved_module", 1, 1)
+    os.chdir(tmp_path / "here")
+    run_dir = run("moved_module:Own-v0", run_dir=tmp_path / "run").run_dir
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["modules"] == {"moved_module": str(tmp_path / "here")}
+    write(tmp_path / "there", "moved_module", 7, 1)  # another module of this name
+    os.chdir(tmp_path / "there")
+    assert rlframe.train(run_dir=run_dir, resume=True, steps=128, quiet=True).return_mean == 2.0
+    os.chdir(tmp_path / "there")
+    assert rlframe.evaluate(run_dir, episodes=2)["return_mean"] == 2.0
+    os.chdir(tmp_path / "there")
+    assert run("moved_module:Own-v0", run_dir=tmp_path / "other").return_mean == 14.0
+
+
+def test_a_module_that_has_gone_is_named_with_the_directory_where_it_was(tmp_path):
+    write(tmp_path / "here", "gone_module", 1, 1)
+    os.chdir(tmp_path / "here")
+    run_dir = run("gone_module:Own-v0", run_dir=tmp_path / "run").run_dir
+    (tmp_path / "here").rename(tmp_path / "renamed")
+    os.chdir(tmp_path)
+    (tmp_path / "renamed" / "gone_module.py").write_text("VALUE = 1\n")  # so that its old version is forgotten
+    code = "import rlframe, sys; rlframe.train(run_dir=sys.argv[1], resume=True, steps=128, quiet=True)"
+    root = str(pathlib.Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code, run_dir],
+        env={**os.environ, "PYTHONPATH": root},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "There is no module 'gone_module' for 'gone_module:Own-v0'" in done.stderr
+    assert f"The run was started with the one in {tmp_path}/here." in done.stderr
+
+
+def test_a_run_whose_id_means_another_environment_now_is_refused(tmp_path):
+    class Nine(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(2, np.float32), {}
+
+        def step(self, action):
+            return np.zeros(2, np.float32), 9.0, True, False, {}
+
+    gymnasium.register("Acrobot-v1", Nine)
+    run_dir = run("Acrobot-v1", run_dir=tmp_path / "run").run_dir
+    gymnasium.register("Acrobot-v1", "gymnasium.envs.classic_control:AcrobotEnv", max_episode_steps=500)
+    for go_on in (lambda: rlframe.train(run_dir=run_dir, resume=True, steps=128), lambda: rlframe.evaluate(run_dir)):
+        with pytest.raises(
+            UsageError, match=r"Acrobot-v1 was made by Gymnasium \(.*Nine\)\. Here Acrobot-v1 is made by"
+        ):
+            go_on()
+    del gymnasium.registry["Acrobot-v1"]
+    gymnasium.register("Acrobot-v1", Nine)
+    assert rlframe.train(run_dir=run_dir, resume=True, steps=128, quiet=True).return_mean == 9.0
+
+
+def test_an_agents_module_is_loaded_again_and_a_module_of_a_package_too(tmp_path):
+    os.chdir(tmp_path)
+    (tmp_path / "own_package").mkdir()
+    for value in (1, 22):
+        (tmp_path / "own_package" / "part.py").write_text(f"VALUE = {value}\n")
+        forget_changed()
+        assert naming.load_object("own_package.part:VALUE", "thing") == value
+
+
+SCRIPT = """
+import os, pathlib, sys
+import gymnasium, rlframe
+from tests.test_user_modules import write
+
+engine, topology = sys.argv[1:3]
+here = pathlib.Path.cwd() / "here"
+sys.path.insert(0, str(here))
+
+def run(env, name, **options):
+    os.chdir(here)
+    return rlframe.train("dqn", env, engine=engine, topology=topology, run_dir=name, steps=100, num_envs=2,
+        min_replay_size=32, batch_size=8, eval_episodes=1, quiet=True, **options)
+
+if __name__ == "__main__":
+    write(here, "program_module", 3, 1)
+    print(run("program_module:Own-v0", "module").return_mean)
+    if "short" in sys.argv:
+        sys.exit()
+    write(here, "program_module", 4, 1)
+    print(run("program_module:Own-v0", "changed").return_mean)
+    write(here, "program_file", 5, 1, "File-v0")
+    print(run("program_file.py:Env", "file").return_mean)
+    write(here, "registering", 6, 1, "CartPole-v1")
+    import registering
+    print(run("CartPole-v1", "registered").return_mean)
+    os.chdir("/")
+    print(rlframe.train(run_dir=here / "changed", resume=True, steps=200, quiet=True).return_mean)
+"""
+
+
+def returns_of(program, tmp_path, *arguments):
+    _, engine, _, topology = options_of(program)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    if engine == "ray":
+        env["HOME"] = str(tmp_path)
+    command = [sys.executable, "script.py", engine, topology, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not os.listdir(tmp_path / "elsewhere")
+    return [float(line) for line in done.stdout.splitlines()]
+
+
+def test_nodes_find_a_module_and_may_change_the_directory(tmp_path):
+    assert returns_of("local heavy_env", tmp_path, "short") == [6.0]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("program", WITH_ELASTIC)
+def test_programs_use_the_newest_version_of_modules_files_and_ids_wherever_they_go_on(program, tmp_path):
+    assert returns_of(program, tmp_path) == [6.0, 8.0, 10.0, 12.0, 8.0]
