@@ -239,7 +239,8 @@ def test_a_run_leaves_a_record_and_is_not_trained_again(program, monkeypatch):
     assert (record.env_steps, record.return_mean, record.return_std, record.sessions) == (100, 11.0, 2.0, 1)
     assert record.evaluations == [[60, 5.0, 0.5]] and record.training == [[30, 1.0, 2]]
     assert "| 1 of 3 seeds so far |" in (program / "docs/results.md").read_text()
-    assert record.config == {"num_envs": 8} and record.beside == "1 of JAX's threads each"
+    assert record.config == {"agent": "ppo", "env": "Toy-v0", "num_envs": 8}
+    assert record.beside == "1 of JAX's threads each"
     assert record.command == "rlframe train --agent ppo --env Toy-v0 --steps 100 --eval-every 10 --seed 1"
     assert 0 < record.seconds < 60 and record.accelerator == "no accelerator"
     log = program / runs.RUNS / "toy-seed1.log"

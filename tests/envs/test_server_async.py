@@ -210,7 +210,7 @@ def test_a_pool_that_cannot_be_made_again_says_so_to_the_actor_that_would_take_o
     pool = async_envs()
     handles, nodes = served(InProcess(), pool)
     play(as_pool(handles[0]), 2)
-    with pytest.raises(EnvError, match="an env_builder that makes the pool, not the pool itself"):
+    with pytest.raises(EnvError, match="an env_builder that makes the pool, instead of the pool"):
         as_pool(handles[0]).recv()
     nodes[0].stop()
     pool.close()

@@ -145,15 +145,13 @@ def test_a_cell_of_ipython_trains_on_its_class(tmp_path):
     assert names_in(tmp_path / "run")[1] == "__main__:Catch"
 
 
-SCRIPT = f"""
-import sys
-{ENV}
+SCRIPT = f"""{ENV}
 {AGENT}
 {NETWORK}
 import rlframe
 
 def go(**options):
-    result = rlframe.train(Mine, Catch, network=make_net, run_dir=sys.argv[1], **{SMALL!r}, **options)
+    result = rlframe.train(Mine, Catch, network=make_net, run_dir="run", **{SMALL!r}, **options)
     print(result.return_mean, rlframe.evaluate(result.run_dir, episodes=1)["return_mean"])
 """
 GUARD = "if __name__ == '__main__':\n    "
@@ -161,7 +159,7 @@ GUARD = "if __name__ == '__main__':\n    "
 
 def run_script(tmp_path, last_line):
     (tmp_path / "script.py").write_text(SCRIPT + last_line)
-    command = [sys.executable, "script.py", "run"]
+    command = [sys.executable, "script.py"]
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
 

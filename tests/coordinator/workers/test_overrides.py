@@ -154,7 +154,7 @@ def test_hyper_parameters_that_an_agents_config_refuses_are_refused():
     agent = DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     with pytest.raises(UsageError, match="DQNConfig.learning_rate must be above 0, got -1"):
         with_config(agent, {"learning_rate": -1})
-    with pytest.raises(UsageError, match="DQNConfig does not take the policy overrides"):
+    with pytest.raises(UsageError, match="DQNConfig.learning_rate must be a number, got 'fast'"):
         with_config(agent, {"learning_rate": "fast"})
     with pytest.raises(UsageError, match="change the parameters of DQN"):
         with_config(agent, {"dueling": True})
