@@ -39,6 +39,7 @@ class Update:
     def __init__(self, agent: Agent, packing: Packing) -> None:
         self._agent, self._packing = agent, packing
         self.pack = jax.jit(self._pack)
+        self._publish = jax.jit(self._finite_or_last)
         self._call: Callable[..., Updated] = self._update
         if agent.jit_learner_step:
             self._call = compilation.jit(self._update, donate_argnums=(0, 1), differentiates=True)
@@ -48,10 +49,16 @@ class Update:
 
     def _update(self, params: Tree, learner_state: Tree, batch: Batch, published: list[jax.Array]) -> Updated:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
+        published, is_finite = self._publish(params, learner_state, published)
+        return Updated(params, learner_state, dict(logs), published, is_finite)
+
+    def _finite_or_last(
+        self, params: Tree, learner_state: Tree, published: list[jax.Array]
+    ) -> tuple[list[jax.Array], jax.Array]:
         for_actors = self._agent.actor_params(params, learner_state)
         is_finite = are_finite((params, for_actors))
         packed = [jnp.where(is_finite, new, old) for new, old in zip(self._packing.pack(for_actors), published)]
-        return Updated(params, learner_state, dict(logs), packed, is_finite)
+        return packed, is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copies: what actors read must outlive the update that the learner's own arrays are donated to.
