@@ -67,16 +67,18 @@ class PublishedTokenizer:
         """See `Tokenizer`. The text is what transformers makes of it."""
         if self._template is None:
             raise UsageError(f"The tokenizer in {self._folder} has no chat template: it takes plain text only.")
+        plain = plain_messages(messages)
         try:
             text = self._template.render(
-                messages=plain_messages(messages),
+                messages=plain,
                 tools=None,  # templates ask whether they are None
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
-            raise UsageError(f"The chat template in {self._folder} refuses the messages: {error}") from error
+            hint = "" if isinstance(error, jinja2.TemplateError) else _not_text(plain)
+            raise UsageError(f"The chat template in {self._folder} refuses the messages: {error}{hint}") from error
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _id(self, name: str) -> int | None:
@@ -95,6 +97,17 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _not_text(messages: Sequence[dict[str, Any]]) -> str:
+    """Name the fields that a template for plain text cannot take."""
+    fields = []
+    for i, message in enumerate(messages):
+        fields += [f"messages[{i}].tool_calls"] * bool(message.get("tool_calls"))
+        fields += [f"messages[{i}].content"] * (not isinstance(message.get("content"), str))
+    if not fields:
+        return ""
+    return f". A template for plain text cannot take {', '.join(fields)}: write each as text, in the content."
 
 
 def _compile(text: str | None, folder: Path) -> jinja2.Template | None:

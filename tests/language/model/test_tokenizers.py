@@ -148,6 +148,16 @@ def test_a_template_is_another_ones_program_and_runs_in_a_sandbox(folder):
         load_tokenizer(folder).apply_chat_template([])
 
 
+def test_a_template_for_plain_text_names_the_message_that_calls_tools(folder):
+    write_config(folder, chat_template="{% for message in messages %}{{ '<turn>' + message.content }}{% endfor %}")
+    tokenizer, calls = load_tokenizer(folder), [{"id": "1", "type": "function", "function": {"name": "f"}}]
+    with pytest.raises(UsageError, match=r"cannot take messages\[1\].tool_calls, messages\[1\].content: write"):
+        tokenizer.apply_chat_template([*CHAT[:1], {"role": "assistant", "tool_calls": calls}])
+    with pytest.raises(UsageError, match=r"cannot take messages\[0\].content: write"):
+        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}]) == [5, 3]
+
+
 def test_what_cannot_be_is_said(folder, tmp_path):
     with pytest.raises(UsageError, match="no chat template: it takes plain text only"):
         load_tokenizer(folder).apply_chat_template(CHAT)
