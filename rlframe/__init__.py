@@ -44,6 +44,7 @@ def __dir__() -> list[str]:
 
 
 if "launchpad.launch.worker_manager" in sys.modules:
-    from rlframe.interprocess.launchpad_node import start_guard_in_node
+    from rlframe.interprocess import launchpad_node, launchpad_pickling
 
-    start_guard_in_node()
+    launchpad_node.start_guard_in_node()
+    launchpad_pickling.register()

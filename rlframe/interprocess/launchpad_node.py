@@ -1,7 +1,7 @@
 """What rlframe does in a node of plain `lp.launch`: it starts the node's guard.
 
-A class or function of ours that a node uses is imported before the node's constructor runs. So the import of rlframe is
-the one place that every such node passes, including one that runs the user's subclass or a Reverb server of our tables.
+The import of rlframe is the one place that every node passes before its constructor runs, whatever it runs: see
+`launchpad_pickling`.
 """
 
 from __future__ import annotations

@@ -71,6 +71,17 @@ def fails(error):
 """
 
 
+OWN_CLASS = """
+class Own:  # names nothing of rlframe
+    def __init__(self):
+        {constructor}
+"""
+TABLES = """
+def tables():
+    {tables}
+"""
+
+
 def in_constructor(statement: str, terminal: str = "current_terminal") -> str:
     node = CLASS.format(constructor=statement, run="pass")
     return SMALL.format(node=node, added="lp.CourierNode(Fails)", terminal=terminal)
@@ -84,6 +95,16 @@ def in_run(statement: str, terminal: str = "current_terminal") -> str:
 def in_function(statement: str) -> str:
     node, added = FUNCTION.format(run=statement), "lp.PyNode(fails, Waits.error)"
     return SMALL.format(node=node, added=added, terminal="current_terminal")
+
+
+def in_own_class(statement: str) -> str:
+    node = OWN_CLASS.format(constructor=statement)
+    return SMALL.format(node=node, added="lp.CourierNode(Own)", terminal="current_terminal")
+
+
+def in_tables(statement: str) -> str:
+    node = TABLES.format(tables=statement)
+    return SMALL.format(node=node, added="lp.ReverbNode(tables)", terminal="current_terminal")
 
 
 @pytest.fixture()
@@ -111,6 +132,12 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
             id="raises beside a thread that does not end",
             marks=pytest.mark.system,
         ),
+        pytest.param(in_own_class(RAISES), "ValueError: a fault", id="own class"),
+        pytest.param(in_tables(RAISES), "ValueError: a fault", id="tables of Reverb", marks=pytest.mark.system),
+        pytest.param(in_run("sys.exit(3)"), "SystemExit: 3", id="sys.exit", marks=pytest.mark.system),
+        pytest.param(
+            in_function("sys.exit(3)"), "SystemExit: 3", id="sys.exit of a function", marks=pytest.mark.system
+        ),
         pytest.param(in_run("os.kill(os.getpid(), 9)"), "killed or crashed", id="SIGKILL"),
         pytest.param(in_run("os.abort()"), "killed or crashed", id="abort", marks=pytest.mark.system),
         pytest.param(in_run("os._exit(3)"), "killed or crashed", id="exit", marks=pytest.mark.system),
@@ -136,8 +163,9 @@ def test_with_output_in_files_launchpad_itself_ends_the_program_of_a_node_that_f
 
 
 @pytest.mark.system
-def test_a_node_whose_run_returns_ends_nothing(start: Start):
-    program = start(in_run("print('returns.')"))
+@pytest.mark.parametrize("end", ["return", "sys.exit(0)"])
+def test_a_node_whose_run_returns_ends_nothing(start: Start, end: str):
+    program = start(in_run(f"print('returns.'); {end}"))
     program.wait_for_output("[fails/0] returns.")
     program.wait_for_output("[waits/0] runs in")
     program.wait_for(lambda: len(program.guards()) == 1)  # the other one ended with its node, and says nothing more
@@ -180,6 +208,8 @@ def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: 
 
 # Objects of ours in nodes: no actor adds a step, and an Actor gets a node in the place of its handle.
 OURS = """
+from functools import partial
+
 import launchpad as lp
 import numpy as np
 from dm_env import specs
@@ -205,7 +235,7 @@ if __name__ == "__main__":
 """
 BARE_NODE = """
     inferencer = lp.CourierNode(Inferencer, InferencerConfig(), agent, learner)
-    for label, node in (("inferencer", inferencer), ("actor", lp.CourierNode(Actor, print, inferencer, replay))):
+    for label, node in (("inferencer", inferencer), ("actor", {actor})):
         program.add_node(node, label=label)
 """
 
@@ -217,12 +247,19 @@ def test_a_learner_without_data_stops_after_its_own_deadline_and_ends_the_progra
     assert re.search(named, program.output()), program.output()
 
 
-@pytest.mark.system
-def test_an_actor_that_gets_a_node_in_the_place_of_its_handle_ends_the_program_and_says_what_to_give(start: Start):
-    program = start(OURS.format(timeout=600.0, added=BARE_NODE))
-    assert program.ends_within(120.0) not in (0, None), program.output()
-    named = "the node actor/0 failed: UsageError: A CourierNode was given as the inferencer: give the handle that"
-    assert named in program.output(), program.output()
+@pytest.mark.parametrize(
+    "actor",
+    [
+        "lp.CourierNode(Actor, print, inferencer, replay)",
+        pytest.param("lp.CourierNode(Actor, print, [inferencer], replay)", marks=pytest.mark.system),
+        pytest.param("lp.CourierNode(partial(Actor, print), inferencer=inferencer)", marks=pytest.mark.system),
+    ],
+)
+def test_a_node_in_the_place_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
+    program = start(OURS.format(timeout=600.0, added=BARE_NODE.format(actor=actor)))
+    assert program.ends_within(120.0) == 1, program.output()
+    refused = "UsageError: A CourierNode was given to Actor: give the handle that program.add_node(node) returns."
+    assert refused in program.output() and "[learner/0]" not in program.output()
 
 
 EXAMPLES = ("heavy_env", "light_env", "distributed")

@@ -1,0 +1,70 @@
+"""How Launchpad's launcher pickles the nodes of plain `lp.launch`, once rlframe is imported.
+
+Each node's process imports rlframe first, so that it has a guard, whatever the node runs. A node in the place of its
+handle is refused here: nothing else of ours runs in the launcher, since Launchpad makes the objects in their processes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rlframe.errors import UsageError
+
+
+def register() -> None:
+    """Register a reducer for each class of nodes, as Launchpad registers its own. Launchpad has been imported."""
+    kinds = [sys.modules["launchpad.nodes.python.node"].PyNode]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for kind in kinds:
+        copyreg.pickle(kind, _reduce)
+
+
+def _reduce(node: Any) -> tuple[Any, ...]:
+    register()  # again: a class such as ReverbNode is imported when it is first used
+    _refuse_nodes(node)
+    make, arguments, state, *rest = node.__reduce_ex__(4)
+    return restore, (make, *arguments), {**state, "_function": ReportedExit(node._function)}, *rest
+
+
+def restore(make: Callable[..., Any], *arguments: Any) -> Any:
+    """Make a node without its state. Unpickled by name: this import of rlframe has started the guard."""
+    return make(*arguments)
+
+
+class ReportedExit:
+    """The function of a node, whose `sys.exit` with a code that is not 0 is reported as an exception is."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._function(*args, **kwargs)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                sys.excepthook(SystemExit, error, error.__traceback__)
+            raise
+
+
+def _refuse_nodes(node: Any) -> None:
+    """Raise UsageError if an object of ours gets a node, in place of its handle."""
+    constructor: Any = getattr(node, "_constructor", None)
+    given: list[Any] = []
+    if constructor is not None:
+        given += [*node._args, *node._kwargs.values()]
+    while isinstance(constructor, functools.partial):
+        given += [*constructor.args, *constructor.keywords.values()]
+        constructor = constructor.func
+    is_ours = any(kind.__module__.startswith("rlframe.") for kind in getattr(constructor, "__mro__", ()))
+    given += [one for each in given if type(each) in (list, tuple) for one in each]
+    for each in given:
+        if is_ours and isinstance(each, sys.modules["launchpad.nodes.base"].Node):
+            kind = type(each).__name__
+            raise UsageError(
+                f"A {kind} was given to {constructor.__name__}: give the handle that program.add_node(node) returns."
+            )
