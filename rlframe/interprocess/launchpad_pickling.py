@@ -1,6 +1,6 @@
-"""How Launchpad's launcher pickles the nodes of plain `lp.launch`, once rlframe is imported.
+"""Reducers with which the launcher of plain `lp.launch` pickles its nodes.
 
-Each node's process imports rlframe first, so that it has a guard, whatever the node runs. A node in the place of its
+The process of each node imports rlframe first, so that it has a guard. A node in the place of its
 handle is refused here: nothing else of ours runs in the launcher, since Launchpad makes the objects in their processes.
 """
 

@@ -36,12 +36,12 @@ def choose_version(job: TrainingJob, task: Task) -> None:
 
 
 def needs_save(job: TrainingJob, learn: Task) -> bool:
-    """Whether an evaluation waits for this learner to save."""
+    """Return True if an evaluation waits for this learner to save."""
     return job.ending is None and any(task.save_by is not None for task in _without_version(job, learn.start.policy_id))
 
 
 def holds_learner(job: TrainingJob, learn: Task) -> bool:
-    """Whether the version that this learner saved is not pinned yet. Until then it must not publish another one."""
+    """Return True until the version that this learner saved is pinned: it must not publish another one before."""
     return bool(_without_version(job, learn.start.policy_id))
 
 
@@ -67,7 +67,7 @@ def _pin(job: TrainingJob, task: Task) -> None:
 
 
 def pinned(job: TrainingJob, event: ev.Pinned) -> None:
-    """Note the version that was pinned for an evaluation, and let evaluator and learner go on."""
+    """Note the version that was pinned for an evaluation. Wake the evaluator, and the learner."""
     task = job.tasks.get(event.task_id)
     if task is None or task.is_over:
         if event.params_version >= 0:
@@ -87,7 +87,7 @@ def unpin(job: TrainingJob, task: Task) -> None:
 
 
 def has_version(task: Task) -> bool:
-    """Whether the version that an evaluation is of has been pinned."""
+    """Return True if the version of this evaluation has been pinned."""
     return task.start.options["params_version"] >= 0
 
 
