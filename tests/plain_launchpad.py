@@ -142,7 +142,7 @@ class Program:
         self._reader.join(10.0)
         # Files only: a Reverb server without a checkpointer of its own leaves an empty directory.
         left = [path for path in (self.folder / "tmp").rglob("*") if not path.is_dir()]
-        assert not left, left
+        assert not left, f"{left}\n{self.output()[-5000:]}"
         return self.process.returncode
 
     def close(self) -> None:

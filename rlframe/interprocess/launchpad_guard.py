@@ -46,7 +46,7 @@ class Guard:
         launcher: the process that called `lp.launch`.
         title: the node's name, such as "actor/0".
         hides_exit_code: whether the launcher cannot see how the node ends; else Launchpad ends the program itself.
-        reports: a file descriptor. The node writes "well" or "failed REASON" to it before it ends.
+        reports: a file descriptor. The node writes "well", "stopped" or "failed REASON" to it before it ends.
     """
 
     def __init__(self, node: Node, launcher: ProcessId, title: str, hides_exit_code: bool, reports: int) -> None:
@@ -75,7 +75,11 @@ class Guard:
             time.sleep(_LOOK)
         if not self._launcher.is_alive:
             self._end_orphans()
-        elif self._read_report() != "well" and self._hides_exit_code and not self._is_stopping_within(_CONFIRM):
+        elif (
+            self._read_report() not in ("well", "stopped")
+            and self._hides_exit_code
+            and not self._is_stopping_within(_CONFIRM)
+        ):
             self._end_program()
 
     def _end_program(self) -> None:

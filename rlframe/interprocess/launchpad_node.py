@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from rlframe.interprocess.launchpad_guard import ENTRY, Node, arguments, command_of, data_file_of, is_wrapper, parent_of
 from rlframe.interprocess.processes import ProcessId, this_process
@@ -25,7 +25,8 @@ _LONGEST_REASON = 1000  # characters
 def start_guard_in_node() -> None:
     """Start a guard if this process is a node of plain `lp.launch`, and report to it how the node ends.
 
-    Launchpad starts nodes with SIGTERM ignored and handles it after all imports. Until then, SIGTERM ends the node.
+    Launchpad starts nodes with SIGTERM ignored and handles it after all imports. Until then, SIGTERM ends the node
+    at once.
     """
     entry = sys.modules["__main__"]
     # A child that `multiprocessing` spawns runs the same file under another name.
@@ -35,7 +36,7 @@ def start_guard_in_node() -> None:
     report.chain_excepthook()
     atexit.register(report.end)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, report.stop)
 
 
 def _start_guard() -> int:
@@ -55,7 +56,7 @@ def _start_guard() -> int:
 
 
 class _Report:
-    """Writes to the guard once: "failed REASON" or "well"."""
+    """Writes to the guard once: "failed REASON", "stopped" or "well"."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._pid = descriptor, os.getpid()
@@ -75,6 +76,12 @@ class _Report:
         """Report the end of the interpreter. `sys.last_type`: an exception ended it, and the hook was replaced."""
         kind = getattr(sys, "last_type", None)
         self._write("well" if kind is None else f"failed {kind.__name__}")
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Report that the program stops, and end. The guard itself may have started too late for SIGTERM."""
+        del frame
+        self._write("stopped")
+        os._exit(128 + number)
 
     def _write(self, text: str) -> None:
         if self._descriptor >= 0 and self._pid == os.getpid():  # a forked child has the hooks too
