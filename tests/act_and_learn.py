@@ -44,7 +44,7 @@ class Sized(gymnasium.Env):
         return self._observation, 1.0, self._steps == 2, False, {}
 
 
-def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[int], learns: bool) -> None:
+def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[int], learn: list[int] | None) -> None:
     """Print a line for each batch size, and `done` at the end.
 
     Args:
@@ -52,7 +52,7 @@ def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[i
         shape: of an observation.
         layers: of an MLP; None: the agent's own network.
         batches: numbers of environments, which are also the rows of an update.
-        learns: whether to update the parameters as well.
+        learn: those that are learned from, and followed by acts of the trained policy; None: all.
     """
     network = None if layers is None else MLPConfig(tuple(layers), separate=False, orthogonal=False)
     for batch in batches:
@@ -63,10 +63,10 @@ def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[i
             actor = Actor(lambda env=env: env, Inferencer(InferencerConfig(), made, learner), replay_buffer)
             for _ in range(2):
                 actor.step()
-            if learns:
+            if learn is None or batch in learn:
                 assert learner.step(replay_buffer.sample()) is not None
                 actor.step()
-            _act_by_trained(made, learner, env, batch)
+                _act_by_trained(made, learner, env)
             learner.close()
         print("batch", batch, flush=True)
     print("done")
@@ -80,7 +80,7 @@ def _made(agent: str, env: SyncEnv, network: Any, batch: int) -> Agent:
     return DQN(cfg, env.observation_spec, env.action_spec, network)
 
 
-def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv, batch: int) -> None:
+def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv) -> None:
     """On one observation, on a batch of them, and on one again."""
     source = NewestParams()
     version, params = learner.get_params()
@@ -94,5 +94,5 @@ def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv, batch: int) ->
 
 
 if __name__ == "__main__":
-    case = {"agent": "ppo", "layers": None, "batches": [1, 2, 8], "learns": True, **json.loads(sys.argv[1])}
+    case = {"agent": "ppo", "layers": None, "batches": [1, 2, 8], "learn": None, **json.loads(sys.argv[1])}
     main(**case)

@@ -23,11 +23,11 @@ def act_and_learn(**case: Any) -> None:
 
 
 def test_one_environment_of_large_images_acts_and_so_does_a_policy_that_learned_from_eight():
-    act_and_learn(shape=[210, 160, 3], batches=[1, 8])
+    act_and_learn(shape=[210, 160, 3], batches=[1, 8], learn=[8])
 
 
 def test_a_layer_of_150528_inputs_acts_and_learns():
-    act_and_learn(shape=[150528], layers=[64], batches=[1, 2])
+    act_and_learn(shape=[150528], layers=[64], batches=[1, 2], learn=[2])
 
 
 @pytest.mark.system

@@ -44,7 +44,8 @@ def run(*command: str, returncode: int = 0, cwd: pathlib.Path = ROOT) -> subproc
     return done
 
 
-@pytest.mark.parametrize("page", ["single_process", pytest.param("async_env", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("page", ["single_process", "async_env"])
 def test_a_script_of_one_process_learns(page: str):
     done = run(f"examples/{page}.py")
     assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED

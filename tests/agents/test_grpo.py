@@ -78,8 +78,15 @@ def loss_by_hand(params, data, advantages, *, average, clip, cap, kl_cost, log_r
     return mean(policy) + kl_cost * mean(kl), mean(policy), mean(kl), mean(clipped)
 
 
-@pytest.mark.parametrize("average", ["sequence", "token"])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("average", "given"),
+    [
+        ("sequence", False),
+        ("token", True),
+        pytest.param("sequence", True, marks=pytest.mark.system),
+        pytest.param("token", False, marks=pytest.mark.system),
+    ],
+)
 def test_the_loss_is_the_papers(average, given):
     """One group with advantages of its own, token by token, where `given`; the other is normalised."""
     agent = make(average=average, clip_epsilon_high=0.28, kl_cost=0.3)

@@ -75,7 +75,16 @@ def loss_of_samples(plain, batch, online, target, selecting):
     return jnp.mean(elementwise * weights if plain.cfg.prioritised else elementwise)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_quantiles": 3}, {"num_atoms": 3}, {"double": True}, RAINBOW])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        RAINBOW,
+        *(
+            pytest.param(one, marks=pytest.mark.system)
+            for one in ({}, {"num_quantiles": 3}, {"num_atoms": 3}, {"double": True})
+        ),
+    ],
+)
 def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes):
     agent = make(**changes)
     plain = make(**changes, noisy=None)

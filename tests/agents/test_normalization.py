@@ -92,7 +92,9 @@ def test_vectors_of_floats_are_normalised_and_clipped_and_nothing_else():
     np.testing.assert_allclose(seen["vector"], [[1.5, 0.5, -2.0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("network", [NETWORK, LSTMConfig((4,), 3)], ids=["mlp", "lstm"])
+@pytest.mark.parametrize(
+    "network", [NETWORK, pytest.param(LSTMConfig((4,), 3), marks=pytest.mark.system)], ids=["mlp", "lstm"]
+)
 def test_log_probabilities_are_exact_under_the_statistics_that_acted(network):
     agent = PPO(CONFIG, VECTOR, BOX, network)
     params, state = started(agent)
@@ -153,22 +155,25 @@ def test_rewards_are_scaled_by_the_deviation_of_returns_without_those_at_first()
     assert scaled.observation is data.observation and scaled.agent_state == () and statistics.observation == ()
 
 
+NORMALISES = {
+    "dqn": lambda: DQN(DQNConfig(normalise_observations=True), VECTOR, DISCRETE, NETWORK),
+    "sac": lambda: SAC(SACConfig(normalise_observations=True), VECTOR, BOX, NETWORK),
+    "td3": lambda: TD3(TD3Config(normalise_observations=True), VECTOR, BOX, NETWORK),
+    "impala": lambda: IMPALA(IMPALAConfig(normalise_observations=True), VECTOR, DISCRETE, NETWORK),
+    "r2d2": lambda: R2D2(
+        R2D2Config(sequence_length=5, burn_in=3, normalise_observations=True), VECTOR, DISCRETE, NETWORK
+    ),
+    "pqn": lambda: PQN(
+        PQNConfig(unroll_length=8, num_minibatches=1, normalise_observations=True), VECTOR, DISCRETE, NETWORK
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DQN(DQNConfig(normalise_observations=True), VECTOR, DISCRETE, NETWORK),
-        lambda: SAC(SACConfig(normalise_observations=True), VECTOR, BOX, NETWORK),
-        lambda: TD3(TD3Config(normalise_observations=True), VECTOR, BOX, NETWORK),
-        lambda: IMPALA(IMPALAConfig(normalise_observations=True), VECTOR, DISCRETE, NETWORK),
-        lambda: R2D2(R2D2Config(sequence_length=5, burn_in=3, normalise_observations=True), VECTOR, DISCRETE, NETWORK),
-        lambda: PQN(
-            PQNConfig(unroll_length=8, num_minibatches=1, normalise_observations=True), VECTOR, DISCRETE, NETWORK
-        ),
-    ],
-    ids=["dqn", "sac", "td3", "impala", "r2d2", "pqn"],
+    "name", ["sac", "impala", *(pytest.param(name, marks=pytest.mark.system) for name in ("dqn", "td3", "r2d2", "pqn"))]
 )
-def test_every_agent_learns_as_if_its_observations_came_normalised(make):
-    agent = make()
+def test_every_agent_learns_as_if_its_observations_came_normalised(name):
+    agent = NORMALISES[name]()
     plain = type(agent)(
         dataclasses.replace(agent.cfg, normalise_observations=False), VECTOR, agent.action_spec, NETWORK
     )

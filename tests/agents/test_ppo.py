@@ -97,8 +97,15 @@ def twin(cfg, agent, params, data) -> float:
     return policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy.mean()
 
 
-@pytest.mark.parametrize("normalises", [False, True])
-@pytest.mark.parametrize("network", [SMALL, GRUConfig(hidden=(4,), size=3)])
+@pytest.mark.parametrize(
+    ("network", "normalises"),
+    [
+        (SMALL, False),
+        (GRUConfig(hidden=(4,), size=3), True),
+        pytest.param(SMALL, True, marks=pytest.mark.system),
+        pytest.param(GRUConfig(hidden=(4,), size=3), False, marks=pytest.mark.system),
+    ],
+)
 def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalises):
     values = {"discount": 0.9, "gae_lambda": 0.8, "value_clip": 0.5, "value_cost": 0.7, "entropy_cost": 0.3}
     cfg = dataclasses.replace(CONFIG, unroll_length=6, normalise_advantages=normalises, **values)
@@ -192,7 +199,7 @@ class OnlyValues(PPO):
         return jnp.mean(jnp.square(value - 3.0)), {"value": jnp.mean(value)}
 
 
-@pytest.mark.parametrize("observation_spec", [VECTOR, IMAGE])
+@pytest.mark.parametrize("observation_spec", [VECTOR, pytest.param(IMAGE, marks=pytest.mark.system)])
 def test_a_subclass_that_overrides_the_loss_trains_with_that_loss(observation_spec):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=2, learning_rate=1e-3)
     network = SMALL if observation_spec is VECTOR else SMALL_CNN

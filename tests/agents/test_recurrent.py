@@ -83,7 +83,7 @@ def specs():
     env.close()
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=pytest.mark.system)])
 def test_ppo_learns_from_the_states_it_acted_with(specs, name):
     cfg = PPOConfig(unroll_length=40, num_epochs=1, num_minibatches=2)
     agent = PPO(cfg, *specs, SMALL[name])
@@ -100,7 +100,7 @@ def test_ppo_learns_from_the_states_it_acted_with(specs, name):
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(new)))  # all are learned
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param("lstm", marks=pytest.mark.system), "gru"])
 def test_impala_learns_from_the_states_it_acted_with(specs, name):
     agent = IMPALA(IMPALAConfig(unroll_length=20, batch_size=8), *specs, SMALL[name])
     batch, params = acted(agent, 45)

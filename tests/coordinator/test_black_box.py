@@ -153,8 +153,15 @@ def test_late_workers_are_picked_up(stage: Stage) -> None:
     wait_until(lambda: job(coordinator)["learner_steps"] > 5, "training")
 
 
-@pytest.mark.parametrize("role", ["collector/0", "learner/0"])
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize(
+    ("how", "role"),
+    [
+        ("kill", "learner/0"),
+        ("stop", "collector/0"),
+        pytest.param("kill", "collector/0", marks=pytest.mark.system),
+        pytest.param("stop", "learner/0", marks=pytest.mark.system),
+    ],
+)
 def test_a_worker_that_dies_or_hangs_frees_its_slot(stage: Stage, role: str, how: str) -> None:
     coordinator = stage.running()
     worker = stage.scene.worker(role)

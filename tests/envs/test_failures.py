@@ -175,7 +175,7 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_a_named_error():
         killer.join()
 
 
-@pytest.mark.parametrize("is_sync", [True, False])
+@pytest.mark.parametrize("is_sync", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_a_worker_that_hangs_is_named_after_the_answer_timeout(is_sync):
     message = "No answer from environment 2 within 3 s: it hangs"  # a healthy one, too, may take a second
     with pytest.raises(EnvError, match=message):

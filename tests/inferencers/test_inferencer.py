@@ -85,7 +85,7 @@ def test_one_seed_gives_the_same_actions_and_another_gives_others():
     assert len({str(actions) for actions in ppo_actions(4, seed=1)}) > 1
 
 
-@pytest.mark.parametrize("sync_interval", [1, 3])
+@pytest.mark.parametrize("sync_interval", [pytest.param(1, marks=pytest.mark.system), 3])
 def test_a_resumed_inferencer_acts_as_if_it_had_not_stopped(sync_interval):
     assert ppo_actions(6, resume_at=4, sync_interval=sync_interval) == ppo_actions(6, sync_interval=sync_interval)
 

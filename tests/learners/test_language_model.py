@@ -113,6 +113,7 @@ class CountingGRPO(GRPO):
         return super().learner_step(params, learner_state, batch)
 
 
+@pytest.mark.system
 def test_the_largest_scores_teach_what_one_and_zero_teach(url, run, client):
     def learned(best, other):
         agent = GRPO(dataclasses.replace(CONFIG, loss="policy_gradient"))
@@ -133,7 +134,7 @@ def test_the_largest_scores_teach_what_one_and_zero_teach(url, run, client):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), found[1], expected)
 
 
-@pytest.mark.parametrize("spoilt", ["loss", "parameters"])
+@pytest.mark.parametrize("spoilt", [pytest.param("loss", marks=pytest.mark.system), "parameters"])
 def test_a_version_that_is_not_finite_is_never_published(spoilt):
     rate = 1e-2 if spoilt == "loss" else 1e38
     agent = GRPO(dataclasses.replace(CONFIG, batch_size=2, learning_rate=rate, kl_cost=0.0, max_grad_norm=None))

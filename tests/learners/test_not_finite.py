@@ -169,7 +169,9 @@ AGENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["dqn", "dqn_prioritised", "ppo", pytest.param("sac", marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    "name", ["dqn_prioritised", "ppo", *(pytest.param(one, marks=pytest.mark.system) for one in ("dqn", "sac"))]
+)
 def test_no_agent_acts_by_parameters_that_are_not_finite(name, tmp_path):
     agent_cls, cfg, env_name = AGENTS[name]
 

@@ -62,7 +62,7 @@ def test_one_process_learns_from_the_environments_that_answer_first(tmp_path):
     assert more.env_steps >= 1_500 and more.learner_steps > result.learner_steps
 
 
-@pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
+@pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
 def test_actors_of_a_topology_act_on_what_answers_first(tmp_path, monkeypatch, topology):
     waited = []
     recv = AsyncEnv.recv

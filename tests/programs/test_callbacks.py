@@ -21,7 +21,11 @@ from rlframe.programs.run_dir import Result, RunDir, open_run, rows_after
 from rlframe.programs.topologies.parts import make_agent
 from tests.extras import needs
 
-PLACES = [("single_process", None), ("heavy_env", "threads"), ("light_env", "threads")]
+PLACES = [
+    ("single_process", None),
+    ("heavy_env", "threads"),
+    pytest.param("light_env", "threads", marks=pytest.mark.system),
+]
 PROCESSES = [
     ("heavy_env", "local"),
     ("light_env", "local"),

@@ -117,7 +117,7 @@ def test_all_episodes_are_played_in_the_environments_that_can_be_built(env, tmp_
     assert again["episodes"] == 7 and not list(tmp_path.glob("slot-*"))
 
 
-@pytest.mark.parametrize("topology", [{}, THREADS])
+@pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
 def test_the_environments_of_training_make_room_for_those_of_the_last_evaluation(env, tmp_path, topology):
     result = trained(env, tmp_path, eval_episodes=3, **licensed(tmp_path, 2), **topology)
     assert (result.episodes, result.return_mean) == (3, 5.0)
@@ -130,7 +130,7 @@ def test_eval_num_envs_says_how_many_environments_are_built(env, tmp_path, caplo
     assert "environments; more did not start" not in caplog.text
 
 
-@pytest.mark.parametrize("topology", [{}, THREADS])
+@pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
 def test_without_evaluations_none_is_built_and_the_run_ends_well(env, tmp_path, topology):
     result = trained(env, tmp_path, eval_episodes=0, eval_env_kwargs={"fails": "build"}, **topology)
     assert (result.return_mean, result.evaluation, result.evaluation_error, result.episodes) == (None, None, None, 0)
@@ -143,7 +143,7 @@ def test_evaluations_during_a_run_that_has_none_are_refused():
         rlframe.train("ppo", "CartPole-v1", eval_every=100, eval_episodes=0)
 
 
-@pytest.mark.parametrize("topology", [{}, THREADS])
+@pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -166,7 +166,7 @@ def test_a_failed_evaluation_after_training_is_a_result_that_names_what_was_save
     assert not evaluation_rows(tmp_path) and rlframe.load(tmp_path / "run").version > 1
 
 
-@pytest.mark.parametrize("topology", [{}, THREADS])
+@pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
 def test_a_failed_evaluation_during_training_does_not_end_the_run(env, tmp_path, caplog, topology):
     options = {"eval_episodes": 1, "eval_every": 64, "steps": 1_024, "eval_env_kwargs": {"fails": "build"}}
     result = trained(env, tmp_path, **options, **topology)

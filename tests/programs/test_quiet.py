@@ -70,9 +70,8 @@ def logged(folder: pathlib.Path) -> str:
 @pytest.mark.parametrize(
     ("topology", "engine", "extras"),
     [
-        ("single_process", "-", ()),
-        ("heavy_env", "local", ()),
-        pytest.param("heavy_env", "threads", (), marks=pytest.mark.system),
+        ("heavy_env", "threads", ()),
+        pytest.param("heavy_env", "local", (), marks=pytest.mark.system),
         pytest.param("light_env", "local", (), marks=pytest.mark.system),
         pytest.param("elastic", "local", ("trajectories",), marks=pytest.mark.system),
         pytest.param("elastic", "ray", ("trajectories", "ray"), marks=pytest.mark.system),
@@ -85,13 +84,14 @@ def test_a_quiet_run_prints_nothing_and_keeps_warnings_in_its_logs(topology, eng
     done = train(tmp_path, topology, engine)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
     assert "WARNING" in logged(tmp_path) and "a warning of the logger" in logged(tmp_path)
-    if engine not in ("-", "threads"):
+    if engine != "threads":
         assert "printed by a node" in logged(tmp_path)
 
 
-def test_handlers_of_the_caller_get_the_warnings_of_a_quiet_run(tmp_path):
+def test_a_quiet_run_of_one_process_prints_nothing_and_handlers_of_the_caller_get_its_warnings(tmp_path):
     done = train(tmp_path, "single_process", "-", "--handler")
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+    assert "WARNING" in logged(tmp_path) and "a warning of the logger" in logged(tmp_path)
     caller = (tmp_path / "caller.log").read_text()
     assert "WARNING:rlframe.envs:a warning of the logger" in caller
     assert "WARNING:py.warnings:" in caller and "UserWarning: a warning of Python" in caller

@@ -177,7 +177,7 @@ def test_evaluate_repeats_the_evaluation_of_the_run(tmp_path):
     assert again["params_version"] == result.params_version
 
 
-@pytest.mark.parametrize("make", [ppo, dqn, impala])
+@pytest.mark.parametrize("make", [ppo, dqn, pytest.param(impala, marks=pytest.mark.system)])
 def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_path):
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
         train(make(seed=seed), run_dir=tmp_path / name)
@@ -186,7 +186,9 @@ def test_one_seed_gives_the_same_numbers_twice_and_another_does_not(make, tmp_pa
         assert_same_arrays(tmp_path / "a", tmp_path / "c")
 
 
-@pytest.mark.parametrize("make", [ppo, dqn, pytest.param(rainbow, marks=pytest.mark.system), impala])
+@pytest.mark.parametrize(
+    "make", [ppo, dqn, *(pytest.param(make, marks=pytest.mark.system) for make in (rainbow, impala))]
+)
 def test_a_stopped_and_resumed_run_is_bit_for_bit_one_that_was_not(make, tmp_path):
     described = make(anneal_learning_rate=True)
     train(described, run_dir=tmp_path / "whole")
@@ -318,7 +320,7 @@ def make():
 """
 
 
-@pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
+@pytest.mark.parametrize("topology", ["single_process", pytest.param("heavy_env", marks=pytest.mark.system)])
 def test_a_run_that_is_killed_while_its_parts_are_made_can_be_resumed(tmp_path, topology):
     (tmp_path / "env.py").write_text(KILLED_ENV)
     options = ["--agent", "impala", "--env", f"{tmp_path}/env.py:make", "--steps", "200", "--num-envs", "2"]

@@ -107,7 +107,7 @@ RUNS = {
 }
 
 
-SLOW = ("ppo", "impala", "images")
+SLOW = ("ppo", "impala", "a file's", "images")
 
 
 @pytest.fixture(

@@ -23,7 +23,7 @@ def check(run_dir: pathlib.Path, place: tuple[str, Any], limit: dict[str, Any]) 
     return result
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES[:2], pytest.param(("light_env", "threads"), marks=pytest.mark.system)])
 def test_a_run_ends_at_an_evaluation_that_reaches_a_return(tmp_path, place):
     check(tmp_path / "run", place, {"until_return": 5.0})
 

@@ -45,7 +45,7 @@ def test_the_least_updates_leave_out_what_writers_are_ahead_by_and_first_sequenc
     "agent, fields",
     [
         ("ppo", {"unroll_length": 16, "steps": 320}),
-        ("impala", {"unroll_length": 8, "batch_size": 4, "steps": 640}),
+        pytest.param("impala", {"unroll_length": 8, "batch_size": 4, "steps": 640}, marks=pytest.mark.system),
         ("dqn", {"min_replay_size": 100, "batch_size": 8, "steps": 400}),
     ],
 )
@@ -61,6 +61,7 @@ def test_a_run_makes_as_many_updates_as_were_said(agent, fields, tmp_path):
     assert before.learner_steps == 0
 
 
+@pytest.mark.system
 def test_the_command_says_it_and_quiet_does_not(tmp_path, capsys):
     arguments = ["train", "--agent", "ppo", "--preset", "none", "--num-envs", "2", "--unroll-length", "16"]
     arguments += ["--steps", "64", "--eval-episodes", "1", "--num-epochs", "1", "--env-type", "loop"]

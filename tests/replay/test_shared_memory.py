@@ -119,7 +119,7 @@ def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, 
     assert stats["added"] == len(expected)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "prioritised"])
+@pytest.mark.parametrize("kind", [pytest.param("uniform", marks=pytest.mark.system), "prioritised"])
 def test_a_writer_that_stands_still_keeps_its_items(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
     for _ in (0, 1):
@@ -191,7 +191,7 @@ def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(scene: Scene) -
     assert len(seen) == buffer.size
 
 
-@pytest.mark.parametrize("kind", ["uniform", "queue"])
+@pytest.mark.parametrize("kind", [pytest.param("uniform", marks=pytest.mark.system), "queue"])
 def test_a_stopped_writer_stalls_nobody(scene: Scene, kind: str) -> None:
     buffer = scene.buffer(kind, Transition(1), 64, 400, num_writers=2)
     stopped, other = (scene.process(processes.write_until_stopped, buffer, 4) for _ in range(2))

@@ -94,7 +94,9 @@ def service(tmp_path_factory):
         yield service
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.system)]
+)
 def test_a_signal_ends_it_and_it_says_goodbye(service, tmp_path, model, number, code):
     url = f"{service.url}/runs/signal-{code}"
     with trainer(url) as client:

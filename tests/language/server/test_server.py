@@ -226,7 +226,7 @@ def test_too_much_waiting_is_refused_and_what_has_begun_goes_on():
             assert len(waiting.result(DEADLINE).choices) == 2
 
 
-@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.system)], ids=["stream", "whole"])
 def test_an_answer_that_takes_too_long_is_given_up(streams):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG, request_timeout=2.0) as server:
         with client_of(server) as client, pytest.raises(openai.APIError, match="not complete within 2 s"):

@@ -37,7 +37,7 @@ def refusal(folder, *arguments):
     return done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.system)])
 def test_it_says_where_it_listens_and_drains_when_told_to_end(tmp_path, number):
     with running_service(tmp_path) as service:
         assert service.url in service.printed
