@@ -36,7 +36,7 @@ folder = options["--run-dir"]
 content = json.load(open(sys.argv[sys.argv.index("--config") + 1]))["experiment"]
 rate, seed = content["agent_config"]["learning_rate"], int(sys.argv[sys.argv.index("--seed") + 1])
 if rate > 0.5 and seed == 2:
-    time.sleep(15.0)
+    time.sleep(250.0)
     os.makedirs(folder)
 if rate == 0.75 and seed == 1:  # fails once seed 2 runs beside it
     wait(lambda: os.path.exists(os.path.dirname(folder) + "/logs/seed-2.log"))
