@@ -85,6 +85,8 @@ def import_module(module: str, name: str) -> ModuleType:
     Raises:
         UsageError: there is none, or it needs a package that is not installed.
     """
+    if "" in module.split("."):
+        raise UsageError(f"{name!r} should read module:Id or file.py:NAME, and {module!r} is not the name of a module.")
     top, here = module.partition(".")[0], os.getcwd()
     place = next((each for each in (_places.get(top), here) if each is not None and _has(each, top)), None)
     with _lock:
@@ -111,7 +113,11 @@ def import_module(module: str, name: str) -> ModuleType:
 def _remember(module: str) -> None:
     """Keep the contents of an imported module and of those near it, if it is the user's."""
     top = sys.modules[module.partition(".")[0]]
-    directory = pathlib.Path(next(iter(getattr(top, "__path__", [])), None) or top.__file__ or "").absolute().parent
+    directory = (
+        pathlib.Path(next(iter(getattr(top, "__path__", [])), None) or getattr(top, "__file__", None) or "")
+        .absolute()
+        .parent
+    )
     if top.__name__ in sys.stdlib_module_names or not _is_near(sys.modules[module], directory):
         return
     _places[top.__name__] = str(directory)

@@ -123,7 +123,7 @@ class Checkpointer:
         """End Orbax's threads."""
         manager, native = self._open_manager, self._native
         self._open_manager = self._native = None
-        with contextlib.ExitStack() as closing:
+        with _without_new_handlers(), contextlib.ExitStack() as closing:
             for each in filter(None, (native, manager)):  # the manager first
                 closing.callback(each.close)
 
@@ -160,7 +160,8 @@ class Checkpointer:
     @contextlib.contextmanager
     def _explain(self, what: str, step: int) -> Iterator[None]:
         try:
-            yield
+            with _without_new_handlers():
+                yield
         except Exception as error:
             path = self.directory / str(step)
             if what == "write":
@@ -174,6 +175,18 @@ class Checkpointer:
             free = _free_megabytes(self.directory)
             hint = f" Only {free:.1f} MB are free there: make room." if free < 1_000 else ""
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
+
+
+@contextlib.contextmanager
+def _without_new_handlers() -> Iterator[None]:
+    """Take from the root logger the handler that absl, with which Orbax logs, gives it for good if it has none."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    try:
+        yield
+    finally:
+        if not before:
+            root.handlers.clear()
 
 
 def _checksum(array: np.ndarray) -> int:

@@ -32,7 +32,8 @@ def export(
     `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` gives (action, state), for any
     number B of environments. It acts without exploring.
 
-    observation: [B, ...] as the environments give it, of at most 32 bits; dicts and tuples as in the space.
+    observation: [B, ...] as the environments give it, of at most 32 bits, float16 as float32; dicts and tuples as in
+        the space.
     begins: [B] bool, where an episode begins.
     state: a list of [B, ...] as the call before gave it, of any values where an episode begins (`[]` for an agent
         without recurrent state whose frames are not stacked).

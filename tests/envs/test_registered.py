@@ -116,6 +116,16 @@ def test_a_module_in_the_working_directory_registers_its_ids(tmp_path):
     assert done.stdout.split("\n")[:2] == ["[7.0, 7.0]"] * 2, done.stderr
 
 
+@pytest.mark.parametrize("name", [":Mine-v0", ".mine:Mine-v0", "mine..envs:Mine-v0", "gymnasium::Mine-v0"])
+def test_a_module_name_with_an_empty_part_is_refused(name):
+    with pytest.raises(UsageError, match="should read module:Id or file.py:NAME, and '.*' is not the name of a module"):
+        SyncEnv(name, 1)
+
+
+def test_a_module_of_python_without_a_file_may_stand_before_an_id():
+    assert SyncEnv("sys:CartPole-v1", 1).observation_spec.shape == (4,)
+
+
 def test_a_module_that_does_not_exist_is_named_with_the_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"There is no module 'nowhere' .* working directory {tmp_path}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -33,6 +34,16 @@ def test_restore_gives_back_the_tree_and_the_extras(checkpointer):
     np.testing.assert_array_equal(restored["w"], np.full((3, 2), 1.5, np.float32))
     assert restored["count"][0] == 7 and restored["rng"].dtype == np.uint32
     assert extras == {"env": b"\x00\x01", "steps": 3}
+
+
+def test_logging_is_as_before_where_nobody_set_it_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    opened = Checkpointer(tmp_path)
+    opened.save(1, np.zeros(2))
+    opened.close()
+    opened.extras(1)
+    opened.close()
+    assert logging.getLogger().handlers == []
 
 
 def test_the_last_n_are_kept(checkpointer):
