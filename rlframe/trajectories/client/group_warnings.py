@@ -42,6 +42,8 @@ class GroupWarnings:
             {str(name) for one in overrides for name in one} - {"set_advantage_to_zero", "temperature"}
         ):
             yield f"overrides {unknown}", f"has overrides that change nothing here: {', '.join(unknown)}."
+        if unknown := sorted(map(str, set(group.group_overrides or {}) - {"group_size", "temperature"})):
+            yield f"group_overrides {unknown}", f"has group_overrides that change nothing here: {', '.join(unknown)}."
         for name in ("distill_token_ids", "distill_logprobs", "images"):
             if getattr(group, name):
                 yield name, f"has {name}, which nothing is learned from here."

@@ -19,6 +19,10 @@ from tests.trajectories.client.test_groups import a_group
             {"overrides": [{"scale": 2, "set_advantage_to_zero": True}, {}]},
             "has overrides that change nothing here: scale.",
         ),
+        (
+            {"group_overrides": {"group_size": 2, "set_advantage_to_zero": True}},
+            "has group_overrides that change nothing here: set_advantage_to_zero.",
+        ),
         ({"images": ["x"]}, "has images, which nothing is learned from here."),
         ({"distill_token_ids": [[[1]] * 3, [[1]] * 2]}, "has distill_token_ids"),
         (
