@@ -150,6 +150,13 @@ def nodes_of(launcher: int) -> list[Node]:
     return found
 
 
+def end_starting_nodes(launcher: int) -> None:
+    """Kill the nodes that have not imported rlframe yet: until then they ignore SIGTERM, and run no code of users."""
+    for node in nodes_of(launcher):
+        if ignores(node.process.pid, signal.SIGTERM):
+            send(node.process, signal.SIGKILL)
+
+
 def remove_data(nodes: Iterable[Node]) -> None:
     """Remove the pickled nodes, as Launchpad does unless it is killed."""
     for directory in {os.path.dirname(node.data_file) for node in nodes if node.data_file}:
@@ -203,6 +210,15 @@ def parent_of(pid: int) -> int:
             return int(file.read().rpartition(b")")[2].split()[1])
     except OSError:
         return 0
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Return True if a process ignores a signal."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith("SigIgn:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _pids() -> list[int]:

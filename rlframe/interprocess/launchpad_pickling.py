@@ -1,18 +1,27 @@
 """Reducers with which the launcher of plain `lp.launch` pickles its nodes.
 
 The process of each node imports rlframe first, so that it has a guard. A node in the place of its
-handle is refused here: nothing else of ours runs in the launcher, since Launchpad makes the objects in their processes.
+handle is refused here, since Launchpad makes the objects in their processes. The launcher ends nodes that still import.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from rlframe.errors import UsageError
+from rlframe.interprocess.launchpad_guard import end_starting_nodes
+
+_WAITS = "rlframe: waits for lp.launch to start nodes"  # a thread
+_LAUNCHES_WITHIN = 60.0  # seconds from the pickling of a node to the start of nodes
+_LOOK = 0.1  # seconds
 
 
 def register() -> None:
@@ -26,9 +35,31 @@ def register() -> None:
 
 def _reduce(node: Any) -> tuple[Any, ...]:
     register()  # again: a class such as ReverbNode is imported when it is first used
+    if not any(thread.name == _WAITS for thread in threading.enumerate()):
+        threading.Thread(target=_end_starting_nodes_at_stop, name=_WAITS, daemon=True).start()
     _refuse_nodes(node)
     make, arguments, state, *rest = node.__reduce_ex__(4)
     return restore, (make, *arguments), {**state, "_function": ReportedExit(node._function)}, *rest
+
+
+def _end_starting_nodes_at_stop() -> None:
+    """Make the launcher kill nodes that still ignore SIGTERM, each time it sends SIGTERM to them.
+
+    On a busy machine they may do so for longer than Launchpad waits.
+    """
+    manager, end = sys.modules["launchpad.launch.worker_manager"], time.monotonic() + _LAUNCHES_WITHIN
+    while time.monotonic() < end:
+        # Launchpad itself must be the first that registers a handler: only then does it take over SIGINT for its nodes.
+        if signal.SIGUSR1 in (manager._SIGNAL_HANDLERS or ()):
+            manager.register_stop_handler(_end_starting_nodes)
+            return
+        time.sleep(_LOOK)
+
+
+def _end_starting_nodes() -> None:
+    end_starting_nodes(os.getpid())
+    # Register it again: Launchpad forgets handlers that it has called.
+    sys.modules["launchpad.launch.worker_manager"].register_stop_handler(_end_starting_nodes)
 
 
 def restore(make: Callable[..., Any], *arguments: Any) -> Any:

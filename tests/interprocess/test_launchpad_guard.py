@@ -6,11 +6,14 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from rlframe.interprocess.launchpad_guard import ENTRY, end_starting_nodes
 from tests import plain_launchpad
 from tests.extras import needs
 from tests.plain_launchpad import WITHIN, Program, example
@@ -204,6 +207,37 @@ def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: 
     begin = time.monotonic()
     assert program.ends_within() == 0, program.output()
     assert time.monotonic() - begin < 8.0 and "Killing" not in program.output(), program.output()
+
+
+@pytest.mark.system
+def test_ctrl_c_ends_nodes_that_have_not_imported_rlframe_yet(start: Start, tmp_path: pathlib.Path):
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early/sitecustomize.py").write_text(
+        "import time\nif 'process_entry.py' in open('/proc/self/cmdline').read():\n"
+        "    print('starts.', flush=True)\n    time.sleep(99)\n"
+    )
+    early = "def main():\n    os.environ['PYTHONPATH'] = 'early:' + os.environ['PYTHONPATH']\n"
+    program = start(in_constructor("pass").replace("def main():\n", early))
+    program.wait_for(lambda: program.output().count("starts.") == 2)
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.ends_within(8.0) == 0, program.output()
+    assert "Killing" not in program.output() and "failed" not in program.output(), program.output()
+
+
+def test_a_node_that_ignores_sigterm_is_killed_while_it_starts_and_no_other_is():
+    def node(action: str) -> subprocess.Popen:
+        waits = (
+            f"import signal, sys; signal.signal(signal.SIGTERM, signal.{action}); print(flush=True); sys.stdin.read()"
+        )
+        command = [sys.executable, "-IS", "-c", waits, ENTRY]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    with node("SIG_IGN") as starting, node("SIG_DFL") as started:
+        assert starting.stdout.readline() and started.stdout.readline()
+        end_starting_nodes(os.getpid())
+        assert starting.wait(30) == -signal.SIGKILL and started.poll() is None
+        started.stdin.close()
+        assert started.wait(30) == 0
 
 
 # Objects of ours in nodes: no actor adds a step, and an Actor gets a node in the place of its handle.
