@@ -64,8 +64,6 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written (disk full, no permission).
         """
-        import orbax.checkpoint as ocp
-
         leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
         # Orbax checks its own indices, but not the arrays.
@@ -73,6 +71,8 @@ class Checkpointer:
         step = max([step, *(taken + 1 for taken in self.steps())])
         self._remove_unfinished()  # of a writer that was killed
         with self._explain("write", step):
+            import orbax.checkpoint as ocp
+
             args = ocp.args.StandardSave({"leaves": leaves, "extras": pickled, "checksums": sums})
             self._manager().save(step, args=args, force=True)
             self._manager().wait_until_finished()
@@ -109,9 +109,9 @@ class Checkpointer:
         return steps[-1] if step is None else step
 
     def _read(self, step: int) -> tuple[list[np.ndarray], Any]:
-        import orbax.checkpoint as ocp
-
         with self._explain("read", step):
+            import orbax.checkpoint as ocp
+
             saved = self._manager().restore(step, args=ocp.args.StandardRestore())
             leaves = [np.asarray(saved["leaves"][name]) for name in sorted(saved["leaves"])]
             pickled = np.asarray(saved["extras"])
