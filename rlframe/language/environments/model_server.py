@@ -90,7 +90,8 @@ class APIServer:
         return await self._completions(self.openai.chat.completions.create, kwargs)
 
     async def completion(self, **kwargs: Any) -> Any:
-        """As `openai.completions.create`, with the config's model; `split` as in `chat_completion`."""
+        """As `openai.completions.create` for one prompt, with the config's model; `split` as in `chat_completion`."""
+        check_one_prompt(kwargs.get("prompt"))
         kwargs["model"] = self.config.model_name
         return await self._completions(self.openai.completions.create, kwargs)
 
@@ -318,6 +319,12 @@ class Samples:
     logprobs: list[list[float]]
     finish_reasons: list[str]
     policy_version: int | None  # the oldest that sampled a token
+
+
+def check_one_prompt(prompt: Any) -> None:
+    """Raise UsageError for a list of texts or of lists of token ids."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        raise UsageError(f"completion takes one prompt, got a list of {len(prompt)}: call it once for each.")
 
 
 def seeded_part(options: dict[str, Any], start: int) -> dict[str, Any]:

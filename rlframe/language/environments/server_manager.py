@@ -16,7 +16,7 @@ from typing import Any
 
 from rlframe.errors import UsageError
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig, ServerBaseline
-from rlframe.language.environments.model_server import APIServer, seeded_part
+from rlframe.language.environments.model_server import APIServer, check_one_prompt, seeded_part
 from rlframe.language.model.chat_messages import plain_messages
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
@@ -83,6 +83,7 @@ class ManagedServer:
         from openai.types import Completion
 
         prompt = kwargs.pop("prompt")
+        check_one_prompt(prompt)
         earlier = _longest(node for node in self._nodes if node.messages is None and prompt.startswith(node.full_text))
         if earlier is None:
             added = self.tokenizer.encode(prompt, add_special_tokens=True)

@@ -383,6 +383,19 @@ def test_a_managed_server_refuses_tools(model):
         ask([config_of(model)], question)
 
 
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_list_of_prompts_is_refused(model, is_managed):
+    async def question(manager):
+        if not is_managed:
+            return await manager.completion(prompt=["x", "y"], n=2)
+        async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
+            await managed.completion(prompt=["x", "y"], n=2)
+
+    with pytest.raises(UsageError, match="completion takes one prompt, got a list of 2: call it once for each"):
+        ask([config_of(model)], question)
+    assert not model.requests
+
+
 def test_masks_of_a_chat(model):
     tokenizer = load_tokenizer("byte")
     chat = [
