@@ -78,8 +78,13 @@ class _Report:
         self._write("well" if kind is None else f"failed {kind.__name__}")
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Report that the program stops, and end. The guard itself may have started too late for SIGTERM."""
+        """Report that the program stops, and end. The guard itself may have started too late for SIGTERM.
+
+        Launchpad's handler calls this one too: then the node has begun, and ends in its own time.
+        """
         del frame
+        if signal.getsignal(number) != self.stop:
+            return
         self._write("stopped")
         os._exit(128 + number)
 
