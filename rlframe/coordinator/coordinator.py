@@ -33,6 +33,7 @@ from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError, suggest
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.inbox import Inbox
 from rlframe.interprocess.progress import Phase
 
 _log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Coordinator:
         self._numbers = itertools.count(self._journal.notes[-1]["number"] + 1 if self._journal.notes else 1)
         self._lock = threading.RLock()  # of the job and the journal
         self._noted = threading.Condition(self._lock)
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._events: Inbox[Any] = Inbox()
         self._calls = WorkerCalls(operator.transport, self._events.put)
         self._operator = OperatorThread(operator, cfg.path, self._events.put)
         self._kind = type(operator).__name__
@@ -324,9 +325,9 @@ class Coordinator:
         wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []
         try:
-            found.append(self._events.get(timeout=wait))
+            found.append(self._events.get(wait))
             while len(found) < 256:
-                found.append(self._events.get_nowait())
+                found.append(self._events.get(0.0))
         except queue.Empty:
             pass
         return found

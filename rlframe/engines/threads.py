@@ -15,6 +15,7 @@ from rlframe import extras
 from rlframe.engines.base import SAVING_GROUPS, Engine, EngineOptions, Watch, deciding_group, node_status
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import ProgramError
+from rlframe.interprocess.inbox import Inbox
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class ThreadsEngine(Engine):
         self._nodes: list[tuple[str, Any]] = []
         self._addresses: dict[str, str] = {}  # of Reverb servers, by group
         self._resources = contextlib.ExitStack()
-        self._ended: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+        self._ended: Inbox[tuple[str, BaseException | None]] = Inbox()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -89,7 +90,7 @@ class ThreadsEngine(Engine):
                     thread.start()
                 while stop.number is None:
                     try:
-                        group, error = self._ended.get(timeout=0.1)
+                        group, error = self._ended.get(0.1)
                     except queue.Empty:
                         continue
                     if error is not None:
@@ -119,15 +120,17 @@ class ThreadsEngine(Engine):
         for (group, _), thread in zip(self._nodes, threads):
             if thread.is_alive():
                 self._ended.put((group, TimeoutError("it had not ended when it was no longer waited for")))
-        while not self._ended.empty():
-            group, error = self._ended.get()
+        while True:
+            try:
+                group, error = self._ended.get(0.0)
+            except queue.Empty:
+                return unsaved
             if error is None:
                 continue
             failed = _failed(group, "failed while the program ended", error)
             _log.warning("%s", failed)
             if group in SAVING_GROUPS:
                 unsaved = failed
-        return unsaved
 
     def _run(self, group: str, node: Any) -> None:
         error: BaseException | None = None

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlframe.envs.frames import Frame, FrameRing, new_frame
 from rlframe.envs.group import LOOK, EnvGroup, EnvState, StepWatch, interrupted
+from rlframe.interprocess.inbox import Inbox
 from rlframe.metrics.sums import Sums, add_up
 from rlframe.types import TimeStep
 
@@ -65,7 +66,7 @@ class ThreadPool:
         self.codec = groups[0].codec
         self._ring = FrameRing(groups[0].layout, self.num_envs, self._slices)
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in groups]
-        self._done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+        self._done: Inbox[tuple[int, BaseException | None]] = Inbox()
         self._is_waiting = False
         self._watch = StepWatch(answer_timeout)
         works = [
@@ -114,7 +115,7 @@ class ThreadPool:
         self._watch.begin()
         while len(answers) < len(self._jobs):
             try:
-                worker, answers[worker] = self._done.get(timeout=LOOK)
+                worker, answers[worker] = self._done.get(LOOK)
             except Empty:
                 busy = [worker for worker in range(len(self._jobs)) if worker not in answers]
                 self._watch.look({i: (self._groups[i].first_id + self._groups[i].at[0], None) for i in busy})
@@ -138,7 +139,7 @@ class AsyncThreads:
         self._latest = new_frame(group.layout, self.num_envs)
         rows = self._latest.rows(0, self.num_envs)
         self._jobs: SimpleQueue[Any] = SimpleQueue()
-        self._done: SimpleQueue[Any] = SimpleQueue()
+        self._done: Inbox[Any] = Inbox()
         self._ready: list[int] = []  # finished, in order, but not yet received
         # What each thread is doing: (environment, how many it has done before), or None.
         self._doing: list[tuple[int, int] | None] = [None] * num_workers
@@ -172,7 +173,7 @@ class AsyncThreads:
             if time.monotonic() > self._next_look:
                 self._look()
             with contextlib.suppress(Empty):
-                answer = self._done.get(timeout=LOOK)
+                answer = self._done.get(LOOK)
                 if isinstance(answer, BaseException):
                     self._is_waiting, self._has_failed = False, True
                     raise answer
@@ -199,7 +200,7 @@ class AsyncThreads:
         self._watch.look({worker: task for worker, task in enumerate(list(self._doing)) if task is not None})
 
 
-def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: SimpleQueue[Any]) -> None:
+def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: Inbox[Any]) -> None:
     """Steps or resets all environments of a group for each job, and closes them in the end."""
     while (job := jobs.get()) is not None:
         actions, rows = job
@@ -219,7 +220,7 @@ def _serve_any(
     worker: int,
     rows: Frame,
     jobs: SimpleQueue[Any],
-    done: SimpleQueue[Any],
+    done: Inbox[Any],
     doing: list[tuple[int, int] | None],
     is_ending: threading.Event,
     left: list[int],

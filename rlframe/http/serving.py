@@ -39,6 +39,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            log_config=None,  # uvicorn's own closes all handlers of the process
             access_log=False,
             log_level="error",
             http=bounded(max_connections),

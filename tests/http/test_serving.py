@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import urllib.request
@@ -69,3 +70,16 @@ def test_an_event_loop_that_is_held_up_makes_no_progress():
         release.set()
         asks.join()
         wait_until(lambda: stay().seconds <= 1.0)
+
+
+def test_handlers_of_the_process_log_on_while_it_serves(tmp_path):
+    handler = logging.FileHandler(tmp_path / "own.log", mode="w")
+    logger = logging.getLogger("of.a.user")
+    logger.addHandler(handler)
+    try:
+        with serving():
+            logger.warning("still here")
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    assert (tmp_path / "own.log").read_text() == "still here\n"

@@ -23,6 +23,7 @@ from rlframe.engines.stopping import handling, stop_signals
 from rlframe.errors import ProgramError
 from rlframe.interprocess.clock import Clock
 from rlframe.interprocess.heartbeat import HeartbeatMonitor, interval_of
+from rlframe.interprocess.inbox import Inbox
 
 _BACKOFF, _LONGEST_BACKOFF = 0.5, 10.0  # seconds before the first restart, doubled for each that follows
 _HEALTHY = 900.0  # seconds of life after which a death is as the first; those in which it hung do not count
@@ -60,7 +61,7 @@ class Supervisor:
         self._logs = logs if logs is not None else NodeLogs(None)
         self._output = output if output is not None else sys.stderr
         self._write_lock = threading.Lock()
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # each is what to do about it
+        self._events: Inbox[Callable[[], None]] = Inbox()  # each is what to do about it
         self._running: dict[str, RunningNode] = {}
         self._deaths: dict[str, int] = collections.defaultdict(int)
         self._restart_at: dict[str, float] = {}
@@ -127,9 +128,8 @@ class Supervisor:
         waits = [at - now for at in self._restart_at.values()] if self._stopping_since is None else []
         if self._stopping_since is not None and not self._out_of_patience:
             waits.append(self._stopping_since + self._grace - now)
-        # A signal's handler cannot interrupt the queue, only put something into it: no wait is for ever.
         try:
-            event = self._events.get(timeout=max(0.0, min([*waits, self._look_every])))
+            event = self._events.get(max(0.0, min([*waits, self._look_every])))
         except queue.Empty:
             return
         event()

@@ -1,0 +1,57 @@
+"""The queue for one reader."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+
+import pytest
+
+from rlframe.interprocess.inbox import Inbox
+
+
+@pytest.fixture
+def on_alarm():
+    """Sets what SIGALRM does, and sends it after a time."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def after(seconds, handle):
+        signal.signal(signal.SIGALRM, lambda *_: handle())
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    yield after
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_wait_ends_although_a_signal_handler_outlasts_it(on_alarm):
+    inbox = Inbox()
+    on_alarm(0.05, lambda: time.sleep(0.2))
+    rescue = threading.Timer(20.0, inbox.put, ("too late",))
+    rescue.start()
+    with pytest.raises(queue.Empty):
+        inbox.get(0.1)
+    rescue.cancel()
+
+
+def test_a_signal_handler_may_put_while_the_reader_waits(on_alarm):
+    inbox = Inbox()
+    on_alarm(0.05, lambda: inbox.put("stop"))
+    assert inbox.get(20.0) == "stop"
+
+
+def test_items_of_many_threads_arrive_once_and_in_the_order_of_each():
+    inbox, per_thread = Inbox(), 2_000
+    threads = [
+        threading.Thread(target=lambda k=k: [inbox.put((k, i)) for i in range(per_thread)], daemon=True)
+        for k in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    found = [inbox.get(20.0) for _ in range(4 * per_thread)]
+    for k in range(4):
+        assert [i for thread, i in found if thread == k] == list(range(per_thread))
+    with pytest.raises(queue.Empty):
+        inbox.get(0.0)
