@@ -64,7 +64,7 @@ def defaults(agent: str) -> dict[str, object]:
 @pytest.mark.parametrize("agent", ["ppo", "grpo", *(pytest.param(each, marks=pytest.mark.system) for each in OTHERS)])
 def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(agent, asked, capsys):
     values = defaults(agent)
-    found = set()
+    found, given = set(), {}
     for flag in flags(capsys, agent):
         name = flag.replace("-", "_")
         if name in ("help", "agent"):
@@ -79,11 +79,11 @@ def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(
                 rlframe.train(agent, **{name: value})
             assert f"`{name}`" in rlframe.train.__doc__
             continue
-        chosen = {} if agent in NETWORKS or name == "network" else {"network": "mlp"}
-        for spelled in {name, name.replace(".", "_")}:
-            asked.clear()
-            rlframe.train(agent, **{**chosen, spelled: value})
-            assert len(asked) == 1, spelled
+        given[name] = value
+    for spelled in (given, {name.replace(".", "_"): value for name, value in given.items()}):
+        asked.clear()
+        rlframe.train(agent, **{**spelled, **({} if agent in NETWORKS else {"network": "mlp"})})
+        assert len(asked) == 1
     assert {"steps", "seeds", "wandb", "profile", "discount" if agent != "grpo" else "model.head_dim"} <= found
 
 
