@@ -72,7 +72,9 @@ class jit:
         self._donate_argnums = donate_argnums
         self._differentiates = differentiates
         self._jitted: Callable[..., Any] | None = None
-        self._checked: list[tuple[int, ...]] = []  # shapes that the options were chosen for
+        self._checked: list[tuple[int, ...]] | None = None  # shapes that the older runtime was chosen for
+        # One function object for both jits of `_choose`: JAX traces it once.
+        self._traced = self._if_small
 
     def __call__(self, *args: Any) -> Any:
         """Call the function. New shapes are compiled first."""
@@ -88,17 +90,17 @@ class jit:
                 return self._jitted(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        plain = jax.jit(self._function, donate_argnums=self._donate_argnums)
+        plain = jax.jit(self._traced, donate_argnums=self._donate_argnums)
         if jax.default_backend() != "cpu":
             return plain
+        self._checked = _shapes(args)
         jaxpr = plain.trace(*args).jaxpr.jaxpr
         options = _accepted(self._options(jaxpr))
+        if options is None or not _OLDER_RUNTIME.keys() <= options.keys():
+            self._checked = None
         if options is None:
             return plain
-        function = self._function
-        if _OLDER_RUNTIME.keys() <= options.keys():
-            self._checked, function = _shapes(args), self._if_small
-        return jax.jit(function, donate_argnums=self._donate_argnums, compiler_options=options)
+        return jax.jit(self._traced, donate_argnums=self._donate_argnums, compiler_options=options)
 
     def _options(self, jaxpr: Any) -> _Options | None:
         """The options to compile it with, or None: as XLA has it."""
@@ -111,7 +113,7 @@ class jit:
 
     def _if_small(self, *args: Any) -> Any:
         # JAX runs this only to trace new shapes. A larger batch may make the products too large for the older runtime.
-        if _shapes(args) != self._checked:
+        if self._checked is not None and _shapes(args) != self._checked:
             jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
             if not is_small(jaxpr, self._differentiates):
                 raise _NotSmallError

@@ -56,9 +56,12 @@ class Update:
         self, params: Tree, learner_state: Tree, published: list[jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
         for_actors = self._agent.actor_params(params, learner_state)
-        is_finite = are_finite((params, for_actors))
-        packed = [jnp.where(is_finite, new, old) for new, old in zip(self._packing.pack(for_actors), published)]
-        return packed, is_finite
+        packed = self._packing.pack(for_actors)
+        in_packed = {id(leaf) for leaf in jax.tree.leaves(for_actors)}
+        others = [leaf for leaf in jax.tree.leaves(params) if id(leaf) not in in_packed]
+        # The check of one long array compiles sooner than a check of each leaf.
+        is_finite = are_finite((self._packing.floats(packed), others))
+        return [jnp.where(is_finite, new, old) for new, old in zip(packed, published)], is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copies: what actors read must outlive the update that the learner's own arrays are donated to.

@@ -75,6 +75,18 @@ class Packing:
         vector = jnp.concatenate(small) if small else jnp.zeros((0,), jnp.int32)
         return [vector, *(leaf for leaf, slot in zip(leaves, self._slots, strict=True) if slot is None)]
 
+    def floats(self, packed: list[jax.Array]) -> list[jax.Array]:
+        """The floating-point numbers of what `pack` gives, in as few arrays as possible."""
+        ranges: list[tuple[int, int]] = []
+        for start, stop, _, dtype in filter(None, self._slots):
+            if dtype == np.float32 and ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            elif dtype == np.float32:
+                ranges.append((start, stop))
+        vector, *others = packed
+        small = [jax.lax.bitcast_convert_type(vector[start:stop], jnp.float32) for start, stop in ranges]
+        return [*small, *(leaf for leaf in others if jnp.issubdtype(leaf.dtype, jnp.inexact))]
+
     def unpack(self, packed: list[Any]) -> Tree:
         """The tree that was packed, from what `pack` gave; for use inside a jitted function."""
         vector, *others = packed

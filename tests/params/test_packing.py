@@ -56,3 +56,18 @@ def test_what_is_unpacked_as_numpy_can_be_written_to_and_shares_nothing_with_the
 def test_a_tree_without_small_leaves_packs_too(empty):
     packing = Packing(empty)
     assert_same(packing.unpack_numpy(jax.jit(packing.pack)(empty)), empty)
+
+
+def test_floats_are_the_floating_point_numbers_alone_and_neighbors_share_an_array():
+    nan_bits = np.full(2, 0x7FC00000, np.int32)  # a NaN, were it a float
+    tree = {
+        "a": np.float32([1.0, 2.0]),
+        "b": np.float32([[3.0]]),
+        "c": nan_bits,
+        "d": np.float32(4.0),
+        "e": np.float16([5.0]),
+        "f": np.zeros(3, bool),
+    }
+    packing = Packing(tree)
+    found = [np.asarray(each).tolist() for each in jax.jit(lambda x: packing.floats(packing.pack(x)))(tree)]
+    assert found == [[1.0, 2.0, 3.0], [4.0], [5.0]]
