@@ -57,7 +57,7 @@ def kept() -> Iterator[None]:
 
 
 def forget_changed() -> None:
-    """Forget files that have changed since they were loaded, and where modules are, unless a run here goes on."""
+    """Forget where modules are, and files that have changed since. Does nothing during a run in this process."""
     with _lock:
         if _runs:
             return
@@ -103,7 +103,7 @@ def import_module(module: str, name: str) -> ModuleType:
             raise UsageError(f"{name!r} needs a package that is not installed here: {error}") from error
         before = f" The run was started with the one in {_places[top]}." if top in _places else ""
         raise UsageError(
-            f"There is no module {module!r} for {name!r}: it is neither installed nor in the working directory {here}."
+            f"There is no module {module!r} for {name!r}: it is not installed, and not in the working directory {here}."
             f"{before}"
         ) from error
     _remember(module)
@@ -113,11 +113,8 @@ def import_module(module: str, name: str) -> ModuleType:
 def _remember(module: str) -> None:
     """Keep the contents of an imported module and of those near it, if it is the user's."""
     top = sys.modules[module.partition(".")[0]]
-    directory = (
-        pathlib.Path(next(iter(getattr(top, "__path__", [])), None) or getattr(top, "__file__", None) or "")
-        .absolute()
-        .parent
-    )
+    path = next(iter(getattr(top, "__path__", [])), None) or getattr(top, "__file__", None) or ""
+    directory = pathlib.Path(path).absolute().parent
     if top.__name__ in sys.stdlib_module_names or not _is_near(sys.modules[module], directory):
         return
     _places[top.__name__] = str(directory)

@@ -17,33 +17,16 @@ from rlframe.errors import UsageError
 from rlframe.programs import naming
 from rlframe.user_files import forget_changed
 from tests.programs.running import WITH_ELASTIC, options_of
+from tests.test_user_files import ENV
 
-ENV = """
-import os
-import gymnasium, numpy as np
-from rewards_of_{module} import REWARD
-
-class Env(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-    def __init__(self):
-        os.chdir({elsewhere!r})
-    def reset(self, *, seed=None, options=None):
-        self.t = 0
-        return np.zeros(2, np.float32), {{}}
-    def step(self, action):
-        self.t += 1
-        return np.zeros(2, np.float32), REWARD * {factor}, self.t == 2, False, {{}}
-
-gymnasium.register("{id}", "{module}:Env")
-"""
+REGISTERED = ENV + '\ngymnasium.register("{id}", "{name}:Env")\n'
 
 
 def write(directory, module, reward, factor, id="Own-v0"):
     (directory.parent / "elsewhere").mkdir(parents=True, exist_ok=True)
     directory.mkdir(exist_ok=True)
-    (directory / f"rewards_of_{module}.py").write_text(f"REWARD = {reward}\n")
-    text = ENV.format(module=module, elsewhere=str(directory.parent / "elsewhere"), factor=factor, id=id)
+    (directory / f"rewards_{module}.py").write_text(f"REWARD = {reward}\n")
+    text = REGISTERED.format(name=module, elsewhere=str(directory.parent / "elsewhere"), factor=factor, id=id)
     (directory / f"{module}.py").write_text(text)
 
 

@@ -164,16 +164,12 @@ class Builder:
     def __getstate__(self) -> dict[str, Any]:
         # Another process lacks what the user registered in this one.
         spec = registration(self.target)
-        return {"places": places(self._names), "registered": spec, **vars(self)}
+        return {"places": places([self.target]), "registered": spec, **vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         look_in(state.pop("places"))
         registered.restore(state.pop("registered"))
         vars(self).update(state)
-
-    @property
-    def _names(self) -> list[str]:
-        return [self.target] if isinstance(self.target, str) else []
 
     @property
     def code(self) -> Any:

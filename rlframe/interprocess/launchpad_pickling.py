@@ -1,7 +1,8 @@
-"""Reducers with which the launcher of plain `lp.launch` pickles its nodes.
+"""Pickle the nodes of plain `lp.launch`: this is the only code of ours that runs in its launcher.
 
-The process of each node imports rlframe first, so that it has a guard. A node in the place of its
-handle is refused here, since Launchpad makes the objects in their processes. The launcher ends nodes that still import.
+- The process of each node imports rlframe first, which starts its guard.
+- A node that was given where its handle is expected is refused. (Launchpad makes our objects in the nodes' processes.)
+- When the program stops, the launcher ends nodes that still import.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from rlframe.programs.run_dir import RunDir
 
 
 def backend_note(experiment: Experiment) -> dict[str, str]:
-    """What makes the environment that a run names, as a note of its config; empty if it is in a file."""
+    """Return the note for the config that names the library which makes the environment; {} for a file's."""
     if experiment.topology.learns_from != "steps" or not naming.is_library_env(experiment.env):
         return {}
     return {"env_backend": describe_backend(experiment.env)}
@@ -27,9 +27,9 @@ def check_backend(directory: RunDir, experiment: Experiment) -> None:
         problem = f"Here {experiment.env} is made by {now}."
     if noted is not None and _is_users(noted) != _is_users(now):
         raise UsageError(
-            f"The run's environment {experiment.env} was made by {noted}. {problem} Register it as it was before you "
-            "go on with the run or evaluate it: import its module, from Python. A run imports the module by itself if "
-            "its environment is named module:Id."
+            f"The run's environment {experiment.env} was made by {noted}. {problem} Before you resume or "
+            "evaluate the run, register the id as it was: import its module, from Python. A run imports the module by "
+            "itself if its environment is named module:Id."
         )
 
 

@@ -283,15 +283,12 @@ def with_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
 
 
 def complete(experiment: Experiment) -> Experiment:
-    """The experiment with `agent_config` and `network_config` at the agent's defaults where they are None.
-
-    The module of `module:Id` is imported: during the run, an older module of this name would be kept.
-    """
+    """Fill in `agent_config` and `network_config` where they are None, and import the module of an env `module:Id`."""
     from rlframe.agents.net_factory import own_config  # imports JAX, as any agent does
 
     env, is_game = experiment.env, experiment.topology.learns_from == "steps"
     if is_game and naming.is_library_env(env) and ":" in split(env)[1]:
-        registration(env)
+        registration(env)  # during the run, an older module of this name would be kept
     agent_cls = naming.agent_class(experiment.agent)
     if experiment.agent_config is None:
         experiment = dataclasses.replace(experiment, agent_config=agent_cls.config_cls())
