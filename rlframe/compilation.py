@@ -185,13 +185,15 @@ def _shapes(args: tuple[Any, ...]) -> list[tuple[int, ...]]:
 
 def _accepted(options: _Options | None) -> _Options | None:
     """Return the options that this version of XLA knows."""
-    return options and {option: value for option, value in options.items() if _accepts(option, value)}
+    if not options or _accepts(*options.items()):
+        return options
+    return dict(option for option in options.items() if _accepts(option))
 
 
 @functools.cache
-def _accepts(option: str, value: bool | str) -> bool:
+def _accepts(*options: tuple[str, bool | str]) -> bool:
     try:
-        jax.jit(lambda x: x + 1, compiler_options={option: value})(0)
+        jax.jit(lambda x: x + 1, compiler_options=dict(options))(0)
     except Exception:  # the type differs between versions
         return False
     return True

@@ -137,7 +137,12 @@ def ravel(params: Params) -> jax.Array:
     if len({leaf.dtype for leaf in leaves}) > 1:
         dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
         raise UsageError(f"MinibatchUpdates needs parameters of one dtype, got {dtypes}.")
-    return jnp.concatenate([leaf.ravel() for leaf in leaves])
+    return _joined(leaves)
+
+
+@functools.partial(jax.jit, inline=True)
+def _joined(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([array.ravel() for array in arrays])
 
 
 def unraveller(params: Params) -> Callable[[jax.Array], Params]:

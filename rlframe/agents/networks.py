@@ -230,8 +230,11 @@ def initial_weights(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, A
 
     def init(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         # Drawn by NumPy: XLA would take two seconds to compile a decomposition for each shape.
-        result = jax.ShapeDtypeStruct(tuple(shape), dtype)
-        return jax.pure_callback(functools.partial(weights, shape=tuple(shape), dtype=dtype), result, hk.next_rng_key())
+        key = jax.random.key_data(hk.next_rng_key())
+        draw = functools.partial(weights, shape=tuple(shape), dtype=dtype)
+        if isinstance(key, jax.core.Tracer):
+            return jax.pure_callback(draw, jax.ShapeDtypeStruct(tuple(shape), dtype), key)
+        return jnp.asarray(draw(key))
 
     return init
 

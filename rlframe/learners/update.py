@@ -74,6 +74,7 @@ def are_finite(tree: Tree) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves] or True))
 
 
+@jax.jit
 def copied(tree: Tree) -> Tree:
     """Return a copy of each array."""
     return jax.tree.map(jnp.copy, tree)
